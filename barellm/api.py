@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from barellm import overrides
+from barellm.aliases import accepts_old_names
 from barellm.assembly.build import check_device, opened, resolved
 from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
@@ -148,58 +149,62 @@ class Model:
 
         return self._alone(compute)
 
+    @accepts_old_names
     def generate(
         self,
         prompt: str | ArrayLike = "",
         *,
-        tokens: int = 256,
+        max_new_tokens: int = 256,
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        repetition: float = 1.0,
+        repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> str:
-        """The text that follows the prompt, a text or token ids, in one piece. The options are those of `stream`."""
-        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
-        _, pieces = self._text(prompt, tokens=tokens, how=how, stop=stop)
+        """The completion of the prompt, a text or token ids, in one piece. The options are those of `stream`."""
+        cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+        how = Sampling(temperature=temperature, seed=seed, **cuts)
+        _, pieces = self._text(prompt, max_new_tokens, how=how, stop=stop)
         return self._alone(lambda: "".join(pieces))
 
+    @accepts_old_names
     def stream(
         self,
         prompt: str | ArrayLike = "",
         *,
-        tokens: int = 256,
+        max_new_tokens: int = 256,
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        repetition: float = 1.0,
+        repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> Iterator[str]:
-        """The text that follows the prompt, piece by piece, as soon as each is known.
+        """The completion of the prompt, streamed piece by piece.
 
-        The prompt is a text, or token ids, which are taken as they are, with nothing before them. What follows has at most so many
-        `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always takes the most likely
-        token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all); `repetition` above 1
-        makes tokens that the text has already less likely. The same seed gives the same text, which is also that of
+        The prompt is a text, or token ids, which are taken as they are, with nothing before them. The completion has at most
+        `max_new_tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 is greedy decoding;
+        `top_k`, `top_p` (nucleus sampling) and `min_p` keep the most likely tokens only (0, 1 and 0: all); `repetition_penalty`
+        above 1 makes tokens that the text has already less likely. The same seed gives the same text, which is also that of
         `barellm sample`.
 
         Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
         is kept meanwhile. UserError at once for an argument that cannot be.
         """
-        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
-        return _Stream(self, *self._text(prompt, tokens=tokens, how=how, stop=stop))
+        cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+        how = Sampling(temperature=temperature, seed=seed, **cuts)
+        return _Stream(self, *self._text(prompt, max_new_tokens, how=how, stop=stop))
 
     def _text(
-        self, prompt: str | ArrayLike, *, tokens: int, how: Sampling, stop: str | Sequence[str]
+        self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str]
     ) -> tuple[_Place, Generator[str, None, None]]:
         """Looks at the arguments. The session is opened with the first piece."""
-        tokens = converted("tokens", tokens, int)
+        tokens = converted("max_new_tokens", tokens, int)
         if tokens < 1:
-            raise UserError(f"tokens is {tokens}, expected at least 1")
+            raise UserError(f"max_new_tokens is {tokens}, expected at least 1")
         self._check_open()
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
@@ -208,7 +213,7 @@ class Model:
             self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self._ids("prompt", prompt, axes="T").tolist()
         )
         if warning := unseen(fed, self.config.model.max_seq):
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=4)
         place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
         return place, self._pieces(place, fed, stops, tokens=tokens, how=how)
 
@@ -217,7 +222,7 @@ class Model:
     ) -> Generator[str, None, None]:
         """The pieces of a text, for who holds the lock; between two of them anything may have been computed."""
         pieces: list[str] = []
-        text = Written(self.tokenizer, stops=stops, say=pieces.append)
+        text = Written(self.tokenizer, stops=stops, emit=pieces.append)
         try:
             for _ in write(self._resume(place), [fed], [text], count=tokens, hows=[how]):
                 yield from filter(None, pieces)

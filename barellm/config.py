@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from barellm.errors import UserError
 from barellm.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
 
-MATMULS = ("own", "cublaslt")
+GEMM_BACKENDS = ("barellm", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -17,9 +17,9 @@ EVALUATED = ("spread", "first")  # which tokens of the validation text
 TRACKERS = ("tensorboard", "wandb", "trackio")
 ORDERS = ("epoch", "random", "documents", "sequential", "llmc")
 OPTIMIZERS = ("adamw", "muon", "speedrun")
-ITERATIONS = ("polar-express", "jordan")  # of Muon: how singular values become one, and
-STEP_SCALES = ("jordan", "moonshot")  # how large a matrix's step is
-TURNS = 5  # that an iteration has
+ORTHOGONALIZATIONS = ("polar-express", "jordan")  # Muon's coefficients of the Newton-Schulz iteration
+STEP_SCALES = ("jordan", "moonshot")  # Muon: scale of the update by the matrix's shape, or to the RMS of AdamW's
+MOST_NS_STEPS = 5  # for which there are coefficients
 
 
 class ModelConfig(Section, section="model"):
@@ -29,7 +29,7 @@ class ModelConfig(Section, section="model"):
     vocab_size: int
     padded_vocab: int
     max_seq: int
-    channels: int
+    d_model: int
 
     def __post_init__(self) -> None:
         if self.padded_vocab == 0:
@@ -53,27 +53,27 @@ class OptimConfig(Section, section="optim"):
     lr: float = at_least(
         0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW, and muon_lr follows it"
     )
-    min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant fall")
+    min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant decay")
     warmup: int = at_least(0, 0, "steps of linear warmup")
     schedule: str = one_of(
         SCHEDULES,
         "cosine",
-        "after the warmup: cosine, linear (to the last step), constant, or wsd (constant, then a line)",
+        "learning rate schedule after the warmup: cosine, linear, constant, or wsd (warmup-stable-decay)",
     )
-    cooldown: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate falls")
+    decay_fraction: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate decays")
     beta1: float = below_one(0.9, "decay rate of AdamW's first moment")
     beta2: float = below_one(0.95, "decay rate of AdamW's second moment")
     eps: float = at_least(0, 1e-8, "AdamW's epsilon, added to the root of the second moment")
     weight_decay: float = at_least(0, 0.1, "weight decay of matrices, embeddings included")
-    clip: float = at_least(0, 1.0, "gradients of a larger norm are scaled down to it; 0: no clipping")
+    clip: float = at_least(0, 1.0, "gradient clipping: gradients of a larger norm are scaled down to it; 0: none")
     skip_loss_z: float = at_least(
-        0, 0.0, "skip a step whose loss is so many standard deviations above the mean of the last 128 steps; 0: none"
+        0, 0.0, "loss-spike skipping: skip a step whose loss has a z-score above this over the last 128 steps; 0: none"
     )
-    skip_norm_z: float = at_least(0, 0.0, "the same of the gradient's norm")
+    skip_norm_z: float = at_least(0, 0.0, "the same for the gradient norm")
     moments: str = one_of(
         MOMENTS,
         "fp32",
-        "how AdamW's moments of matrices are stored: fp32, 16bit (rounded to nearest) or 16bit-stochastic",
+        "optimizer state dtype: AdamW's moments of matrices as fp32, 16bit (round to nearest) or 16bit-stochastic (rounding)",
     )
     muon_lr: float = at_least(
         0, 0.02, "of muon: highest learning rate of matrices of blocks (default: lr times the muon_lr_ratio of PRESET)"
@@ -82,24 +82,28 @@ class OptimConfig(Section, section="optim"):
     powersgd: int = at_least(
         0,
         0,
-        "ranks exchange each matrix's gradient as two factors of so many columns (docs/ranks.md); 0: the gradient itself",
+        "PowerSGD: ranks exchange each matrix's gradient as two factors of this rank (docs/ranks.md); 0: the gradient itself",
     )
     overlap: bool = value(
         True,
-        "ranks that send messages begin while the backward pass goes on, and have room for all that arrives (docs/ranks.md)",
+        "with message passing: overlap communication with the backward pass; receive buffers are preallocated (docs/ranks.md)",
     )
     momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
     momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")
     momentum_cooldown: int = at_least(0, 0, "of muon: last steps, in which the momentum falls back to momentum_start")
-    iteration: str = one_of(
-        ITERATIONS, "polar-express", "of muon: polar-express or jordan, two ways to make singular values one"
+    orthogonalization: str = one_of(
+        ORTHOGONALIZATIONS,
+        "polar-express",
+        "of muon: coefficients of the Newton-Schulz iteration that orthogonalizes the update: polar-express or jordan",
     )
-    turns: int = between(1, TURNS, TURNS, "of muon: turns of the iteration, at most 5; fewer are faster")
+    ns_steps: int = between(
+        1, MOST_NS_STEPS, MOST_NS_STEPS, "of muon: Newton-Schulz steps, at most 5; fewer are faster"
+    )
     step_scale: str = one_of(
         STEP_SCALES,
         "jordan",
-        "of muon: jordan (steps of norm sqrt(rows / cols), at least 1) or moonshot (as large as AdamW's)",
+        "of muon: jordan (shape-scaled learning rate: sqrt(rows / cols), at least 1) or moonshot (RMS matching AdamW's)",
     )
     cautious: bool = value(False, "of muon: weight decay only where the step makes a weight smaller too")
     normuon: float = below_one(0.0, "of muon: decay rate of NorMuon's mean square of rows; 0: plain Muon")
@@ -140,37 +144,41 @@ class DataConfig(Section, section="data"):
 
     source: str = value(
         "stdlib",
-        "text: a file, a folder or a pattern (docs/data.md); a .bin shard, a folder of shards, or stdlib: Python's own library",
+        "dataset: a text file, a folder or a pattern (docs/data.md); a .bin shard, a folder of shards, or stdlib: Python's library",
     )
-    tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder with tokenizer.json")
-    bpe_vocab: int = value(2048, "size of the vocabulary where a bpe is trained on the text")
+    tokenizer: str = value("bpe", "tokenizer: bytes, chars, bpe, gpt2, or a folder with tokenizer.json")
+    bpe_vocab: int = value(2048, "vocabulary size where a BPE is trained on the text")
     val_fraction: float = inside_one(
         0.1, "share of the text, taken from its end, for validation (shards named train and val have their own)"
     )
     order: str = one_of(
         ORDERS,
         "epoch",
-        "epoch: every window once before any comes again; random: windows from anywhere; documents: rows of whole documents; "
+        "epoch: shuffled windows, each once an epoch; random: windows drawn with replacement; documents: document-aligned packing; "
         "sequential: from the beginning to the end; llmc: llm.c's own shuffle",
     )
     span_shards: bool = value(
         True,
-        "of the order documents: a row goes on in the next shard; false: what a shard has left for an unfinished row is dropped, "
+        "of the order documents: a row continues in the next shard; false: the rest of a shard that fills no row is dropped, "
         "as modded-nanogpt does",
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig(Section, section="train"):
-    """The loop. A step is `batch` x `accumulate` sequences of `seq` tokens."""
+    """The training loop. A step is `micro_batch_size` x `gradient_accumulation_steps` sequences of `seq` tokens."""
 
-    batch: int = at_least(1, 8, "sequences in a micro-batch")
-    seq: int = at_least(1, 256, "tokens in a sequence")
-    accumulate: int = at_least(1, 1, "micro-batches in a step (gradient accumulation)")
-    ramp_from: int = at_least(
-        0, 0, "micro-batches in the first step, which become train.accumulate over train.ramp_tokens; 0: no ramp"
+    micro_batch_size: int = at_least(1, 8, "sequences in a micro-batch, of all ranks together")
+    seq: int = at_least(1, 256, "sequence length: tokens in a sequence")
+    gradient_accumulation_steps: int = at_least(1, 1, "micro-batches in an optimizer step")
+    batch_rampup_from: int = at_least(
+        0,
+        0,
+        "batch-size warmup: micro-batches in the first step, which rise to train.gradient_accumulation_steps; 0: none",
     )
-    ramp_tokens: int = at_least(0, 0, "tokens over which the number of micro-batches rises, in a line")
+    batch_rampup_tokens: int = at_least(
+        0, 0, "batch-size warmup: tokens over which the number of micro-batches rises linearly"
+    )
     steps: int = at_least(
         0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
     )
@@ -191,27 +199,27 @@ class TrainConfig(Section, section="train"):
     )
     eval_seq: int = at_least(0, 0, "tokens in a row of an evaluation; 0: train.seq")
     sample_every: int = at_least(0, 0, "steps between samples; 0: only at the end")
-    ranges: int = at_least(
-        0, 0, "steps between looks at the exponents of activations, gradients and weights (ranges.jsonl); 0: none"
+    exponent_stats: int = at_least(
+        0,
+        0,
+        "steps between exponent histograms (dynamic range) of activations, gradients and weights (exponent_stats.jsonl); 0: none",
     )
     hellaswag: str = value(
         "", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none"
     )
-    hellaswag_every: int = at_least(0, 250, "steps between looks at train.hellaswag; 0: only one at the end")
+    hellaswag_every: int = at_least(0, 250, "steps between evaluations on train.hellaswag; 0: only one at the end")
     checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
-    keep: int = at_least(1, 2, "how many checkpoints are kept, besides milestones")
-    milestones: int = at_least(0, 0, "steps between checkpoints that are kept for ever; 0: none")
-    grace: float = at_least(
+    save_total_limit: int = at_least(1, 2, "how many of the newest checkpoints are kept, besides train.keep_every's")
+    keep_every: int = at_least(0, 0, "steps between permanent checkpoints, which are never deleted; 0: none")
+    signal_grace_period: float = at_least(
         0,
         0.0,
-        "seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
+        "preemption: seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
     )
     seed: int = between(
         0, (1 << 32) - 1, 1337, "seed of weights, order of the data, dropout and samples"
     )  # 32-bit words
-    track: str = some_of(
-        TRACKERS, "programs that show the run too: tensorboard, wandb, trackio, with commas between them"
-    )
+    track: str = some_of(TRACKERS, "loggers: tensorboard, wandb, trackio, with commas between them")
     init_from: str = value(
         "", "start from these weights, with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
     )
@@ -220,9 +228,11 @@ class TrainConfig(Section, section="train"):
         "auto",
         "fp32, bf16, fp16 (with a dynamic loss scale), or auto: bf16 where the machine has instructions for it",
     )
-    recompute: bool = value(False, "recompute activations in the backward pass: less memory, more work")
-    matmul: str = one_of(MATMULS, "own", "who does matrix products on a GPU: own (barellm's kernels) or cublaslt")
-    tf32: bool = value(False, "on a GPU: fp32 products on tensor cores, with 10 bits of mantissa")
+    recompute: bool = value(
+        False, "activation (gradient) checkpointing: recompute activations in the backward pass; less memory, more work"
+    )
+    gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own kernels, or cublaslt")
+    tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")
 
     def eval_shape(self, batch: int) -> tuple[int, int]:
         """The rows of an evaluation's batch and their tokens: no more tokens than a micro-batch of `batch` rows has, or one row."""
@@ -232,14 +242,16 @@ class TrainConfig(Section, section="train"):
         super().__post_init__()
         if self.steps < 1 and self.minutes == 0:
             raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")
-        if bool(self.ramp_from) != bool(self.ramp_tokens):
-            found = f"train.ramp_from is {self.ramp_from} and train.ramp_tokens {self.ramp_tokens}"
+        if bool(self.batch_rampup_from) != bool(self.batch_rampup_tokens):
+            first, tokens = self.batch_rampup_from, self.batch_rampup_tokens
+            found = f"train.batch_rampup_from is {first} and train.batch_rampup_tokens {tokens}"
             raise UserError(f"{found}, expected both above 0, or neither")
-        if self.ramp_from > self.accumulate:
-            raise UserError(f"train.ramp_from {self.ramp_from} is above train.accumulate {self.accumulate}")
-        if self.ramp_from and self.minutes:
+        if self.batch_rampup_from > self.gradient_accumulation_steps:
+            most = f"train.gradient_accumulation_steps {self.gradient_accumulation_steps}"
+            raise UserError(f"train.batch_rampup_from {self.batch_rampup_from} is above {most}")
+        if self.batch_rampup_from and self.minutes:
             raise UserError(
-                "train.minutes is set and train.ramp_from too, expected train.minutes 0: steps get longer on the way"
+                "train.minutes is set and train.batch_rampup_from too, expected train.minutes 0: steps get longer on the way"
             )
 
 

@@ -2,9 +2,9 @@
 
     @dataclass(frozen=True)
     class TrainConfig(Section, section="train"):
-        batch: int = at_least(1, 8, "sequences in a micro-batch")
+        seq: int = at_least(1, 256, "sequence length")
 
-A configuration that is made with a value beyond the bounds is refused with one line: `train.batch is 0, expected at least 1`.
+A configuration that is made with a value beyond the bounds is refused with one line: `train.seq is 0, expected at least 1`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from barellm import models
+from barellm import aliases, models
 from barellm.config import Config, DataConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError, nearest, shown
 from barellm.fields import Entry, Section, converted, entries, not_of
@@ -24,14 +24,14 @@ MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
 SHORT_NAMES = {
     "data.source": "data",
     "train.steps": "steps",
-    "train.batch": "batch",
+    "train.micro_batch_size": "batch",
     "train.seq": "seq",
     "train.seed": "seed",
     "train.minutes": "minutes",
     "train.init_from": "init_from",
     "train.dtype": "dtype",
     "train.recompute": "recompute",
-    "train.matmul": "matmul",
+    "train.gemm_backend": "gemm_backend",
     "optim.lr": "lr",
     "optim.schedule": "schedule",
 }
@@ -39,7 +39,8 @@ SHORT_NAMES = {
 
 def named(changes: Mapping[str, object]) -> dict[str, object]:
     """{key: value} of Python's keyword arguments: short names, `steps=100`, and sections, `model={"layers": 2}`."""
-    long = {short: key for key, short in SHORT_NAMES.items()}
+    short = {short: key for key, short in SHORT_NAMES.items()}
+    long = aliases.KEYS | {"matmul": "train.gemm_backend"} | short
     found: dict[str, object] = {}
     for name, value in changes.items():
         if name in SECTIONS and isinstance(value, Mapping):
@@ -49,8 +50,10 @@ def named(changes: Mapping[str, object]) -> dict[str, object]:
         elif name in SECTIONS:
             raise UserError(f"{name} is {shown(value)}, expected keys and their values as in {name}={{...}}")
         else:
-            hint = nearest(name, [*long, *SECTIONS])
-            raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*long, *SECTIONS])})")
+            hint = nearest(name, [*short, *SECTIONS])
+            if instead := aliases.instead(name):
+                hint = f", expected {instead}"
+            raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*short, *SECTIONS])})")
     return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
 
 
@@ -75,6 +78,8 @@ def known_keys(config: Config) -> dict[str, Entry]:
 
 def _convert(key: str, value: Any, kind: type) -> Any:
     """A value of that kind: a text is parsed unless a text is expected."""
+    if isinstance(value, str):
+        value = aliases.VALUES.get(key, {}).get(value, value)
     if not isinstance(value, str) or kind is str:
         return converted(key, value, kind)
     try:
@@ -84,17 +89,21 @@ def _convert(key: str, value: Any, kind: type) -> Any:
 
 
 def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
-    """The same changes with values of the right type; texts are parsed. UserError for a key that `config` does not have, and for a
-    wrong type."""
-    known = known_keys(config)
-    for key in changes:
+    """The same changes with values of the right type; texts are parsed. Old names of
+    keys are accepted. UserError for a key that `config` does not have, and for a wrong type."""
+    known, found = known_keys(config), {}
+    for alias, value in changes.items():
+        key = alias if alias in known else aliases.RENAMED.get(alias, alias)
+        if key in found:
+            raise UserError(f"{alias} is another name of {key}, which is given too: expected one of them")
+        found[key] = value
         if key not in known:
             hint = nearest(key, known)
             if owners := every_key().get(key):
                 have = models.name_of(config.model)
                 raise UserError(f"{have} has no key {key!r}, which is one of {' and '.join(owners)}{hint}")
             raise UserError(f"unknown key {key!r}{hint}")
-    return {key: _convert(key, value, known[key].kind) for key, value in changes.items()}
+    return {key: _convert(key, value, known[key].kind) for key, value in found.items()}
 
 
 LR, MUON_LR, MUON_LR_RATIO = "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from barellm import models, overrides
+from barellm import aliases, models, overrides
+from barellm.aliases import PRESETS
 from barellm.api import Model, load
 from barellm.assembly import build
 from barellm.checkpoint.folder import RunFolder
@@ -94,7 +96,7 @@ def train(
 
     `config` is the name of a preset ("default" unless it is given) or a `barellm.config.Config`, which may be of a model of your
     own. `changes` replace its keys: the short names of the command line (data, steps, minutes, batch, seq, seed, lr, schedule,
-    dtype, recompute, init_from, matmul), or sections, such as `model={"layers": 2}`, `optim=`, `train=` and `data=`.
+    dtype, recompute, init_from, gemm_backend), or sections, such as `model={"layers": 2}`, `optim=`, `train=` and `data=`.
 
     `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` goes on from its newest
     checkpoint, and ends with the same bits as if it had never stopped. Each of `callbacks` gets a `Step` behind every step and may
@@ -111,6 +113,8 @@ def train(
     if not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
         raise UserError(f"callbacks is {shown(callbacks)}, expected a list of functions")
     asked = _Asked(config, overrides.named(changes))
+    if line := aliases.renamed([*changes, *asked.changes]):
+        warnings.warn(line, FutureWarning, stacklevel=2)
     told = _Told(callbacks)
     with ExitStack() as files:
         console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
@@ -153,7 +157,7 @@ class _Asked:
 
     @property
     def preset(self) -> str | None:
-        return self.config.preset if isinstance(self.config, Config) else self.config
+        return self.config.preset if isinstance(self.config, Config) else PRESETS.get(self.config or "", self.config)
 
     def keys(self, base: Config) -> dict[str, Any]:
         return overrides.checked(self.changes, base)

@@ -67,7 +67,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def base() -> Config:
     config = preset("speedrun-small")
-    model = {"channels": 64, "heads": 2, "hidden": 256, "stages": table(STAGES), "max_seq": 1536}
+    model = {"d_model": 64, "heads": 2, "d_ff": 256, "stages": table(STAGES), "max_seq": 1536}
     model |= {"bigram_first": "token", "adam_weights": "fp32"}  # what the file was measured with
     run = {"train.seq": 1536, "train.dtype": "auto", "data.bpe_vocab": 2048}
     return changed(config, run | {f"model.{key}": value for key, value in model.items()})

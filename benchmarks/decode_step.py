@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = models.preset(args.preset)
-    config = replace(config, train=replace(config.train, dtype=args.dtype, batch=1))
+    config = replace(config, train=replace(config.train, dtype=args.dtype, micro_batch_size=1))
     bench = Bench()
     with open_model(config, device="cpu", training=False, positions=256, only=("init", "decode")) as compiled:
         session = compiled.session

@@ -56,7 +56,7 @@ RUN = (
     *(
         "--model.layers",
         "1",
-        "--model.channels",
+        "--model.d_model",
         "32",
         "--model.heads",
         "2",
@@ -65,7 +65,7 @@ RUN = (
         "--optim.warmup",
         "1",
     ),
-    *("--train.eval_every", str(EVERY), "--train.checkpoint_every", str(SAVES), "--train.keep", "99"),
+    *("--train.eval_every", str(EVERY), "--train.checkpoint_every", str(SAVES), "--train.save_total_limit", "99"),
 )
 SAID = (
     "",

@@ -63,7 +63,7 @@ class Peer:
     """llama.cpp in another process."""
 
     def __init__(self, python: str, kind: str, model: Any, threads: int, folder: str) -> None:
-        sizes = {"layers": model.layers, "heads": model.heads, "channels": model.channels, "threads": threads}
+        sizes = {"layers": model.layers, "heads": model.heads, "d_model": model.d_model, "threads": threads}
         options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
         command = [python, str(PEER), kind, *options, "--folder", folder]
         self.process = subprocess.Popen(
@@ -71,9 +71,9 @@ class Peer:
         )
         line = self._line()
         self.facts = json.loads(line.removeprefix("ready "))
-        path = Path(folder) / f"gpt2-{model.layers}-{model.channels}-{kind}.gguf"
+        path = Path(folder) / f"gpt2-{model.layers}-{model.d_model}-{kind}.gguf"
         self.nbytes = (
-            path.stat().st_size - 4 * 1024 * model.channels
+            path.stat().st_size - 4 * 1024 * model.d_model
         )  # without the positions, which no token reads as a whole
 
     def _line(self) -> str:
@@ -119,7 +119,7 @@ def main() -> None:
         for name in args.variants:
             print(name, time.strftime("%H:%M:%S"), file=sys.stderr)
             dtype, weights = (name, "") if name in ("fp32", "bf16") else (default_dtype(), name)
-            one = replace(config, train=replace(config.train, dtype=dtype, batch=1))
+            one = replace(config, train=replace(config.train, dtype=dtype, micro_batch_size=1))
             variants[name] = Ours(
                 stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
             )

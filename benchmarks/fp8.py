@@ -42,7 +42,7 @@ STAGES = (
 )
 # Four layers, of which the classifier is a third: what it loses must show.
 MODEL = {
-    "layers": 4, "heads": 4, "channels": 128, "hidden": 512, "stages": table(STAGES), "max_seq": 320, "long": "1,3", "paired": "0",
+    "layers": 4, "heads": 4, "d_model": 128, "d_ff": 512, "stages": table(STAGES), "max_seq": 320, "long": "1,3", "paired": "0",
     "values": "1,2", "skipped": "", "lanes_from": 2, "backout": 2, "final_window": 8,
 }  # fmt: skip
 

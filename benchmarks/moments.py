@@ -40,19 +40,19 @@ from barellm.training.schedule import learning_rate
 def final_loss(config, data, seed: int) -> float:
     t = config.train
     optimizer = partial(adamw, config=config.optim)
-    _, programs = build(config.model, batch=t.batch, seq=t.seq, compute=t.dtype, optimizer=optimizer)
+    _, programs = build(config.model, batch=t.micro_batch_size, seq=t.seq, compute=t.dtype, optimizer=optimizer)
     session = open_session(programs)
     session.run("init", seed=seed)
     batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-    shape = {"batch": t.batch, "seq": t.seq, "inv_targets": 1 / (t.batch * t.seq)}
+    shape = {"batch": t.micro_batch_size, "seq": t.seq, "inv_targets": 1 / (t.micro_batch_size * t.seq)}
     for step in range(t.steps):
-        inputs, targets = batches.batch(step * t.batch, t.batch)
+        inputs, targets = batches.batch(step * t.micro_batch_size, t.micro_batch_size)
         session.write("tokens", inputs)
         session.write("targets", targets)
-        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.batch)
+        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.micro_batch_size)
         lr = learning_rate(step, optim=config.optim, total=t.steps)
         session.run("optimizer_step", step=step + 1, lr=lr, seed=seed)
-    result = Evaluator(Validation(data.val, seq=t.seq), batch=t.batch, byte_lengths=None).run(session)
+    result = Evaluator(Validation(data.val, seq=t.seq), batch=t.micro_batch_size, byte_lengths=None).run(session)
     session.close()
     assert result is not None
     return result.nats

@@ -1,7 +1,7 @@
 """Programs without Python beside llm.c's train_gpt2, in turns: seconds from the start to the first step, and a step's time.
 
     git clone https://github.com/karpathy/llm.c && make -C llm.c train_gpt2      # and its weights, tokenizer and shards
-    barellm build gpt2-124m --batch 4 --seq 64 --train.accumulate 1 --train.eval_every 0 --dtype fp32 --data shards -o fp32
+    barellm build gpt2-124m --batch 4 --seq 64 --gradient_accumulation_steps 1 --eval_every 0 --dtype fp32 --data shards -o fp32
     python -m benchmarks.native --llmc llm.c --program fp32 --program bf16 --shards shards --out FILE
 
 llm.c's program evaluates before its first step, five batches of the size of a step; its lines say when that was done, and the time

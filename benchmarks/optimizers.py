@@ -30,7 +30,7 @@ from barellm.training.run import with_vocabulary
 from barellm.training.schedule import rates
 
 STRAIGHT = {"schedule": "linear", "min_lr": 0.0}
-MUON = {"name": "muon", "warmup": 0, "momentum": 0.85, "turns": 3, "normuon": 0.95}
+MUON = {"name": "muon", "warmup": 0, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
 RECIPES: dict[str, dict[str, Any]] = {
     "the preset's own": {},
     "adamw": STRAIGHT | {"name": "adamw", "warmup": 0.1},  # of all steps
@@ -48,19 +48,19 @@ def loss_of(config: Config, data: Dataset, seed: int) -> float:
     """Nats per token of the whole validation part after a run."""
     t = config.train
     optimizer = partial(optimize, config=config.optim, hidden=hidden(config.model))
-    _, programs = build(config.model, batch=t.batch, seq=t.seq, compute=default_dtype(), optimizer=optimizer)
+    _, programs = build(config.model, batch=t.micro_batch_size, seq=t.seq, compute=default_dtype(), optimizer=optimizer)
     session = open_session(programs)
     session.run("init", seed=seed)
     batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-    shape = {"batch": t.batch, "seq": t.seq, "inv_targets": 1 / (t.batch * t.seq), "accumulate": 0, "pos": 0}
+    shape = {"batch": t.micro_batch_size, "seq": t.seq, "inv_targets": 1 / (t.micro_batch_size * t.seq), "accumulate": 0, "pos": 0}
     for step in range(t.steps):
-        inputs, targets = batches.batch(step * t.batch, t.batch)
+        inputs, targets = batches.batch(step * t.micro_batch_size, t.micro_batch_size)
         session.write("tokens", inputs)
         session.write("targets", targets)
-        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.batch)
+        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.micro_batch_size)
         scalars = {**rates(step, total=t.steps, optim=config.optim), "step": step + 1, "seed": seed}
         session.run("optimizer_step", **scalars, momentum=momentum(step, total=t.steps, optim=config.optim))
-    result = Evaluator(Validation(data.val, seq=t.seq), batch=t.batch, byte_lengths=None).run(session)
+    result = Evaluator(Validation(data.val, seq=t.seq), batch=t.micro_batch_size, byte_lengths=None).run(session)
     session.close()
     assert result is not None
     return result.nats

@@ -1,5 +1,5 @@
-"""The time of a micro-batch that is looked at (`--train.ranges`) beside that of one that is not, and of unit scaling beside the
-plain model, in turns.
+"""The cost of `--train.exponent_stats`: micro-batches with exponent histograms and without, and unit scaling against the plain
+model, in interleaved rounds.
 
     python benchmarks/ranges.py --out benchmarks/results/ranges-cost.json shakespeare-char:12x64 gpt2-124m:4x64
 """
@@ -28,15 +28,23 @@ def micro(compiled: CompiledModel, program: str) -> float:
     train, session = compiled.config.train, compiled.session
     vocab = compiled.config.model.vocab_size
     for number, name in enumerate(("tokens", "targets")):
-        session.write(name, np.random.default_rng(number).integers(0, vocab, (train.batch, train.seq)))
+        session.write(name, np.random.default_rng(number).integers(0, vocab, (train.micro_batch_size, train.seq)))
     before = time.perf_counter()
-    session.run(program, batch=train.batch, seq=train.seq, accumulate=0, inv_targets=1.0, seed=1, step=1, sample=0)
+    session.run(
+        program, batch=train.micro_batch_size, seq=train.seq, accumulate=0, inv_targets=1.0, seed=1, step=1, sample=0
+    )
     return time.perf_counter() - before
 
 
 def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[str, Any]:
     """Samples of each variant, in milliseconds."""
-    changes = {"train.batch": batch, "train.seq": seq, "train.ranges": 1, "train.dtype": dtype, "optim.name": "adamw"}
+    changes = {
+        "train.micro_batch_size": batch,
+        "train.seq": seq,
+        "train.exponent_stats": 1,
+        "train.dtype": dtype,
+        "optim.name": "adamw",
+    }
     config = overrides.changed(preset(name), changes)
     samples: dict[str, list[float]] = {
         "forward_backward": [],

@@ -52,7 +52,7 @@ RUNGS: list[tuple[str, bool, dict[str, Any]]] = [
 def recipe() -> Config:
     """The page's configuration with one micro-batch a step: 2048 tokens."""
     config = overrides.of_file(overrides.read_file(ROOT / "examples" / "reproduction.toml"))
-    return overrides.changed(config, {"train.accumulate": 1, "train.dtype": "bf16"})
+    return overrides.changed(config, {"train.gradient_accumulation_steps": 1, "train.dtype": "bf16"})
 
 
 def variants(config: Config) -> list[Variant]:
@@ -60,9 +60,9 @@ def variants(config: Config) -> list[Variant]:
     for name, more in CHAPTERS:
         options |= more
         words = [f"--{key}={value}" for key, value in options.items()]
-        for key in ("layers", "heads", "channels"):
+        for key in ("layers", "heads", "d_model"):
             words.append(f"--{key}={getattr(config.model, key)}")
-        words += [f"--batch={config.train.batch}", f"--seq={config.train.seq}"]
+        words += [f"--batch={config.train.micro_batch_size}", f"--seq={config.train.seq}"]
         script = [sys.executable, str(peers.peer_script("torch_chapters.py")), *words]
         made.append(
             Variant(f"PyTorch: {name}", script, peers.environments()["tuned"]["set"], "memory kept, huge pages")
@@ -112,9 +112,9 @@ def curve(run: Path) -> None:
         for leaf in model.weights.values():
             leaf.grad = None
         loss = 0.0
-        for micro in range(t.accumulate):
-            inputs, targets = batches.batch((step * t.accumulate + micro) * t.batch, t.batch)
-            part = model.loss(inputs, targets, 1 / (targets.size * t.accumulate))
+        for micro in range(t.gradient_accumulation_steps):
+            inputs, targets = batches.batch((step * t.gradient_accumulation_steps + micro) * t.micro_batch_size, t.micro_batch_size)
+            part = model.loss(inputs, targets, 1 / (targets.size * t.gradient_accumulation_steps))
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.weights.values(), config.optim.clip)
@@ -126,7 +126,7 @@ def curve(run: Path) -> None:
     final = [row for row in rows if row["kind"] == "eval"][-1]
     part = Validation(data.val, seq=t.seq, max_tokens=final["targets"])
     with torch.no_grad():
-        sums = [(model.loss(x, y, 1.0).item(), int((y >= 0).sum())) for x, y in part.batches(t.batch)]
+        sums = [(model.loss(x, y, 1.0).item(), int((y >= 0).sum())) for x, y in part.batches(t.micro_batch_size)]
     found = {
         **peers.description("reproduction-curve", config),
         "tokens_evaluated": sum(count for _, count in sums),

@@ -64,10 +64,10 @@ def configurations() -> dict[str, tuple[Any, str]]:
     found = {}
     for name in sorted(models.presets()):
         base = models.preset(name)
-        size = {"train.batch": 4, "train.seq": min(64, base.model.max_seq)}
+        size = {"train.micro_batch_size": 4, "train.seq": min(64, base.model.max_seq)}
         for dtype in ("fp32", "bf16"):
             found[f"{name} {dtype}"] = changed(base, size | {"train.dtype": dtype}), ""
-    small = changed(models.preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": "fp32"})
+    small = changed(models.preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": "fp32"})
     return found | {f"gpt2-124m {weights}": (small, weights) for weights in FEW_BITS}
 
 

@@ -36,8 +36,8 @@ class Steps:
     def __init__(self, compiled: CompiledModel, saving: Saving, accumulate: int) -> None:
         self.compiled, self.saving, self.accumulate, self.count = compiled, saving, accumulate, 0
         train = compiled.config.train
-        self.shape = {"batch": train.batch, "seq": train.seq}
-        tokens = np.random.default_rng(7).integers(0, 50257, (train.batch, train.seq))
+        self.shape = {"batch": train.micro_batch_size, "seq": train.seq}
+        tokens = np.random.default_rng(7).integers(0, 50257, (train.micro_batch_size, train.seq))
         compiled.session.write("tokens", tokens)
         compiled.session.write("targets", tokens)
 
@@ -73,7 +73,6 @@ def measured(compiled: CompiledModel, folder: Path, accumulate: int, *, alone: i
         shared=compiled.shared,
         threads=compiled.session.threads,
         tokenizer={},
-        milestones=0,
         console=Heard(),
         stop=Stopping(),
     )
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = preset(args.preset)
-    config = replace(config, train=replace(config.train, batch=args.batch, seq=args.seq, dtype=args.dtype))
+    config = replace(config, train=replace(config.train, micro_batch_size=args.batch, seq=args.seq, dtype=args.dtype))
     if args.cached:
         storage.DIRECT_FROM = 1 << 62
     args.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -30,19 +30,19 @@ from barellm.training.schedule import learning_rate
 def ours(config, batches, validation, seed: int, dtype: str) -> dict:
     t = config.train
     optimizer = partial(adamw, config=config.optim)
-    _, programs = build(config.model, batch=t.batch, seq=t.seq, compute=dtype, optimizer=optimizer)
+    _, programs = build(config.model, batch=t.micro_batch_size, seq=t.seq, compute=dtype, optimizer=optimizer)
     session = open_session(programs)
     session.run("init", seed=seed)
     weights = {n: session.read(n) for n, x in session.tensors.items() if x.role == "parameter"}
     seconds = 0.0
     for step in range(t.steps):
-        inputs, targets = batches.batch(step * t.batch, t.batch)
+        inputs, targets = batches.batch(step * t.micro_batch_size, t.micro_batch_size)
         session.write("tokens", inputs)
         session.write("targets", targets)
         start = time.perf_counter()
         session.run(
             "forward_backward",
-            batch=t.batch,
+            batch=t.micro_batch_size,
             seq=t.seq,
             accumulate=0,
             inv_targets=1 / targets.size,
@@ -52,7 +52,7 @@ def ours(config, batches, validation, seed: int, dtype: str) -> dict:
         session.run("optimizer_step", step=step + 1, lr=learning_rate(step, optim=config.optim, total=t.steps))
         seconds += time.perf_counter() - start
     total, count = 0.0, 0
-    for inputs, targets in validation.batches(t.batch):
+    for inputs, targets in validation.batches(t.micro_batch_size):
         session.write("tokens", inputs)
         session.write("targets", targets)
         session.run("eval", batch=len(inputs), seq=t.seq, inv_targets=1.0)
@@ -72,13 +72,13 @@ def pytorch(config, weights, batches, validation) -> dict:
     optimizer = model.adamw(config.optim)
     seconds = 0.0
     for step in range(t.steps):
-        inputs, targets = batches.batch(step * t.batch, t.batch)
+        inputs, targets = batches.batch(step * t.micro_batch_size, t.micro_batch_size)
         start = time.perf_counter()
         lr = learning_rate(step, optim=config.optim, total=t.steps)
         model.step(optimizer, inputs, targets, 1 / targets.size, lr=lr, clip=config.optim.clip)
         seconds += time.perf_counter() - start
     with torch.no_grad():
-        parts = [(model.loss(x, y, 1.0).item(), int((y >= 0).sum())) for x, y in validation.batches(t.batch)]
+        parts = [(model.loss(x, y, 1.0).item(), int((y >= 0).sum())) for x, y in validation.batches(t.micro_batch_size)]
     return {"loss": sum(p[0] for p in parts) / sum(p[1] for p in parts), "step_ms": 1e3 * seconds / t.steps}
 
 

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     preset = models.preset("gpt2-124m")
-    config = replace(preset, train=replace(preset.train, batch=BATCH, seq=SEQ, dtype=args.dtype))
+    config = replace(preset, train=replace(preset.train, micro_batch_size=BATCH, seq=SEQ, dtype=args.dtype))
     r = np.random.default_rng(1)
     texts = [Text(r.integers(0, 50257, n).tolist(), 9) for n in r.integers(SHORTEST, LONGEST, TEXTS)]
     shape = shape_for(texts, tokens=BATCH * SEQ, most_seq=1024)

@@ -84,7 +84,7 @@ def configured(words: Sequence[str], *, powersgd: int, batch: int) -> Config:
     given = dict(zip(words[1::2], words[2::2], strict=True))
     short = {"data": "data.source", "dtype": "train.dtype"}
     found = {short.get(key.removeprefix("--"), key.removeprefix("--")): value for key, value in given.items()}
-    found |= {"optim.powersgd": str(powersgd), "train.batch": str(batch)}
+    found |= {"optim.powersgd": str(powersgd), "train.micro_batch_size": str(batch)}
     return resolved(overrides.changed(base, found), "cpu")
 
 
@@ -173,7 +173,7 @@ def main() -> None:
         for rank, early, where in variants(args.powersgd, args.overlap, places):
             with tempfile.TemporaryDirectory(dir=scratch) as name:
                 folder = Path(name) / "run"
-                own = [*words, "--optim.powersgd", str(rank), "--optim.overlap", str(early), "--train.batch"]
+                own = [*words, "--optim.powersgd", str(rank), "--optim.overlap", str(early), "--train.micro_batch_size"]
                 if where == "alone":
                     seconds = alone([*own, str(args.batch // args.ranks)], folder, args.ranks, args.steps)
                 else:

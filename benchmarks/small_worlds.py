@@ -40,7 +40,7 @@ def base(steps: int) -> Config:
         preset("sparse-char"),
         {
             "model.layout": "", "model.layers": 2, "model.max_seq": 128, "model.bias": False, "model.mlp_block": 8,
-            "model.mlp_width": 16, "train.batch": 16, "train.seq": 128, "train.steps": steps, "optim.name": "adamw",
+            "model.mlp_width": 16, "train.micro_batch_size": 16, "train.seq": 128, "train.steps": steps, "optim.name": "adamw",
             "optim.lr": 4e-3, "optim.warmup": 20,
         },
     )  # fmt: skip
@@ -57,15 +57,15 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
         for index in range(t.steps):
             begin = time.process_time() if index == 2 else begin
             plan = steps.step(index, t.steps)
-            for name, array in zip(("tokens", "targets"), batches.batch(index * t.batch, t.batch), strict=True):
+            for name, array in zip(("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True):
                 session.write(name, array)
-            scalars = {"seed": seed, "step": index + 1, "sample": index * t.batch, "inv_targets": plan.inv_targets}
-            session.run("forward_backward", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
+            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
+            session.run("forward_backward", batch=t.micro_batch_size, seq=t.seq, accumulate=0, **scalars)
             for program, values in plan.updates:
                 session.run(program, **{**values, "seed": seed})
         seconds = (time.process_time() - begin) / (t.steps - 2)
         validation = Validation(data.val, seq=t.seq, max_tokens=1 << 17)
-        found = Evaluator(validation, batch=t.batch, byte_lengths=data.byte_lengths).run(session)
+        found = Evaluator(validation, batch=t.micro_batch_size, byte_lengths=data.byte_lengths).run(session)
         assert found is not None
         size = sum(p.size for p in session.tensors.values() if p.role == "parameter")
         return {"loss": found.nats, "step_s": round(seconds, 5), "parameters": size}

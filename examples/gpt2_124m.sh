@@ -13,10 +13,10 @@ barellm doctor
   https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl
 [ -f hellaswag_val.jsonl ] || mv hellaswag_val.part hellaswag_val.jsonl
 
-# 524,288 tokens a step in 8 micro-batches, 19,073 steps; HellaSwag every 250 steps. With less memory: --batch 16 --train.accumulate 32.
+# 524,288 tokens a step in 8 micro-batches, 19,073 steps; HellaSwag every 250 steps. With less memory: --batch 16 --train.gradient_accumulation_steps 32.
 again=()
 [ -d run/checkpoints ] && again=(--resume)
-barellm train build-nanogpt --device cuda --data shards/ --batch 64 --train.accumulate 8 \
+barellm train build-nanogpt --device cuda --data shards/ --batch 64 --train.gradient_accumulation_steps 8 \
   --train.hellaswag hellaswag_val.jsonl --train.hellaswag_every 250 --out run "${again[@]}"
 
 barellm eval run --device cuda --hellaswag hellaswag_val.jsonl --json > hellaswag.json

@@ -20,32 +20,32 @@ from barellm.fields import at_least, divides
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = at_least(1, 6, "blocks")
-    heads: int = divides("channels", 4, "heads of queries, each of an even width, as RoPE turns pairs", even=True)
-    channels: int = at_least(1, 192, "width of the residual stream")
-    hidden: int = at_least(1, 512, "width between the two products of SwiGLU")
+    heads: int = divides("d_model", 4, "heads of queries, each of an even width, as RoPE turns pairs", even=True)
+    d_model: int = at_least(1, 192, "width of the residual stream")
+    d_ff: int = at_least(1, 512, "width between the two products of SwiGLU")
     vocab_size: int = at_least(1, 4096, "token ids")
     padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: the next multiple of 64")
     max_seq: int = at_least(1, 256, "positions")
 
     @property
     def head_size(self):
-        return self.channels // self.heads
+        return self.d_model // self.heads
 
     @property
     def widths(self):
         """Columns of what a block reads of its norm: queries, keys, values, the MLP's gate, and what that lets through."""
-        return self.channels, self.head_size, self.head_size, self.hidden, self.hidden
+        return self.d_model, self.head_size, self.head_size, self.d_ff, self.d_ff
 
 
 def declare(p, cfg):
     """The parameters by name. Matrices are (out, in)."""
-    C, residual = cfg.channels, 0.02 / sqrt(cfg.layers)
+    C, residual = cfg.d_model, 0.02 / sqrt(cfg.layers)
     w = {"wte": p.parameter("wte", (cfg.padded_vocab, C), std=0.02, valid_rows=cfg.vocab_size)}
     for i in range(cfg.layers):
         w[f"h.{i}.norm"] = p.parameter(f"h.{i}.norm", (C,), value=1.0)
         w[f"h.{i}.in"] = p.parameter(f"h.{i}.in", (sum(cfg.widths), C), std=0.02)
         w[f"h.{i}.proj"] = p.parameter(f"h.{i}.proj", (C, C), std=residual)
-        w[f"h.{i}.down"] = p.parameter(f"h.{i}.down", (C, cfg.hidden), std=residual)
+        w[f"h.{i}.down"] = p.parameter(f"h.{i}.down", (C, cfg.d_ff), std=residual)
     return w | {"norm": p.parameter("norm", (C,), value=1.0)}
 
 
@@ -88,7 +88,7 @@ def palm_3m():
         model=Config(),
         optim=OptimConfig(lr=2e-3, min_lr=2e-4, warmup=50, beta2=0.99),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
-        train=TrainConfig(batch=8, seq=256, steps=1000, minutes=3.0, eval_every=250, sample_every=500),
+        train=TrainConfig(micro_batch_size=8, seq=256, steps=1000, minutes=3.0, eval_every=250, sample_every=500),
     )
 
 

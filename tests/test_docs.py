@@ -196,7 +196,7 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
         programs = build_programs(config)
         stored = sum(t.size for t in programs["init"].store.of_role("parameter"))
         assert count == pytest.approx(stored, rel=0.04), name
-        step = programs["forward_backward"].flops * config.train.accumulate + programs["optimizer_step"].flops
+        step = programs["forward_backward"].flops * config.train.gradient_accumulation_steps + programs["optimizer_step"].flops
         assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 
@@ -210,7 +210,7 @@ def test_the_table_of_arenas_is_what_is_planned(monkeypatch):
     assert [row[0] for row in rows] == planned()
     for name, batch, seq, plain, recompute in rows:
         config = changed(preset(name), {"train.dtype": "bf16"})
-        assert (config.train.batch, config.train.seq) == (int(batch), int(seq))
+        assert (config.train.micro_batch_size, config.train.seq) == (int(batch), int(seq))
         for wanted, again in ((plain, False), (recompute, True)):
             programs = build_programs(changed(config, {"train.recompute": again}))
             arena = lower_and_plan(programs, threads=2, isa=X86["avx512_bf16"]).plan.arena_bytes

@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "barellm"
 VALUES = {
+    "aliases",
     "config",
     "environment",
     "errors",

@@ -599,7 +599,7 @@ def gpt2_folder(file: str, *, shards: int = 0) -> Callable[[Path], Path]:
     return lambda folder: hugging_face(folder / "hf", TINY, their_tensors(random_arrays(TINY)), shards=shards) / file
 
 
-LLAMA = llama3.Config(layers=2, heads=2, kv_heads=1, channels=16, hidden=24, vocab_size=99, max_seq=32, rope_factor=8.0)
+LLAMA = llama3.Config(layers=2, heads=2, kv_heads=1, d_model=16, d_ff=24, vocab_size=99, max_seq=32, rope_factor=8.0)
 
 
 def llama_folder(folder: Path) -> Path:

@@ -35,12 +35,12 @@ def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, r
                 break
         return [f"train.{name} {size}"]
 
-    found = [*largest("batch", ranks), *largest("seq", LEAST_SEQ)]
+    found = [*largest("micro_batch_size", ranks), *largest("seq", LEAST_SEQ)]
     found += ["train.recompute"] if not train.recompute and fits(recompute=True) else []
     if config.optim.moments == "fp32" and fits(moments="16bit"):
         found.append("optim.moments 16bit")
     if found:
         return f"choose {' or '.join(found)}"
-    if fits(batch=ranks, **whole):
-        return f"choose train.batch {ranks}, train.recompute and optim.moments 16bit together"
+    if fits(micro_batch_size=ranks, **whole):
+        return f"choose train.micro_batch_size {ranks}, train.recompute and optim.moments 16bit together"
     return "no batch is small enough: choose a smaller model"

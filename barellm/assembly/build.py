@@ -114,7 +114,7 @@ def resolved(config: Config, device: str) -> Config:
 
 def gemm_options(train: TrainConfig, device: str) -> dict[str, Any]:
     """The options of the GPU's backend that say who does matrix products, and how. Other backends have no such options."""
-    return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
+    return {"matmul": train.gemm_backend, "tf32": train.tf32} if device == "cuda" else {}
 
 
 def build_programs(
@@ -137,7 +137,7 @@ def build_programs(
     train, hidden = config.train, models.hidden(config.model)
     if positions is None and training:
         positions = min(SAMPLE_POSITIONS, config.model.max_seq)
-    batch = train.batch // ranks.count if training or scoring is None else 0
+    batch = train.micro_batch_size // ranks.count if training or scoring is None else 0
     eval_batch, eval_seq = train.eval_shape(batch) if batch else (0, 0)
     _, programs = build(
         config.model,
@@ -147,7 +147,7 @@ def build_programs(
         optimizer=updates(config.optim, hidden, ranks) if training else None,
         depart=lambda p: depart(p, config.optim, hidden, ranks),
         recompute=train.recompute,
-        ranges=train.ranges > 0,
+        ranges=train.exponent_stats > 0,
         eval_batch=eval_batch,
         eval_seq=eval_seq,
         decode_batch=0 if positions == 0 else rows,
@@ -226,7 +226,7 @@ def open_model(
 
         plan = _plan(programs, device)
         try:
-            check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
+            check_fits(plan, what=f"a step of {train.micro_batch_size} x {train.seq} tokens")
         except TooLarge as error:
             raise _refused(error, config, device, training, how) from None
         # fp32 throughout: what a checkpoint holds is then all that there is.

@@ -57,7 +57,7 @@ def build(
     if (longest := max(seq, eval_seq, decode_seq, score_seq)) > model.max_seq:
         raise UserError(f"seq is {longest}, the model has {model.max_seq} positions (model.max_seq)")
     if max(1, batch) * seq > MOST_TOKENS:
-        tokens, C = batch * seq, model.channels
+        tokens, C = batch * seq, model.d_model
         raise UserError(
             f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}: its residual stream "
             f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"

@@ -40,7 +40,8 @@ def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any
         return {
             "kind": "ops",
             "preset": bench.compiled.config.preset,
-            **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
+            "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
             **where_it_ran(bench.compiled),
             "step_s": step_s,
             "ops_s": sum(row["s"] for row in rows),

@@ -129,7 +129,7 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
     train = config.train
     if dropout := getattr(config.model, "dropout", 0):
         raise UserError(f"the peers' step has no dropout: model.dropout is {dropout}, expected 0")
-    sizes = {"vocab": config.model.padded_vocab, "batch": train.batch, "seq": train.seq}
+    sizes = {"vocab": config.model.padded_vocab, "batch": train.micro_batch_size, "seq": train.seq}
     words = [f"--{name}={n}" for name, n in sizes.items()]
     made = [ours(config, device=device)]
     if "torch" in peers:
@@ -145,7 +145,7 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
         model = gpt2_of(config)
         if not model.bias:
             raise UserError("llm.c's model has biases: model.bias is false, expected true")
-        words += [f"--layers={model.layers}", f"--heads={model.heads}", f"--channels={model.channels}"]
+        words += [f"--layers={model.layers}", f"--heads={model.heads}", f"--d_model={model.d_model}"]
         script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
         made += [
             Variant(f"llm.c, fp32, {name}", [*script, *words], set_, f"{why}; {LLMC}")
@@ -218,7 +218,7 @@ def summary(
         "bound_s": bound,
         "ours_s": ours,
         "percent_of_bound": 100 * bound / ours,
-        "tokens_per_s": config.train.batch * config.train.seq / ours,
+        "tokens_per_s": config.train.micro_batch_size * config.train.seq / ours,
         "ratios": {name: seconds / ours for name, seconds in peers.items()},
         "best_peer": best,
         "ratio_to_best": peers[best] / ours,
@@ -232,7 +232,7 @@ def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any
         "kind": kind,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "preset": config.preset,
-        "batch": config.train.batch,
+        "batch": config.train.micro_batch_size,
         "seq": config.train.seq,
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
@@ -276,8 +276,13 @@ def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
     script = peer_script("torch_ops.py")
     model, train = gpt2_of(config), config.train
-    sizes = {"batch": train.batch, "seq": train.seq, "rows": train.batch * train.seq, "heads": model.heads}
-    sizes |= {"channels": model.channels, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
+    sizes = {
+        "batch": train.micro_batch_size,
+        "seq": train.seq,
+        "rows": train.micro_batch_size * train.seq,
+        "heads": model.heads,
+    }
+    sizes |= {"d_model": model.d_model, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
     wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]
     done = subprocess.run(
         [sys.executable, str(script)],

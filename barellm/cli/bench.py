@@ -237,10 +237,15 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
     parts = ["scaling"] * (r["kind"] == "scaling") + [
         config.preset,
         *changed,
-        f"{train.batch}x{train.seq}",
+        f"{train.micro_batch_size}x{train.seq}",
         train.dtype,
     ]
-    parts += on_gpu + ["recompute"] * train.recompute + [train.matmul] * (train.matmul != "own") + ["tf32"] * train.tf32
+    parts += (
+        on_gpu
+        + ["recompute"] * train.recompute
+        + [train.gemm_backend] * (train.gemm_backend != "barellm")
+        + ["tf32"] * train.tf32
+    )
     return parts + [f"moments-{moments}"] * (moments != "fp32")
 
 
@@ -256,7 +261,7 @@ def warm_steps(args: argparse.Namespace) -> int | None:
 
 def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
     if args.tokens is None:
-        return [config.train.batch * config.train.seq]
+        return [config.train.micro_batch_size * config.train.seq]
     parts = args.tokens.split(",")
     if not all(part.isdigit() and 1 <= int(part) <= 1 << 16 for part in parts):
         raise UserError(f"--tokens is {args.tokens!r}, expected numbers from 1 to 65536, as in 256,1024")

@@ -66,7 +66,7 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
     config = models.preset(name)
     if (kind := config.data.tokenizer) not in ("bytes", "gpt2"):
         raise UserError(f"the tokenizer of {name} ({kind}) is made from its text: train it first, then name its run")
-    config = replace(config, train=replace(config.train, batch=1, dtype=dtype or config.train.dtype))
+    config = replace(config, train=replace(config.train, micro_batch_size=1, dtype=dtype or config.train.dtype))
     return Found(None, config, make_tokenizer(kind, lambda: ()), device, weights or "")
 
 
@@ -82,7 +82,7 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     meta = checkpoint.read_meta(path)
     config = overrides.from_json(meta["config"], path / checkpoint.META)
     tokenizer = load_tokenizer(path)
-    config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
+    config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
     config.check()
     stored = quantized.stored_scheme(path, meta)
     if stored and weights not in (None, stored, meta["weights"]):

@@ -1,5 +1,5 @@
-"""Measure a checkpoint's loss, in nats per token and bits per byte, on the validation part of its text or on another text; or
-measure how often it chooses the right ending of HellaSwag.
+"""Evaluate a checkpoint: loss in nats per token and bits per byte on the validation split of its dataset or of another; or its
+accuracy on HellaSwag.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest whole one is taken"
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
     )
     parser.add_argument(
         "--data",
         metavar="SOURCE",
-        help="another text, or shards, of which the validation part is used (default: the run's own)",
+        help="another dataset, of which the validation split is used (default: the run's own)",
     )
-    parser.add_argument("--whole", action="store_true", help="use all of the text, not only its validation part")
     parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
+        "--split", choices=("val", "all"), default="val", help="the validation split, or all of the text (default: val)"
+    )
+    parser.add_argument(
+        "--whole", action="store_const", const="all", dest="split", help=argparse.SUPPRESS
+    )  # its old name
+    parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="evaluate on about N tokens, evenly spread (default: all)"
     )
     parser.add_argument(
         "--first",
         type=int,
         default=0,
         metavar="N",
-        help="look at the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
+        help="evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
     )
     parser.add_argument(
         "--hellaswag",
@@ -54,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="how many sequences are computed at once (default: 8); of rows of train.eval_seq as many tokens, at least a row",
+        help="batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row",
     )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
@@ -69,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    if args.hellaswag is not None and (args.data is not None or args.whole or args.tokens or args.first):
-        raise UserError("--hellaswag has its own text: leave out --data, --whole, --tokens and --first")
+    if args.hellaswag is not None and (args.data is not None or args.split == "all" or args.tokens or args.first):
+        raise UserError("--hellaswag has its own text: leave out --data, --split, --tokens and --first")
     if args.tokens and args.first:
         raise UserError("--tokens are spread over the text and --first are not: leave out one of them")
     if args.limit and args.hellaswag is None:
         raise UserError("--limit is about examples: add --hellaswag FILE")
     if args.per_document is not None and (args.tokens or args.first):
-        raise UserError("--per-document looks at whole documents: leave out --tokens and --first")
+        raise UserError("--per-document scores complete documents: leave out --tokens and --first")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
     if args.hellaswag is not None:
         return _hellaswag(args, checkpoint)
@@ -93,9 +98,9 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
 
     config = checkpoint.config
     source = config.data if args.data is None else replace(config.data, source=args.data)
-    data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.whole)
+    data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.split == "all")
     if args.first >= len(data.val):
-        part = "" if args.whole else "the validation part of "
+        part = "" if args.split == "all" else "the validation part of "
         found = f"--first is {args.first}, and {part}{data.name} has {len(data.val)} tokens"
         raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
     batch, seq = config.train.eval_shape(args.batch)
@@ -165,10 +170,10 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     if has_examples(path):
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
     if path.is_file() and format_of(path, Layout()) != "text":
-        corpus = find_text([source.source], 1.0 if args.whole else source.val_fraction)
+        corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)
         name, found = corpus.name, documents.of_records(corpus, tokenizer)
     else:
-        data = prepare(source, tokenizer=tokenizer, whole=args.whole)
+        data = prepare(source, tokenizer=tokenizer, whole=args.split == "all")
         name, found = data.name, documents.of_stream(data.val, tokenizer.eot)
     try:
         lengths = tokenizer.byte_lengths
@@ -176,8 +181,8 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
         lengths = None
     task = documents.Documents(found, seq=config.train.seq, byte_lengths=lengths)
     if not task.texts:
-        part = "" if args.whole else "the validation part of "
-        hint = "" if args.whole else "; --whole takes all of it"
+        part = "" if args.split == "all" else "the validation part of "
+        hint = "" if args.split == "all" else "; --split all takes all of it"
         raise UserError(f"{part}{name} has no document of two tokens{hint}")
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:

@@ -7,7 +7,7 @@ import argparse
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest whole one)"
+        "checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest complete one)"
     )
     parser.add_argument(
         "--format",
@@ -27,8 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from barellm.aliases import FORMATS, VALUES
     from barellm.interop.exported import export
 
-    for line in export(Path(args.checkpoint), Path(args.out), kind=args.format, dtype=args.dtype, licence=args.license):
+    kind, dtype = FORMATS.get(args.format, args.format), VALUES["train.dtype"].get(args.dtype, args.dtype)
+    for line in export(Path(args.checkpoint), Path(args.out), kind=kind, dtype=dtype, licence=args.license):
         print(line)
     return 0

@@ -104,7 +104,7 @@ class Barellm(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Requests with the same keywords are answered side by side."""
+        """Requests with the same keywords are answered in batches."""
         asked: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]  # pyright: ignore[reportAssignmentType]
         groups: dict[str, list[int]] = {}
         for i, (_, keywords) in enumerate(asked):
@@ -133,7 +133,7 @@ class Barellm(TemplateLM):
             top_k=int(asked.get("top_k") or 0),
             top_p=float(asked.get("top_p") or 1.0),
             min_p=float(asked.get("min_p") or 0.0),
-            repetition=float(asked.get("repetition_penalty") or 1.0),
+            repetition_penalty=float(asked.get("repetition_penalty") or 1.0),
             seed=self.seed,
         )
         room = self.max_length - count

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from barellm import models, overrides
+from barellm import aliases, models, overrides
 from barellm.config import Config
 from barellm.errors import UserError, nearest
 
@@ -44,7 +45,8 @@ def escaped(words: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused."""
+    """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused, and
+    names that other programs give an option are accepted (barellm/aliases.py)."""
 
     def __init__(self, *, prog: str, description: str | None = None) -> None:
         super().__init__(
@@ -58,14 +60,28 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        known = dict(self._option_string_actions)
+        other = aliases.aliases_of(known)
+        self._option_string_actions.update({alias: known[name] for alias, name in other.items()})
         args, unknown = self.parse_known_args(argv)
         for word in unknown:
             if word.startswith("-"):
                 option = word.split("=")[0]
-                raise UserError(f"unknown option {option}{nearest(option, self._option_string_actions)}")
+                if instead := aliases.instead(option):
+                    raise UserError(f"unknown option {option}: barellm has {instead}")
+                raise UserError(f"unknown option {option}{nearest(option, known)}")
             raise UserError(f"unexpected argument {word!r} (see {self.prog} --help)")
-        args.words = list(argv)
+        typed = [option for word in argv if (option := word.split("=")[0]) in other]
+        if line := aliases.renamed(option.lstrip("-").replace("-", "_") for option in typed):
+            print(f"barellm: note: {line}", file=sys.stderr)
+        args.words = [_known(word, other) for word in argv]
         return args
+
+
+def _known(word: str, other: Mapping[str, str]) -> str:
+    """A word of a command line, with the option's own name in the place of an alias."""
+    option, equals, value = word.partition("=")
+    return other.get(option, option) + equals + value
 
 
 def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -161,7 +177,10 @@ class Asked:
     def of(cls, args: argparse.Namespace) -> Asked:
         file = None if args.config is None else overrides.read_file(Path(args.config))
         texts = {key: text for key in overrides.every_key() if (text := getattr(args, key)) is not None}
-        return cls(args.preset or (file and file.preset), file, texts)
+        if file and not file.origin.endswith(".json") and (line := aliases.renamed(file.keys)):
+            print(f"barellm: note: {file.origin}: {line}", file=sys.stderr)
+        preset = args.preset or (file and file.preset)
+        return cls(preset and aliases.PRESETS.get(preset, preset), file, texts)
 
     def base(self) -> Config:
         """The preset."""

@@ -157,7 +157,7 @@ def _products(args: argparse.Namespace, built: Any, step: Iterable[str], config:
     """The products of a step, as JSON has them and in lines."""
     from barellm.cuda.kernel import Sizes
 
-    cuts, lines = _cuts(args, built, step, Sizes(config.train.batch, config.train.seq))
+    cuts, lines = _cuts(args, built, step, Sizes(config.train.micro_batch_size, config.train.seq))
     return cuts, ["", *lines]
 
 

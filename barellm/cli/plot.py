@@ -4,7 +4,7 @@ What is drawn is the loss, or what --y names. A finished run has a dashed line f
 the axis shows its mean. Runs with different tokenizers have different tokens, so their nats per token cannot be compared, but their
 bits per byte can (--y bits).
 
-With --ranges it shows the exponents of a run's activations, gradients and weights, which train --train.ranges N writes: a table of
+With --ranges it shows the exponents of a run's activations, gradients and weights, which train --train.exponent_stats N writes: a table of
 the last step in the terminal, a picture of the first and the last step, or all numbers. docs/ranges.md explains it.
 """
 

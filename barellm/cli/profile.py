@@ -53,7 +53,9 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     train = config.train
     several = f"-{ranks.count}-ranks" * (ranks.count > 1)
     gpu = "-cuda" * (args.device == "cuda")
-    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}{several}")
+    out = Path(
+        args.out or f"runs/profile-{config.preset}-{train.micro_batch_size}x{train.seq}-{train.dtype}{gpu}{several}"
+    )
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     new = ranks.rank == 0 and not out.exists()

@@ -118,7 +118,9 @@ def _moments(
     console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
     with opened(programs, checkpoint.device) as session:
         weights.load(session)
-        calibration.measure(session, windows, batch=config.train.batch, report=console.evaluating(windows.windows))
+        calibration.measure(
+            session, windows, batch=config.train.micro_batch_size, report=console.evaluating(windows.windows)
+        )
         console.clear()
         moments = {name: calibration.read(session, name) for name in calibration.moments}
     return moments, {"data": data.name, "tokens": windows.targets}

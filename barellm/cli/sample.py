@@ -1,8 +1,9 @@
-"""Write text from a checkpoint, token by token. CHECKPOINT is a checkpoint's folder, or a run's, whose newest whole one is taken.
-It may also be a preset with a vocabulary of its own, as gpt2-774m: its weights are random then, and only its speed says anything.
+"""Generate text from a checkpoint (autoregressive decoding with a KV cache). CHECKPOINT is a checkpoint's folder, or a run's, whose
+newest complete one is taken. It may also be a preset with a vocabulary of its own, as gpt2-774m: its weights are random then, and
+only its speed means anything.
 
-Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Several texts are written side
-by side, --batch of them at a time: each is the text that it would be alone, but for roundings with --weights and on a GPU.
+Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Generation is batched, --batch
+sequences at a time, and batch-invariant: each is the text that it would be alone, but for roundings with --weights and on a GPU.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts of a prompt (default: 1)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument(
         "--batch",
         type=int,
         default=16,
         metavar="N",
-        help="how many texts are written side by side, up to 64 (default: 16)",
+        help="batch size of the generation, up to 64 (default: 16)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=256, metavar="N", help="how many tokens each text has at most (default: 256)"
+        "-n",
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most tokens that are generated for each text (default: 256)",
     )
     parser.add_argument(
         "--stop",
@@ -56,16 +62,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=rf"end before this text; may be given several times; {ESCAPES}",
     )
     for name, metavar, default, what in (
-        ("temperature", "T", 0.8, "how bold the choice of tokens is; 0 always takes the most likely one"),
-        ("top-p", "P", 1.0, "choose among the fewest tokens whose probabilities reach P together"),
-        ("min-p", "P", 0.0, "choose among tokens that are at least P times as likely as the most likely one"),
-        ("repetition", "X", 1.0, "penalty of tokens that the text has already; 1.1 or so makes it repeat less"),
+        ("temperature", "T", 0.8, "sampling temperature; 0 is greedy decoding"),
+        ("top-p", "P", 1.0, "nucleus sampling: the smallest set of tokens with cumulative probability P"),
+        ("min-p", "P", 0.0, "only tokens at least P times as likely as the most likely one"),
+        ("repetition-penalty", "X", 1.0, "penalty of tokens that the text has already; 1.1 or so makes it repeat less"),
     ):
         parser.add_argument(
             f"--{name}", type=float, default=default, metavar=metavar, help=f"{what} (default: {default:g})"
         )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="choose among the K most likely tokens only (default: all)"
+        "--top-k", type=int, default=0, metavar="K", help="top-k sampling: only the K most likely tokens (default: all)"
     )
     parser.add_argument(
         "--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)"
@@ -74,7 +80,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     add_weights(parser)
     parser.add_argument(
-        "--measure", action="store_true", help="say on stderr how fast it was, beside what this machine's memory allows"
+        "--measure",
+        action="store_true",
+        help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth",
     )
     parser.add_argument("--json", action="store_true", help="print one line with a JSON object for each text")
 
@@ -88,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     from barellm.generation.samplers import Sampling
     from barellm.generation.writing import unseen
 
-    for name in ("tokens", "samples", "batch"):
+    for name in ("max_new_tokens", "samples", "batch"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     if sum((args.prompt is not None, args.prompts is not None, args.interactive)) > 1:
         raise UserError("--prompt, --prompts and --interactive are three ways to say what texts begin with: choose one")
     if args.batch > MOST_TOGETHER:
@@ -98,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     first = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, repetition=args.repetition,
-        seed=args.seed,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        repetition_penalty=args.repetition_penalty,
     )  # fmt: skip
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
     most = checkpoint.config.model.max_seq
@@ -115,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     works = [
         Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)
     ]
-    positions = cache_positions(max(len(work.fed) for work in works) + args.tokens, most)
+    positions = cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows) as compiled:
         decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
@@ -125,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Work:
-    """One text to write: its prompt, how tokens are chosen, and the ids that the model begins with."""
+    """One text to generate: its prompt, how tokens are chosen, and the ids that the model begins with."""
 
     def __init__(self, prompt: str, how: Sampling, fed: Sequence[int]) -> None:
         self.prompt, self.how, self.fed = prompt, how, fed
@@ -155,7 +163,7 @@ def _group(
     works: Sequence[Work],
     these: range,
 ) -> None:
-    """Write some of the texts side by side. The first of them is shown as it comes, the others when their turn comes."""
+    """Generate a batch of texts. The first of them is streamed, the others are shown when it is complete."""
     from barellm.bench.decoding import Pace
     from barellm.generation.decode import kept
     from barellm.generation.writing import Written, write
@@ -163,17 +171,19 @@ def _group(
     def title(i: int) -> str:
         return f"--- sample {i + 1} of {len(works)}, seed {works[i].how.seed}\n" if len(works) > 1 else ""
 
-    def say(piece: str) -> None:
+    def emit(piece: str) -> None:
         if not args.json:
             _write(piece)
 
     here = [works[i] for i in these]
-    texts = [Written(checkpoint.tokenizer, stops=args.stop, **({} if i else {"say": say})) for i, _ in enumerate(here)]
+    texts = [
+        Written(checkpoint.tokenizer, stops=args.stop, **({} if i else {"emit": emit})) for i, _ in enumerate(here)
+    ]
     pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in here})), len(here))
-    say(title(these[0]) + here[0].prompt)
-    for _ in write(decoder, [w.fed for w in here], texts, count=args.tokens, hows=[w.how for w in here]):
+    emit(title(these[0]) + here[0].prompt)
+    for _ in write(decoder, [w.fed for w in here], texts, count=args.max_new_tokens, hows=[w.how for w in here]):
         pace.token()
-    say("\n")
+    emit("\n")
     for i, work, text in zip(these, here, texts, strict=True):
         if args.json:
             row = {"checkpoint": str(checkpoint.path or args.checkpoint), "prompt": work.prompt, "seed": work.how.seed}
@@ -185,8 +195,8 @@ def _group(
 
 
 def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sampling) -> None:
-    """Read a line, let the model go on from all lines and answers so far, and again, until the input ends. Where the history and
-    an answer of --tokens do not fit into the positions, the oldest tokens are left out; half of the positions are left at least."""
+    """Read a line, let the model continue all lines and completions so far, and again, until the input ends. Where the history and
+    a completion of --max-new-tokens do not fit into the positions, the oldest tokens are left out; half of the positions are left at least."""
     from dataclasses import replace
 
     from barellm.generation.writing import Written, write
@@ -202,10 +212,12 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         if not line:
             return
         history += tokenizer.encode("\n" * (turn > 0) + line.removesuffix("\n")).tolist()
-        history = history[-max(1, most - len(begins) - min(args.tokens, most // 2)) :]
-        text = Written(tokenizer, stops=args.stop, say=_write)
+        history = history[-max(1, most - len(begins) - min(args.max_new_tokens, most // 2)) :]
+        text = Written(tokenizer, stops=args.stop, emit=_write)
         seeded = replace(how, seed=how.seed + turn)
-        for _ in write(decoder, [begins + history or [tokenizer.start]], [text], count=args.tokens, hows=[seeded]):
+        for _ in write(
+            decoder, [begins + history or [tokenizer.start]], [text], count=args.max_new_tokens, hows=[seeded]
+        ):
             pass
         _write("\n")
         history += text.shown

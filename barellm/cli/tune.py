@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             print(_line(verdict), flush=True)
 
     if not args.json:
-        print(f"{config.preset}, batch {train.batch} x {train.seq}, {train.dtype}: {len(works)} {noun}")
+        print(f"{config.preset}, batch {train.micro_batch_size} x {train.seq}, {train.dtype}: {len(works)} {noun}")
         print(f"{machine}\n\n{HEAD}", flush=True)
     try:
         tune(seconds=60 * minutes, each=each)
@@ -72,7 +72,13 @@ def run(args: argparse.Namespace) -> int:
         status = "interrupted"
     faster = [v for v in found if v.best != v.default]
     if args.json:
-        head = {"kind": "tune", "preset": config.preset, "batch": train.batch, "seq": train.seq, "dtype": train.dtype}
+        head = {
+            "kind": "tune",
+            "preset": config.preset,
+            "batch": train.micro_batch_size,
+            "seq": train.seq,
+            "dtype": train.dtype,
+        }
         head |= {"machine": machine, "database": str(database.path), "status": status}
         print(json.dumps(head | {"products": len(works), "tuned": [v.to_json() for v in found]}))
     else:

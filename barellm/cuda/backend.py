@@ -12,13 +12,13 @@ from barellm.program.builder import Program
 from barellm.program.planner import Plan
 
 
-def open_session(programs: dict[str, Program], *, matmul: str = "own", tf32: bool = False) -> CudaSession:
+def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> CudaSession:
     """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`, `tf32`: who does products, and how those of
     fp32 are done (config.TrainConfig)."""
     return CudaSession(programs, matmul=matmul, tf32=tf32)
 
 
-def planned(programs: dict[str, Program], *, matmul: str = "own", tf32: bool = False) -> Plan:
+def planned(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> Plan:
     """The plan of such a session."""
     return lower_and_plan(programs, Target.of(driver.device(), matmul, tf32)).plan
 

@@ -37,12 +37,12 @@ class Target:
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
-    matmul: str = "own"  # who does products where both can: "own" kernels, or "cublaslt"
+    matmul: str = "barellm"  # who does products where both can: "barellm", or "cublaslt"
     name: str = ""
     tf32: bool = False  # products of fp32 operands, by tensor cores that see 10 bits of their fractions
 
     @classmethod
-    def of(cls, device: Any, matmul: str = "own", tf32: bool = False) -> Target:
+    def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False) -> Target:
         """The target of a `driver.Device`."""
         return cls(device.arch, device.sms, matmul, device.name, tf32)
 

@@ -168,7 +168,7 @@ class CudaSession(ArenaSession):
         *,
         device: driver.Device | None = None,
         built: LoweredPrograms | None = None,
-        matmul: str = "own",
+        matmul: str = "barellm",
         tf32: bool = False,
     ) -> None:
         """`built`: what the programs were lowered to, else it is done here, with products by `matmul`, in `tf32` or not."""

@@ -44,7 +44,7 @@ class LlmcOrder(Rows):
             fewest = min((len(part) for part in tokens.parts), default=0)
             raise UserError(
                 f"{tokens.name} has a shard of {fewest} tokens, data.order 'llmc' needs at least "
-                f"train.batch x train.seq + 1 = {batch * seq + 1} in each"
+                f"train.micro_batch_size x train.seq + 1 = {batch * seq + 1} in each"
             )
         self._rewind()
 
@@ -87,9 +87,9 @@ class LlmcOrder(Rows):
         if (here.shards, here.shard, here.sample) != (shards, place, taken):
             stood = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
             ours = f"micro-batch {here.sample} of shard {here.shard} of {_short(here.shards)}"
+            keys = f"train.micro_batch_size {self.batch_size}, train.seq {self.seq}, train.gradient_accumulation_steps"
             raise UserError(
-                f"llm.c's data stood at {stood}, and by train.batch {self.batch_size}, train.seq {self.seq}, train.accumulate "
-                f"and {self.tokens.name} it stands at {ours}: choose llm.c's -b, -t, -d and shards, or another data.order"
+                f"llm.c's data stood at {stood}, and by {keys} and {self.tokens.name} it stands at {ours}: choose llm.c's -b, -t, -d and shards, or another data.order"
             )
 
     @property

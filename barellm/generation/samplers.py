@@ -1,4 +1,4 @@
-"""The way from logits to a token: repetition penalty, temperature, top-k, top-p, min-p, one draw with bits of (seed, index)."""
+"""Sampling a token from logits: repetition penalty, temperature, top-k, top-p, min-p, one draw by (seed, index)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from barellm.fields import converted
 @dataclass(frozen=True)
 class Sampling:
     """`temperature` 0 takes the most likely token (the lowest id of equals). `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing, and a
-    `repetition` penalty of 1 changes nothing."""
+    `repetition_penalty` of 1 changes nothing."""
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -35,8 +35,10 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p}, expected 0 (off) up to 1")
-        if self.repetition <= 0:
-            raise UserError(f"repetition is {self.repetition}, expected a number above 0 (1: no penalty)")
+        if self.repetition_penalty <= 0:
+            raise UserError(
+                f"repetition_penalty is {self.repetition_penalty}, expected a number above 0 (1: no penalty)"
+            )
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
 
@@ -44,7 +46,7 @@ class Sampling:
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """logits (V,) -> float64 probabilities (V,) after the cuts. Of equal logits the lower id is kept first.
 
-    top-k keeps exactly min(k, V) tokens; top-p keeps the fewest of the most likely tokens whose sum reaches p; min-p keeps
+    top-k keeps exactly min(k, V) tokens; top-p (nucleus sampling) keeps the fewest of the most likely tokens whose sum reaches p; min-p keeps
     those that are at least min_p times as likely as the most likely one.
     """
     logits = logits.astype(np.float64)
@@ -89,7 +91,7 @@ def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] =
     """The token of draw `index`, which follows `text`. UserError if the logits are not finite."""
     if not np.isfinite(logits).all():
         raise UserError("the model's logits are not finite: its weights diverged")
-    logits = penalized(logits, text, how.repetition)
+    logits = penalized(logits, text, how.repetition_penalty)
     p = probabilities(logits, how)
     if how.temperature == 0:
         return int(np.argmax(p))

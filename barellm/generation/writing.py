@@ -1,4 +1,4 @@
-"""Texts that a decoder writes: from tokens to what is shown."""
+"""Streaming of generated text: from tokens to text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from barellm.generation.stops import StopStrings
 
 
 class Written:
-    """One text after its prompt. `say` gets it as it comes."""
+    """The completion of one prompt. `emit` gets it piece by piece."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), say: Callable[[str], object] = lambda piece: None
+        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), emit: Callable[[str], object] = lambda piece: None
     ) -> None:
-        self.tokenizer, self.say = tokenizer, say
+        self.tokenizer, self.emit = tokenizer, emit
         self.ids: list[int] = []
         self.ended = False
         self._pieces: list[str] = []
@@ -47,7 +47,7 @@ class Written:
 
     def _add(self, piece: str) -> None:
         self._pieces.append(piece)
-        self.say(piece)
+        self.emit(piece)
 
 
 def unseen(prompt: Sequence[int], positions: int) -> str:
@@ -66,7 +66,7 @@ def write(
     count: int,
     hows: Sequence[Sampling],
 ) -> Iterator[int]:
-    """Let the decoder write up to `count` tokens of each text; gives the number of the text after each token."""
+    """Batched generation: up to `count` tokens of each text; gives the number of the text after each token."""
     ended: set[int] = set()
     for number, token in decoder.together(prompts, count=count, hows=hows, ended=ended):
         texts[number].feed(token)

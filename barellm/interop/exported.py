@@ -79,9 +79,10 @@ def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     train, standing, data = config.train, None, "data from the beginning of its shards, not shuffled"
     if config.data.order == "llmc":
         tokens = prepare(config.data, tokenizer=weights.tokenizer).train
-        order = LlmcOrder(tokens, batch=train.batch, seq=train.seq)
+        order = LlmcOrder(tokens, batch=train.micro_batch_size, seq=train.seq)
         standing = order.standing(Ramp(train).before(meta["step"]))
         data = f"data in its own order, from sample {standing.sample} of shard {standing.shards[standing.shard]}"
     names = llmc_state.write(weights, moments, out, dtype=dtype, step=meta["step"], standing=standing)
-    options = f"-b {train.batch} -t {train.seq} -d {train.batch * train.seq * train.accumulate}"
+    tokens = train.micro_batch_size * train.seq
+    options = f"-b {train.micro_batch_size} -t {train.seq} -d {tokens * train.gradient_accumulation_steps}"
     return [f"{out}: {', '.join(names)}, {dtype}; {data}", f"llm.c goes on with it by -o {out} -y 1 {options}"]

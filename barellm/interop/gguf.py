@@ -123,7 +123,7 @@ def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
         if key in config:
             getattr(writer, add)(config[key])
     if known.model_type == "gpt2":
-        writer.add_feed_forward_length(4 * model.channels)
+        writer.add_feed_forward_length(4 * model.d_model)
         writer.add_layer_norm_eps(known.kinds["layer_norm_epsilon"][0])
     writer.add_vocab_size(model.vocab_size)
     writer.add_file_type(kind)

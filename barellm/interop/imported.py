@@ -78,7 +78,7 @@ def _training(config: Config, state: State) -> dict[str, Any]:
         raise UserError("a run that goes on from another program's state ends after some number of steps: --steps N")
     if train.steps < state.step:
         raise UserError(f"train.steps is {train.steps}, {state.path} is of step {state.step}: ask for more steps")
-    samples = Ramp(train).before(state.step) * train.batch
+    samples = Ramp(train).before(state.step) * train.micro_batch_size
     return {
         "total_steps": train.steps,
         "samples": samples,

@@ -36,7 +36,7 @@ def read(path: Path) -> Weights:
     if version not in DTYPES:
         raise UserError(f"{path} has version {version}, expected 3 (fp32) or 5 (bf16)")
     try:
-        model = gpt2.Config(layers=layers, heads=heads, channels=channels, vocab_size=vocab, max_seq=positions)
+        model = gpt2.Config(layers=layers, heads=heads, d_model=channels, vocab_size=vocab, max_seq=positions)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if padded < vocab:
@@ -64,10 +64,10 @@ def write(weights: Weights, out: Path, *, dtype: str) -> None:
     """The file `out`, which appears when it is whole. OSError: nothing is there."""
     model, version = weights.model, VERSIONS[dtype]
     assert isinstance(model, gpt2.Config)  # `exported` refuses
-    words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.channels]
+    words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model]
     pad_rows = pad(model)
     words.append(model.vocab_size + pad_rows)
-    values = sum(t.valid_rows * prod(t.shape[1:]) for t in weights.tensors.values()) + pad_rows * model.channels
+    values = sum(t.valid_rows * prod(t.shape[1:]) for t in weights.tensors.values()) + pad_rows * model.d_model
     with storage.new_file(out, size=HEADER + values * DTYPES[version].itemsize) as file:
         file.write(np.array(words + [0] * (HEADER // 4 - len(words)), "<i4"))
         for name in gpt2.llmc_order(model):
@@ -75,4 +75,4 @@ def write(weights: Weights, out: Path, *, dtype: str) -> None:
             for lo, hi in tensorfile.pieces((t.valid_rows, *t.shape[1:]), itemsize=4):
                 file.write(weights.read_rows(name, lo, hi).astype(DTYPES[version]).view(np.uint8))
             if name == "wte":
-                file.write(bytes(pad_rows * model.channels * DTYPES[version].itemsize))
+                file.write(bytes(pad_rows * model.d_model * DTYPES[version].itemsize))

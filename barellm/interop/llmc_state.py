@@ -219,7 +219,7 @@ def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, 
                     for rows in _rows(weights, name, None if kind is None else state[f"{name}.{kind}"]):
                         file.write(np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8))
                     if name == "wte":
-                        file.write(bytes(4 * padding * model.channels))
+                        file.write(bytes(4 * padding * model.d_model))
             if tail:
                 file.write(tail)
         storage.write_file(folder / names[2], b"")

@@ -32,6 +32,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
+from barellm.aliases import PRESETS
 from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
@@ -116,8 +117,8 @@ def _presets_of(architecture: str) -> dict[str, Any]:
 
 
 def preset(name: str) -> Config:
-    """The preset of that name; an unknown one is refused with the nearest known name."""
-    known = presets()
+    """The preset of that name or alias; an unknown one is refused with the nearest known name."""
+    known, name = presets(), PRESETS.get(name, name)
     if name not in known:
         raise UserError(f"unknown preset {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     return known[name]()

@@ -82,7 +82,7 @@ def shares(config: Config) -> dict[str, float]:
     """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every second step
     half the time. Counted over the second cycle of a run's course: the first may hold what happens once, such as untying."""
     course, train = own(config), config.train
-    micro = {"forward_backward": float(train.accumulate)}
+    micro = {"forward_backward": float(train.gradient_accumulation_steps)}
     if course is None:
         return micro | ({"grad_norm": 1.0} if config.optim.skips else {}) | {"optimizer_step": 1.0}
     steps = [course.step(course.cycle + i, train.steps or None) for i in range(course.cycle)]

@@ -35,8 +35,8 @@ class Config(ModelConfig):
     layers: int = between(
         1, 1024, 12, "transformer blocks"
     )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
-    heads: int = divides("channels", 12, "attention heads in a block; must divide the channels")
-    channels: int = at_least(1, 768, "width of the residual stream")
+    heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
+    d_model: int = at_least(1, 768, "width of the residual stream")
     vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
     padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
     max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
@@ -56,7 +56,7 @@ class Config(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        return self.channels // self.heads
+        return self.d_model // self.heads
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
     """Declare the parameters, initialised as GPT-2 does it: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
     padded ids 0. With unit scaling all weights have std 1, and norms have no parameters. `mlp` declares both products of a
     layer's MLP, given its name and number, unless they are dense."""
-    C = cfg.channels
+    C = cfg.d_model
     std = 1.0 if cfg.unit_scaling else 0.02
     residual_std = 1.0 if cfg.unit_scaling else 0.02 / sqrt(2 * cfg.layers)
 
@@ -132,7 +132,7 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, and the caches hold those
     before."""
     w = declare(p, cfg)
-    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.channels)
+    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.d_model)
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
@@ -188,7 +188,7 @@ def _unit_trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: 
 
 def loss_gradient(cfg: Config) -> float | None:
     """With unit scaling the gradient of a target's loss is multiplied by sqrt(C): the last norm divides it by that."""
-    return sqrt(cfg.channels) if cfg.unit_scaling else None
+    return sqrt(cfg.d_model) if cfg.unit_scaling else None
 
 
 # --- presets ---
@@ -200,13 +200,13 @@ def default() -> Run:
     The model has the size that two minutes on two cores can train: of models with 1.1, 2.2 and 3.7 million parameters the smallest
     learnt most. Muon updates the matrices of the blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02.
     """
-    muon = {"muon_lr": 0.03, "momentum": 0.85, "turns": 3, "normuon": 0.95}
+    muon = {"muon_lr": 0.03, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     return Run(
         preset="default",
-        model=Config(layers=4, heads=4, channels=128, vocab_size=4096, max_seq=256),
+        model=Config(layers=4, heads=4, d_model=128, vocab_size=4096, max_seq=256),
         optim=OptimConfig(name="muon", lr=8e-3, min_lr=0.0, schedule="linear", beta2=0.99, **muon),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
-        train=TrainConfig(batch=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
+        train=TrainConfig(micro_batch_size=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
     )
 
 
@@ -215,10 +215,10 @@ def shakespeare_char() -> Run:
     looks at 40 batches. There 20 are from each part of the text; here all are from the validation part, evenly spread."""
     return Run(
         preset="shakespeare-char",
-        model=Config(layers=4, heads=4, channels=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
+        model=Config(layers=4, heads=4, d_model=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
         optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99),
         data=DataConfig(source="", tokenizer="chars", order="random"),
-        train=TrainConfig(batch=12, seq=64, steps=2000, eval_every=250, eval_tokens=40 * 12 * 64),
+        train=TrainConfig(micro_batch_size=12, seq=64, steps=2000, eval_every=250, eval_tokens=40 * 12 * 64),
     )
 
 
@@ -226,7 +226,7 @@ def shakespeare_muon() -> Run:
     """The model, the text and the batch of shakespeare-char. With Muon and a learning rate that falls linearly to zero, a fifth of
     the steps reaches a lower loss. Each evaluation is of the whole validation part."""
     base = shakespeare_char()
-    muon = {"muon_lr": 0.045, "momentum": 0.85, "turns": 3, "normuon": 0.95}
+    muon = {"muon_lr": 0.045, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     optim = OptimConfig(name="muon", lr=0.015, min_lr=0.0, schedule="linear", beta2=0.99, **muon)
     train = replace(base.train, steps=400, eval_every=200, eval_tokens=0)
     return replace(base, preset="shakespeare-muon", optim=optim, train=train)
@@ -245,10 +245,8 @@ def shakespeare_char_large() -> Run:
     """nanoGPT's character model for a GPU (config/train_shakespeare_char.py): 10.6M parameters, 5000 steps. It overfits long before
     the end, as there; each evaluation is of the whole validation part."""
     base = shakespeare_char()
-    model = Config(
-        layers=6, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256, bias=False, dropout=0.2
-    )
-    train = replace(base.train, batch=64, seq=256, steps=5000, eval_tokens=0)
+    model = Config(layers=6, heads=6, d_model=384, vocab_size=65, padded_vocab=65, max_seq=256, bias=False, dropout=0.2)
+    train = replace(base.train, micro_batch_size=64, seq=256, steps=5000, eval_tokens=0)
     return replace(base, preset="shakespeare-char-large", model=model, train=train)
 
 
@@ -264,16 +262,16 @@ def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int
         "steps": 19560,
         "eval_every": 250,
         "checkpoint_every": 1000,
-        "accumulate": (1 << 17) // max_seq,
+        "gradient_accumulation_steps": (1 << 17) // max_seq,
     } | how
     return Run(
         preset=preset,
         model=Config(
-            layers=layers, heads=heads, channels=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq
+            layers=layers, heads=heads, d_model=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq
         ),
         optim=OptimConfig(lr=lr, min_lr=lr * floor, **optim),
         data=DataConfig(source="", tokenizer="gpt2"),
-        train=TrainConfig(batch=4, seq=max_seq, **train),
+        train=TrainConfig(micro_batch_size=4, seq=max_seq, **train),
     )
 
 
@@ -285,17 +283,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "gpt2-774m": {"size": "774m", "lr": 2.5e-4},
     "gpt2-1558m": {"size": "1558m", "lr": 2e-4},
     "build-nanogpt": {
-        "size": "124m", "lr": 6e-4, "warmup": 715, "steps": 19073, "milestones": 5000, "eval_tokens": 10 << 20
+        "size": "124m", "lr": 6e-4, "warmup": 715, "steps": 19073, "keep_every": 5000, "eval_tokens": 10 << 20
     },
     "llmc-124m": {
-        "size": "124m", "lr": 6e-4, "floor": 0.0, "steps": 18865, "milestones": 5000, "eval_tokens": 10 << 20
+        "size": "124m", "lr": 6e-4, "floor": 0.0, "steps": 18865, "keep_every": 5000, "eval_tokens": 10 << 20
     },
     "llmc-350m": {"size": "350m", "lr": 3e-4, "floor": 0.0, "steps": 60000, "eval_tokens": 10 << 20},
     "llmc-774m": {"size": "774m", "lr": 2.5e-4, "floor": 0.0, "steps": 286102, "eval_tokens": 5 << 20},
-    "llmc-1558m": {"size": "1558m", "lr": 6e-4, "accumulate": 256, "steps": 32000, "eval_tokens": 5 << 19},
+    "llmc-1558m": {"size": "1558m", "lr": 6e-4, "gradient_accumulation_steps": 256, "steps": 32000, "eval_tokens": 5 << 19},
     "gpt3-125m": {
         "size": "124m", "lr": 6e-4, "max_seq": 2048, "steps": 572204, "eval_tokens": 10 << 20,
-        "checkpoint_every": 10000, "keep": 5, "milestones": 50000, **SPIKES,
+        "checkpoint_every": 10000, "save_total_limit": 5, "keep_every": 50000, **SPIKES,
     },
 }  # fmt: skip
 
@@ -311,7 +309,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 # --- other programs ---
 
-TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "channels", "bias"))
+TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"))
 
 HUGGING_FACE = HuggingFace(
     preset="gpt2-124m",
@@ -320,7 +318,7 @@ HUGGING_FACE = HuggingFace(
     sizes={
         "n_layer": ("layers", 12),
         "n_head": ("heads", 12),
-        "n_embd": ("channels", 768),
+        "n_embd": ("d_model", 768),
         "vocab_size": ("vocab_size", 50257),
         "n_positions": ("max_seq", 1024),
     },
@@ -332,7 +330,7 @@ HUGGING_FACE = HuggingFace(
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True, False),  # which it is, the tensors say
     },
-    derived={"n_inner": lambda cfg: 4 * cfg.channels},
+    derived={"n_inner": lambda cfg: 4 * cfg.d_model},
     rates=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     prefix="transformer.",
     head="lm_head.weight",

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class Config(ModelConfig):
     layers: int = between(1, 1024, 12, "transformer blocks")
     heads: int = divides(
-        "channels", 12, "heads of queries in a block; each must have an even width, as RoPE turns pairs", even=True
+        "d_model", 12, "heads of queries in a block; each must have an even width, as RoPE turns pairs", even=True
     )
     kv_heads: int = divides("heads", 4, "heads of keys and values in a block, each shared by heads / kv_heads queries")
-    channels: int = at_least(1, 768, "width of the residual stream")
-    hidden: int = at_least(1, 2048, "width between the two products of SwiGLU")
+    d_model: int = at_least(1, 768, "width of the residual stream")
+    d_ff: int = at_least(1, 2048, "width between the two products of SwiGLU")
     vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
     padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
     max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
@@ -57,12 +57,12 @@ class Config(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        return self.channels // self.heads
+        return self.d_model // self.heads
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Columns of q, k and v."""
-        return self.channels, self.kv_heads * self.head_size, self.kv_heads * self.head_size
+        return self.d_model, self.kv_heads * self.head_size, self.kv_heads * self.head_size
 
     @property
     def scaling(self) -> Scaling | None:
@@ -92,7 +92,7 @@ class Weights:
 
 def declare(p: Program, cfg: Config) -> Weights:
     """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, padded ids 0."""
-    C, F = cfg.channels, cfg.hidden
+    C, F = cfg.d_model, cfg.d_ff
     residual_std = 0.02 / sqrt(2 * cfg.layers)
 
     def norm(name: str) -> Tensor:
@@ -165,10 +165,10 @@ def llama_15m() -> Run:
     """A small Llama on the source of Python's standard library, which every machine has."""
     return Run(
         preset="llama-15m",
-        model=Config(layers=8, heads=8, kv_heads=4, channels=384, hidden=1024, vocab_size=4096, max_seq=256),
+        model=Config(layers=8, heads=8, kv_heads=4, d_model=384, d_ff=1024, vocab_size=4096, max_seq=256),
         optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup=50, beta2=0.99),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
-        train=TrainConfig(batch=8, seq=256, steps=2000, minutes=10.0, eval_every=250, sample_every=500),
+        train=TrainConfig(micro_batch_size=8, seq=256, steps=2000, minutes=10.0, eval_every=250, sample_every=500),
     )
 
 
@@ -179,7 +179,14 @@ def llama_124m() -> Run:
         model=Config(),
         optim=OptimConfig(lr=6e-4, min_lr=6e-5, warmup=700),
         data=DataConfig(source="", tokenizer="gpt2"),
-        train=TrainConfig(batch=4, seq=1024, accumulate=128, steps=19560, eval_every=250, checkpoint_every=1000),
+        train=TrainConfig(
+            micro_batch_size=4,
+            seq=1024,
+            gradient_accumulation_steps=128,
+            steps=19560,
+            eval_every=250,
+            checkpoint_every=1000,
+        ),
     )
 
 
@@ -191,24 +198,29 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
         model=Config(heads=32, kv_heads=8, vocab_size=128_256, max_seq=8192, **sizes),
         optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
         data=DataConfig(source="", tokenizer=""),
-        train=TrainConfig(batch=1, seq=2048, accumulate=256, steps=20000, eval_every=250, checkpoint_every=1000),
+        train=TrainConfig(
+            micro_batch_size=1,
+            seq=2048,
+            gradient_accumulation_steps=256,
+            steps=20000,
+            eval_every=250,
+            checkpoint_every=1000,
+        ),
     )
 
 
 PRESETS: dict[str, Callable[[], Run]] = {
     "llama-15m": llama_15m,
     "llama-124m": llama_124m,
-    "llama3-1b": lambda: _released("llama3-1b", 3e-4, layers=16, channels=2048, hidden=8192, rope_factor=32.0),
-    "llama3-8b": lambda: _released(
-        "llama3-8b", 3e-4, layers=32, channels=4096, hidden=14336, rope_factor=8.0, tied=False
-    ),
+    "llama3-1b": lambda: _released("llama3-1b", 3e-4, layers=16, d_model=2048, d_ff=8192, rope_factor=32.0),
+    "llama3-8b": lambda: _released("llama3-8b", 3e-4, layers=32, d_model=4096, d_ff=14336, rope_factor=8.0, tied=False),
 }
 
 
 # --- other programs ---
 
 ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
-TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "channels", "hidden", "tied", "norm_eps", *ROPE))
+TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE))
 
 BLOCK = {  # our name in a block -> theirs, from the first row to the last
     "attn_norm": ("input_layernorm",),
@@ -231,7 +243,7 @@ def _parts(cfg: Config, ours: str) -> dict[str, int]:
     if ours in OTHERS:
         return {OTHERS[ours]: 0}
     _, layer, name = ours.removesuffix(".weight").split(".", 2)
-    rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.hidden, cfg.hidden)}.get(name, (0,))
+    rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
     return {f"layers.{layer}.{part}.weight": n for part, n in zip(BLOCK[name], rows, strict=True)}
 
 
@@ -269,8 +281,8 @@ HUGGING_FACE = HuggingFace(
     sizes={
         "num_hidden_layers": ("layers", 32),
         "num_attention_heads": ("heads", 32),
-        "hidden_size": ("channels", 4096),
-        "intermediate_size": ("hidden", 11008),
+        "hidden_size": ("d_model", 4096),
+        "intermediate_size": ("d_ff", 11008),
         "vocab_size": ("vocab_size", 32000),
         "max_position_embeddings": ("max_seq", 2048),
         "rms_norm_eps": ("norm_eps", 1e-6),

@@ -19,7 +19,7 @@ from barellm.fields import entries
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SIZES = ("vocab_size", "padded_vocab", "max_seq", "channels")  # of any model
+SIZES = ("vocab_size", "padded_vocab", "max_seq", "d_model")  # of any model
 FUNCTIONS = {
     "declare(p, cfg)": ("pc", {}),
     "forward(p, cfg, tokens, targets, *, training)": ("pctt", {"training": True}),

@@ -60,8 +60,8 @@ def _graph(key: str, found: str, config: Config) -> str | None:
 def _mlp_block(key: str, found: int, config: Config) -> str | None:
     if found not in (8, 16, 32, 64):
         return f"{key} is {found}, expected 8, 16, 32 or 64"
-    fits = not config.mlp_layout or config.channels % found == 0
-    return None if fits else f"{key} is {found}, expected a divisor of model.channels, {config.channels}"
+    fits = not config.mlp_layout or config.d_model % found == 0
+    return None if fits else f"{key} is {found}, expected a divisor of model.d_model, {config.d_model}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def declare(p: Program, cfg: Config) -> gpt2.Weights:
 
 def _distances(p: Program, cfg: Config, b: gpt2.Block) -> Tensor | None:
     """The vectors of a layer's relative terms."""
-    return p.parameter(f"{b.name}.attn.relative", (cfg.relative, cfg.channels)) if cfg.relative else None
+    return p.parameter(f"{b.name}.attn.relative", (cfg.relative, cfg.d_model)) if cfg.relative else None
 
 
 def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine, gpt2.Affine]:
@@ -104,7 +104,7 @@ def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine
         return weight, p.parameter(f"{name}.{part}.bias", (width,)) if cfg.bias else None
 
     fc, proj = _graphs(cfg, layer)
-    C, residual_std = cfg.channels, 0.02 / sqrt(2 * cfg.layers)
+    C, residual_std = cfg.d_model, 0.02 / sqrt(2 * cfg.layers)
     return affine("c_fc", fc, C, 0.02), affine("c_proj", proj, 4 * C, residual_std)
 
 
@@ -112,7 +112,7 @@ def _graphs(cfg: Config, layer: int) -> tuple[BlockLayout, BlockLayout]:
     """The layouts of a layer's two products. Each is a graph of its own, of which the second is read from right to left."""
     from barellm.program.block_layouts import block_layout, parse  # with NumPy
 
-    rows, columns = cfg.channels // cfg.mlp_block, cfg.mlp_width * cfg.channels // cfg.mlp_block
+    rows, columns = cfg.d_model // cfg.mlp_block, cfg.mlp_width * cfg.d_model // cfg.mlp_block
     up, down = (parse(cfg.mlp_layout, rows=rows, columns=columns, more=2 * layer + i) for i in range(2))
     return block_layout(up, cfg.mlp_block), block_layout(down.T, cfg.mlp_block)
 
@@ -168,15 +168,15 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
 def sparse_char() -> Run:
     """A model of bytes that sees 8192 of them, on two cores: half of its heads look at what is near, the others at what is near and
     at the ends of all stretches of 512 bytes before."""
-    muon = {"muon_lr": 0.03, "momentum": 0.85, "turns": 3, "normuon": 0.95}
+    muon = {"muon_lr": 0.03, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     return Run(
         preset="sparse-char",
         model=Config(
-            layers=3, heads=4, channels=128, vocab_size=256, max_seq=8192, layout="local:256, local:64+fixed:512:64"
+            layers=3, heads=4, d_model=128, vocab_size=256, max_seq=8192, layout="local:256, local:64+fixed:512:64"
         ),
         optim=OptimConfig(name="muon", lr=8e-3, min_lr=0.0, schedule="linear", beta2=0.99, **muon),
         data=DataConfig(source="stdlib", tokenizer="bytes"),
-        train=TrainConfig(batch=1, seq=8192, steps=150, eval_every=50, eval_tokens=16 * 8192),
+        train=TrainConfig(micro_batch_size=1, seq=8192, steps=150, eval_every=50, eval_tokens=16 * 8192),
     )
 
 

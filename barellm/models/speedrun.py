@@ -92,9 +92,9 @@ def stage_table(default: str, says: str) -> Any:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 11, "layers, each of attention and an MLP")
-    heads: int = divides("channels", 6, "heads of attention; an even number where heads are paired")
-    channels: int = at_least(GATED, 768, "width of the residual stream")
-    hidden: int = at_least(1, 3072, "width between the two products of an MLP")
+    heads: int = divides("d_model", 6, "heads of attention; an even number where heads are paired")
+    d_model: int = at_least(GATED, 768, "width of the residual stream")
+    d_ff: int = at_least(1, 3072, "width between the two products of an MLP")
     vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
     padded_vocab: int = at_least(
         0, 0, "columns of the classifier in memory; 0: vocab_size rounded up to a multiple of 64"
@@ -106,7 +106,9 @@ class Config(ModelConfig):
     block: int = at_least(1, 128, "tokens of a block, which is the unit of the windows of the stages")
     stages: str = stage_table(table(RECORD), "what changes while it trains: a row for each stage (models/stages.py)")
     extension: int = at_least(0, 40, "steps of the last stage, after those that the others share")
-    cooldown: float = between(0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate falls")
+    decay_fraction: float = between(
+        0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate decays"
+    )
     untie: int = at_least(0, 2, "the stage that begins with an embedding of its own; beyond the last: never")
     long: str = some_layers(
         "3,10", "layers with the long window, whose keys also have their offset; the others have the short one"
@@ -153,7 +155,7 @@ class Config(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        return self.channels // self.heads
+        return self.d_model // self.heads
 
     @property
     def most_windows(self) -> tuple[int, int]:
@@ -194,7 +196,7 @@ class Weights:
 
 def declare(p: Program, cfg: Config) -> Weights:
     """Initialisation as theirs: uniform numbers in q, k, v, O and the MLP's first matrix, zeros in its second and in gates."""
-    L, C, F, Vp = cfg.layers, cfg.channels, cfg.hidden, cfg.padded_vocab
+    L, C, F, Vp = cfg.layers, cfg.d_model, cfg.d_ff, cfg.padded_vocab
     bound = sqrt(3) * 0.5 / sqrt(C)
     values = [i for i in cfg.names("values") if i not in cfg.names("skipped")]
 
@@ -358,7 +360,7 @@ def _attention(
         # It reads half of each, x[:6] and ve[:6]; with paired heads x[:12].
         value_BTH = p.gate_logits(x_BTC, layer.ve_gate, None if paired else ve_BTC)
     qkv_BT3C = p.linear(p.mix((x_BTC, scales[0]), dtype=p.compute), layer.qkv)
-    qk_BT2C, v_BTC = p.split(qkv_BT3C, (2 * cfg.channels, cfg.channels))
+    qk_BT2C, v_BTC = p.split(qkv_BT3C, (2 * cfg.d_model, cfg.d_model))
     qk_BT2C = p.qk_rotary(qk_BT2C, seen.tables, heads=cfg.heads, paired=paired, shift=long and not paired, eps=EPS)
     q_BTC, k_BTC = p.split(qk_BT2C, 2)
     if ve_BTC is not None and value_BTH is not None:
@@ -385,7 +387,7 @@ def _starts(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor | None:
 
 
 OWN = (
-    "hidden",
+    "d_ff",
     "separator",
     "block",
     "stages",
@@ -398,7 +400,7 @@ OWN = (
     "backout",
     "bigram_first",
 )
-TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "channels", *OWN, "smear", "bigram", "softcap"))
+TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "d_model", *OWN, "smear", "bigram", "softcap"))
 
 
 # --- presets ---
@@ -416,7 +418,7 @@ def speedrun() -> Run:
         optim=_optim(),
         data=DataConfig(source="", tokenizer="gpt2", order="documents", span_shards=False),
         train=TrainConfig(
-            batch=1, seq=49152, accumulate=8, steps=1490,
+            micro_batch_size=1, seq=49152, gradient_accumulation_steps=8, steps=1490,
             eval_every=250, eval_tokens=40 * VALIDATED, eval_from="first", eval_seq=VALIDATED,
         ),
     )  # fmt: skip
@@ -433,8 +435,8 @@ def speedrun_small() -> Run:
     )
     sizes: dict[str, Any] = {
         "heads": 4,
-        "channels": 128,
-        "hidden": 512,
+        "d_model": 128,
+        "d_ff": 512,
         "max_seq": 3072,
         "block": 32,
         "vocab_size": 4096,
@@ -444,7 +446,7 @@ def speedrun_small() -> Run:
         model=Config(**sizes, stages=table(stages), extension=10, **AS_THE_RECORD),
         optim=replace(_optim(), momentum_warmup=80, momentum_cooldown=15),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
-        train=TrainConfig(batch=1, seq=3072, steps=400, eval_every=100),
+        train=TrainConfig(micro_batch_size=1, seq=3072, steps=400, eval_every=100),
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from barellm.config import Config as Run
     from barellm.program.ops.qk_rotary import Yarn
 
-LEAST = 0.15  # factor of the learning rates after the cooldown
+LEAST = 0.15  # factor of the learning rates after the decay
 ENDLESS = 1 << 30  # steps
 
 
@@ -27,7 +27,7 @@ class Staged(Protocol):
     @property
     def extension(self) -> int: ...
     @property
-    def cooldown(self) -> float: ...
+    def decay_fraction(self) -> float: ...
     @property
     def untie(self) -> int: ...
     @property
@@ -67,7 +67,7 @@ class Stages:
     def schedule(self, total: int | None) -> Schedule:
         cfg = self._config
         stages = parse(cfg.stages, key="model.stages")
-        return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.cooldown, LEAST)
+        return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.decay_fraction, LEAST)
 
     @property
     def _config(self) -> Staged:
@@ -90,8 +90,8 @@ class Stages:
             seq=stage.seq,
             document=stage.document,
             rates=rates,
-            inv_targets=1.0 / train.accumulate,
-            shown=1.0 / (train.batch * stage.seq),
+            inv_targets=1.0 / train.gradient_accumulation_steps,
+            shown=1.0 / (train.micro_batch_size * stage.seq),
             loss="next_loss",
             adds=index % 2 == 1,
             updates=tuple(updates),

@@ -108,7 +108,7 @@ class Schedule:
     stages: tuple[Stage, ...]
     total: int
     extension: int
-    cooldown: float  # share of the scheduled steps, the last ones, over which the rate falls in a line
+    decay_fraction: float  # of the scheduled steps, the last ones, over which the learning rate decays linearly
     least: float  # the factor of the rate at the end
 
     @property
@@ -135,9 +135,9 @@ class Schedule:
         return self.stages[index].weights((step - begin) / (end - begin) if step < end else 1.0)
 
     def lr(self, step: int) -> float:
-        """The stage's factor; in the cooldown on a line from it to `least`."""
+        """The stage's factor; in the decay phase on a line from it to `least`."""
         rate = self.stages[self.index(step)].lr
-        begin = int(self.scheduled * (1 - self.cooldown))
+        begin = int(self.scheduled * (1 - self.decay_fraction))
         if step < begin:
             return rate
         progress = min(1.0, (step - begin) / max(1, self.scheduled - begin))

@@ -208,12 +208,20 @@ class Image:
         # The rates of both optimizers are multiples of the schedule's (OptimConfig.rates).
         high, low = (o.lr, o.min_lr) if o.lr else (o.muon_lr, 0.0)
         muon = (o.muon_lr_ratio if o.lr else 1.0) if o.has_muon else -1.0
-        numbers = (high, low, 1.0 if o.lr else 0.0, muon, o.cooldown, o.momentum, o.momentum_start)
+        numbers = (high, low, 1.0 if o.lr else 0.0, muon, o.decay_fraction, o.momentum, o.momentum_start)
         steps = (o.warmup, o.momentum_warmup, o.momentum_cooldown)
         rates = _list(float(x).hex() for x in numbers)
         yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"
-        sizes = (train.batch, train.seq, train.accumulate, train.ramp_from, train.ramp_tokens, train.steps, train.seed)
-        sizes += (train.keep, train.milestones)
+        sizes = (
+            train.micro_batch_size,
+            train.seq,
+            train.gradient_accumulation_steps,
+            train.batch_rampup_from,
+            train.batch_rampup_tokens,
+            train.steps,
+            train.seed,
+        )
+        sizes += (train.save_total_limit, train.keep_every)
         gradient = float(models.loss_gradient(config.model) or 0.0)
         model = f"{config.model.vocab_size}, {int(models.whole(config.model))}"
         yield f"const struct run run = {{{_list(sizes)}, {model}, {gradient.hex()}}};"
@@ -222,7 +230,7 @@ class Image:
     def settings(self, *, final_tokens: int) -> str:
         """What only the driver needs to know."""
         train = self.config.train
-        every = (train.checkpoint_every, train.milestones, train.sample_every)
+        every = (train.checkpoint_every, train.keep_every, train.sample_every)
         numbers = (train.seed, train.eval_every, train.eval_tokens, final_tokens, *every)
         fields = "int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every, milestones, sample_every"
         order = ORDERS.index(self.config.data.order)

@@ -20,16 +20,16 @@ TOGETHER = 1 << 20  # elements of matrices that take each turn together: of smal
 @dataclass(frozen=True)
 class Muon:
     """Muon with these constants. The learning rate is the run's scalar `rate` times `lr_scale`, and the momentum its scalar
-    `momentum`. `turns` of the iteration are done, at most as many as it has. `scale` names the rule for the size of a step, which
-    is multiplied by `lr_mul`. With `cautious`, `weight_decay` leaves alone what the step makes larger; with `squared`, it is
-    multiplied by the size of the step. `beta2` is the decay rate of NorMuon's mean of the squares of rows; 0 means none. In each
-    parameter lie so many `matrices` of equal size, one below the other."""
+    `momentum`. `ns_steps` Newton-Schulz steps are done, with the coefficients of `orthogonalization`. `scale` names the rule
+    that scales the learning rate by the matrix's shape; `lr_mul` multiplies it. With `cautious`, `weight_decay` leaves alone what the
+    update makes larger; with `squared`, it is multiplied by the scale. `beta2` is the decay rate of NorMuon's mean of the squares of
+    rows; 0 means none. In each parameter lie so many `matrices` of equal size, one below the other."""
 
     rate: str = "lr"
     lr_scale: float = 1.0
     nesterov: bool = True
-    iteration: str = "polar-express"
-    turns: int = 5
+    orthogonalization: str = "polar-express"
+    ns_steps: int = 5
     scale: str = "jordan"
     weight_decay: float = 0.0
     cautious: bool = False
@@ -45,12 +45,12 @@ class Muon:
             self._update(p, together, clip)
 
     def _update(self, p: Program, params: list[Tensor], clip: Tensor) -> None:
-        """Append the turns of all matrices side by side, so that between two matrices no thread waits for another."""
-        how, bank = ITERATIONS[self.iteration], cast("dict[str, Any]", {"matrices": self.matrices})
+        """Append the Newton-Schulz steps of all matrices interleaved, so that no thread waits for another between two matrices."""
+        how, bank = ITERATIONS[self.orthogonalization], cast("dict[str, Any]", {"matrices": self.matrices})
         xs = [self._begin(p, param, clip) for param in params]
         bounded = {"margin": how.margin, "eps": how.eps, **bank}
         xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounded).x for x in xs]
-        for scale, linear, square in how.turns[: self.turns]:
+        for scale, linear, square in how.turns[: self.ns_steps]:
             grams = [p.apply(ops.Gram, x=x, **bank).a for x in xs]
             found = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
             xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, found, strict=True)]
@@ -84,8 +84,8 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
     """Muon for the matrices that `hidden` names; AdamW's rules for the rest."""
     blocks = Muon(
         rate="muon_lr",
-        iteration=config.iteration,
-        turns=config.turns,
+        orthogonalization=config.orthogonalization,
+        ns_steps=config.ns_steps,
         scale=config.step_scale,
         weight_decay=config.weight_decay,
         cautious=config.cautious,
@@ -95,7 +95,7 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
 
 
 def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of neighbours that take their turns together."""
+    """Groups of neighbouring matrices whose Newton-Schulz steps are interleaved."""
     found: list[Tensor] = []
     for param in params:
         found.append(param)

@@ -79,7 +79,7 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
 
 def rules(config: OptimConfig) -> list[Rule]:
     """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` NorMuon's."""
-    muon = {"rate": "muon_lr", "turns": config.turns}
+    muon = {"rate": "muon_lr", "ns_steps": config.ns_steps}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
         Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)),

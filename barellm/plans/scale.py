@@ -103,9 +103,12 @@ def rows_of(config: Config, ranks: int) -> Config:
     """What one rank does: its part of a micro-batch, as a run deals it. Where the ranks do not divide that, it has a whole one, and
     the ranks share the micro-batches of a step, at least one for each."""
     train = config.train
-    if train.batch % ranks == 0:
-        return replace(config, train=replace(train, batch=train.batch // ranks))
-    return replace(config, train=replace(train, accumulate=max(1, ceil(train.accumulate / ranks))))
+    if train.micro_batch_size % ranks == 0:
+        return replace(config, train=replace(train, micro_batch_size=train.micro_batch_size // ranks))
+    return replace(
+        config,
+        train=replace(train, gradient_accumulation_steps=max(1, ceil(train.gradient_accumulation_steps / ranks))),
+    )
 
 
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
@@ -135,7 +138,7 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
     if not config.optim.powersgd:  # ZeRO's first stage: each rank updates a share, and adds up what arrives for it
         elements = sum(t.size for t in store.of_role("gradient"))
         update = update / ranks + (ranks > 1) * 8 * elements / ranks / ceiling.bandwidth[NAMED["copy"]]
-    return Work(forward, at - forward, (config.train.accumulate - 1) * at, update, ready), store
+    return Work(forward, at - forward, (config.train.gradient_accumulation_steps - 1) * at, update, ready), store
 
 
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
@@ -205,13 +208,13 @@ def prediction(
             "overlapped_step_s": step - behind,
             "overlapped_efficiency": done.seconds / (step - behind),
         }
-    tokens = own.train.batch * own.train.accumulate * own.train.seq
+    tokens = own.train.micro_batch_size * own.train.gradient_accumulation_steps * own.train.seq
     return {
         "preset": config.preset,
         "ranks": ranks,
         "link": {"name": name, **asdict(over)},
-        "batch": own.train.batch,
-        "accumulate": own.train.accumulate,
+        "batch": own.train.micro_batch_size,
+        "accumulate": own.train.gradient_accumulation_steps,
         "seq": own.train.seq,
         "tokens": tokens * ranks,
         "powersgd": config.optim.powersgd,

@@ -42,7 +42,8 @@ def measure(
         result: dict[str, Any] = {
             "kind": "profile",
             "preset": bench.compiled.config.preset,
-            **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
+            "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
             **where_it_ran(bench.compiled),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             **facts,

@@ -39,7 +39,9 @@ class Sample:
 
 def one_micro_batch(config: Config) -> Config:
     """The run with steps of one micro-batch."""
-    return replace(config, train=replace(config.train, accumulate=1, ramp_from=0, ramp_tokens=0))
+    return replace(
+        config, train=replace(config.train, gradient_accumulation_steps=1, batch_rampup_from=0, batch_rampup_tokens=0)
+    )
 
 
 class StepBench:
@@ -49,7 +51,7 @@ class StepBench:
         self.compiled = compiled
         self.steps = 0
         self.train = compiled.config.train
-        self.rows = self.train.batch // ranks.count
+        self.rows = self.train.micro_batch_size // ranks.count
         self.first = ranks.rank * self.rows
         self.vocabulary = compiled.config.model.vocab_size
         alone = one_micro_batch(compiled.config)
@@ -74,7 +76,7 @@ class StepBench:
         """Tokens and targets of the steps of the next cycle."""
         return [
             np.random.default_rng((SEED, self.steps + i)).integers(
-                0, self.vocabulary, (2, self.train.batch, self.train.seq), dtype=np.int32
+                0, self.vocabulary, (2, self.train.micro_batch_size, self.train.seq), dtype=np.int32
             )
             for i in range(self.course.cycle)
         ]
@@ -91,7 +93,7 @@ class StepBench:
             session.write("targets", targets[own])
             micro = run(
                 "forward_backward", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
-                seed=SEED, step=at + 1, sample=at * train.batch + self.first,
+                seed=SEED, step=at + 1, sample=at * train.micro_batch_size + self.first,
             )  # fmt: skip
             self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
             found += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
@@ -162,13 +164,13 @@ def describe(
     middle = median(seconds)
     flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
     peak = compiled.peak()
-    tokens = train.batch * train.seq
+    tokens = train.micro_batch_size * train.seq
     arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
     return {
         "kind": "step",
         "preset": compiled.config.preset,
-        "batch": train.batch,
+        "batch": train.micro_batch_size,
         "seq": train.seq,
         "dtype": train.dtype,
         "recompute": train.recompute,

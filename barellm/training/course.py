@@ -35,7 +35,7 @@ class Plain:
         found = rates(index, total=total, optim=optim)
         scalars = {"step": index + 1, **found, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=total, optim=optim)
-        inv_targets = 1.0 / (train.batch * self.ramp.count(index) * train.seq)
+        inv_targets = 1.0 / (train.micro_batch_size * self.ramp.count(index) * train.seq)
         larger = (self.loss_gradient or inv_targets) / inv_targets
         updates = ((("grad_norm", {}),) if optim.skips else ()) + (("optimizer_step", scalars),)
         return Step(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
@@ -54,7 +54,7 @@ def course(config: Config) -> Course:
     for key, asked in (
         ("optim.skip_loss_z", optim.skip_loss_z),
         ("optim.skip_norm_z", optim.skip_norm_z),
-        ("train.ramp_from", train.ramp_from),
+        ("train.batch_rampup_from", train.batch_rampup_from),
     ):
         if asked:
             raise UserError(f"{key} is {asked:g}, and {stages}, expected 0")
@@ -72,7 +72,7 @@ def tokens_before(config: Config) -> Callable[[int], int]:
         while len(seen) <= index:
             last = len(seen) - 1
             seq = steps.step(last, train.steps or None).seq
-            seen.append(seen[-1] + train.batch * ramp.count(last) * seq)
+            seen.append(seen[-1] + train.micro_batch_size * ramp.count(last) * seq)
         return seen[index]
 
     return before

@@ -38,13 +38,13 @@ FEW_STEPS = 20
 RATES = ("lr", "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio")
 OF_TEST = frozenset(f"--{name}" for name in ("find-lr", "out", "steps", "train.steps", *RATES))
 UNUSED = frozenset(
-    {f"optim.{key}" for key in ("lr", "min_lr", "warmup", "schedule", "cooldown", "skip_loss_z", "skip_norm_z")}
+    {f"optim.{key}" for key in ("lr", "min_lr", "warmup", "schedule", "decay_fraction", "skip_loss_z", "skip_norm_z")}
     | {f"optim.{key}" for key in ("momentum_cooldown",)}
     | {
         f"train.{key}"
-        for key in ("eval_every", "eval_tokens", "sample_every", "hellaswag", "hellaswag_every", "ranges")
+        for key in ("eval_every", "eval_tokens", "sample_every", "hellaswag", "hellaswag_every", "exponent_stats")
     }
-    | {f"train.{key}" for key in ("checkpoint_every", "keep", "milestones", "grace", "track")}
+    | {f"train.{key}" for key in ("checkpoint_every", "save_total_limit", "keep_every", "signal_grace_period", "track")}
 )
 
 
@@ -116,16 +116,16 @@ def test(
     for step, lr in enumerate(rates(steps)):
         tested = with_rate(config, lr).optim.rates(lambda high, low: high)
         plan, loss, count = course.step(step, None), 0.0, course.ramp.count(step)
-        samples = train.batch * count
-        counted = batches.counted(course.ramp.before(step) * train.batch, samples, seq=plan.seq)
+        samples = train.micro_batch_size * count
+        counted = batches.counted(course.ramp.before(step) * train.micro_batch_size, samples, seq=plan.seq)
         inv_targets = plan.inv_targets * samples * plan.seq / counted
         for micro in range(count):
-            sample = (course.ramp.before(step) + micro) * train.batch
-            inputs, targets = batches.batch(sample, train.batch, seq=plan.seq, document=plan.document)
+            sample = (course.ramp.before(step) + micro) * train.micro_batch_size
+            inputs, targets = batches.batch(sample, train.micro_batch_size, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
-            shape = {"batch": train.batch, "seq": plan.seq, "accumulate": int(micro > 0)}
+            shape = {"batch": train.micro_batch_size, "seq": plan.seq, "accumulate": int(micro > 0)}
             session.run("forward_backward", inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
         for program, scalars in plan.updates:

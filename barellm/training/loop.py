@@ -150,16 +150,16 @@ class Loop:
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
         plan = self.course.step(step, self.progress.total)
-        batch = train.batch // self.ranks.count  # of each micro-batch so many rows are this rank's
+        batch = train.micro_batch_size // self.ranks.count  # of each micro-batch so many rows are this rank's
         shape = {"batch": batch, "seq": plan.seq}
         loss, begun, count = 0.0, self.ramp.before(step), self.ramp.count(step)
         # The loss is the mean over the targets that count: exactly as planned where all of them do.
-        samples = train.batch * count
-        share = self.batches.counted(begun * train.batch, samples, seq=plan.seq) / (samples * plan.seq)
+        samples = train.micro_batch_size * count
+        share = self.batches.counted(begun * train.micro_batch_size, samples, seq=plan.seq) / (samples * plan.seq)
         for micro in range(count):
             if micro and self.stop:
                 return False
-            sample = (begun + micro) * train.batch + self.ranks.rank * batch
+            sample = (begun + micro) * train.micro_batch_size + self.ranks.rank * batch
             inputs, targets = self.batches.batch(sample, batch, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)
@@ -182,7 +182,7 @@ class Loop:
             norm, spike = self._update(plan, loss)
             self._count((time.perf_counter() - begin) / count)
             self.progress.step = step + 1
-            self.progress.tokens += train.batch * count * plan.seq
+            self.progress.tokens += train.micro_batch_size * count * plan.seq
             self.progress.seconds = self._before + time.monotonic() - self.started
             self.course.enter(session, step + 1, self.progress.total)
         self._report(loss, norm, plan, spike)
@@ -236,7 +236,7 @@ class Loop:
 
     def _report(self, loss: float, norm: float, plan: Step, spike: str) -> None:
         step, total, train = self.progress.step, self.progress.total, self.config.train
-        rate = train.batch * plan.seq / self._micro_s
+        rate = train.micro_batch_size * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
         row = {
             "kind": "train",
@@ -252,7 +252,7 @@ class Loop:
             row |= {f"{name}_z": score for name, score in self.spikes.scores.items()} | {"skipped": bool(spike)}
         self.record(row)
         if self.console.due():
-            flops = self.flops_per_step / train.accumulate
+            flops = self.flops_per_step / train.gradient_accumulation_steps
             share = f"  {flops / self._micro_s / self.peak:.0%} of peak" if self.peak else ""
             left = "" if total is None else f"  {duration(self._left_s(total))} left"
             of = "?" if total is None else total
@@ -399,13 +399,13 @@ class Loop:
     # --- checkpoints ---
 
     def point(self) -> Point:
-        """The last whole step, as a checkpoint needs it. The newest `train.keep` checkpoints stay, or all of them while the loss or
-        the norm is not finite."""
+        """The last complete step, as a checkpoint needs it. The newest `train.save_total_limit` checkpoints stay, or all of them while
+        the loss or the gradient norm is not finite."""
         train, progress = self.config.train, self.progress
         meta = {
             **self.meta,
             "total_steps": progress.total,
-            "samples": self.ramp.before(progress.step) * train.batch,
+            "samples": self.ramp.before(progress.step) * train.micro_batch_size,
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
             "milestone": self._milestone_due or self._is_milestone(progress.step),
@@ -414,7 +414,7 @@ class Loop:
             meta["spikes"] = self.spikes.state()
         going_on = progress.step != progress.total
         adds = going_on and self.course.step(progress.step, progress.total).adds
-        return Point(progress.step, meta, ALL if self._not_finite else train.keep, adds)
+        return Point(progress.step, meta, ALL if self._not_finite else train.save_total_limit, adds)
 
     def _save_if_due(self) -> None:
         """While the loss or the norm is not finite no checkpoint is made: it could push out a good one. A run that stops saves its
@@ -429,5 +429,5 @@ class Loop:
                 self._save_due = self._milestone_due = False
 
     def _is_milestone(self, step: int) -> bool:
-        every = self.config.train.milestones
+        every = self.config.train.keep_every
         return every > 0 and step > 0 and step % every == 0

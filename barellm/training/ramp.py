@@ -10,11 +10,15 @@ class Ramp:
     `ramp_tokens` tokens, rounded down. It is found in whole numbers, so that it is the same on every machine."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self._first, self._full, self._ramp_tokens = train.ramp_from, train.accumulate, train.ramp_tokens
-        self._tokens = train.batch * train.seq  # of a micro-batch
+        self._first, self._full, self._ramp_tokens = (
+            train.batch_rampup_from,
+            train.gradient_accumulation_steps,
+            train.batch_rampup_tokens,
+        )
+        self._tokens = train.micro_batch_size * train.seq  # of a micro-batch
         # Micro-batches before each step of the ramp, and before the first full one, as far as somebody has asked for them.
         self._before = [0]
-        self._rises = train.ramp_from > 0
+        self._rises = train.batch_rampup_from > 0
 
     def _rising(self, before: int) -> int:
         return self._first + (self._full - self._first) * before * self._tokens // self._ramp_tokens

@@ -88,7 +88,7 @@ def steps(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's file. UserError where there are none."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"{path} has no {FILE}, expected a run with --train.ranges N")
+        raise UserError(f"{path} has no {FILE}, expected a run with --train.exponent_stats N")
     rows = [row for row in read(file) if row.get("kind") == "ranges"]
     if not rows:
         raise UserError(f"{file} holds no step yet")

@@ -29,7 +29,7 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]
     memory = f"{compiled.plan.arena_bytes / MIB:,.1f} MiB of memory"
-    sizes = f"{models.name_of(model)}, {model.channels} channels, {model.vocab_size:,} token ids"
+    sizes = f"{models.name_of(model)}, {model.d_model} channels, {model.vocab_size:,} token ids"
     lines = [
         f"barellm {__version__}, preset {config.preset}",
         f"model    {short(compiled.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
@@ -38,7 +38,7 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
         f"(tokenizer {data.tokenizer.name})",
         f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
         f"lr       {_rates(config)}",
-        f"a step   {train.batch} x {train.accumulate} sequences of {train.seq} tokens, {_bound(compiled)}",
+        f"a step   {train.micro_batch_size} x {train.gradient_accumulation_steps} sequences of {train.seq} tokens, {_bound(compiled)}",
         f"folder   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
@@ -94,15 +94,17 @@ def intentions(config: Config, data: Dataset, *, ramp: Ramp, done: int, total: i
         return [f"to do    as many steps as fit into {train.minutes:g} minutes{most}"]
     tokens = ramp.tokens(total) - ramp.tokens(done)
     epochs = tokens / max(1, len(data.train))
-    least = (ramp.before(total) - ramp.before(done)) / train.accumulate * bound_s
+    least = (ramp.before(total) - ramp.before(done)) / train.gradient_accumulation_steps * bound_s
     time = f"; the bound is {in_words(least)}" if least >= 1 else ""
     lines = [f"to do    {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} times this text{time}"]
-    if train.ramp_from:
-        full = next((step for step in range(total) if ramp.count(step) == train.accumulate), None)
+    if train.batch_rampup_from:
+        full = next((step for step in range(total) if ramp.count(step) == train.gradient_accumulation_steps), None)
         last = (
-            f"{ramp.count(total - 1)} in the last" if full is None else f"{train.accumulate} from step {full + 1:,} on"
+            f"{ramp.count(total - 1)} in the last"
+            if full is None
+            else f"{train.gradient_accumulation_steps} from step {full + 1:,} on"
         )
-        lines.append(f"ramp     {train.ramp_from} micro-batches in the first step, {last}")
+        lines.append(f"ramp     {train.batch_rampup_from} micro-batches in the first step, {last}")
     if optim.warmup >= total:
         lines.append(warmup_warning(config, total))
     if least > LONG_S:
@@ -172,6 +174,6 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
         f"saved    {result['checkpoint']}",
         f"         metrics.jsonl has every step, loss.png the curve, config.json the settings, all in {folder}",
         f"next     barellm sample {run}{prompt}",
-        f"         barellm eval {run} --data FILE --whole",
+        f"         barellm eval {run} --data FILE --split all",
         f"         barellm train --out {run} --resume --steps {2 * result['steps']}",
     ]

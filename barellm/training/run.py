@@ -63,15 +63,24 @@ INTERVALS = (
     "eval_seq",
     "sample_every",
     "checkpoint_every",
-    "milestones",
-    "ranges",
+    "keep_every",
+    "exponent_stats",
 )
 FREE_KEYS = frozenset(
     {
         f"train.{key}"
-        for key in ("steps", "keep", "grace", "matmul", "track", "hellaswag", "hellaswag_every", *INTERVALS)
+        for key in (
+            "steps",
+            "save_total_limit",
+            "signal_grace_period",
+            "gemm_backend",
+            "track",
+            "hellaswag",
+            "hellaswag_every",
+            *INTERVALS,
+        )
     }
-    | {"data.source", "optim.moments", "optim.cooldown"}
+    | {"data.source", "optim.moments", "optim.decay_fraction"}
 )
 
 
@@ -88,7 +97,7 @@ def resume_from(
 ) -> tuple[Config, Mapping[str, Any], Start | None]:
     """The configuration of the run in `out`, what of it the command line changes, and its newest checkpoint that verifies: None
     where it ended before its first one. `asked`: what the command line asks for. UserError where that is another run:
-    only FREE_KEYS may change (`train.steps` and `optim.cooldown` change the rest of the schedule)."""
+    only FREE_KEYS may change (`train.steps` and `optim.decay_fraction` change the rest of the schedule)."""
     path, meta = out / "config.json", None
     if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")
@@ -204,7 +213,7 @@ class Run:
         if train.hellaswag:
             examples = hellaswag.read(Path(train.hellaswag), self.data.tokenizer)
             self.hellaswag, most = hellaswag.HellaSwag(examples), self.config.model.max_seq
-            self.scoring = shape_for(self.hellaswag.texts, tokens=train.batch * train.seq, most_seq=most)
+            self.scoring = shape_for(self.hellaswag.texts, tokens=train.micro_batch_size * train.seq, most_seq=most)
         trained = self.ramp.tokens(train.steps or ANY_STEPS)
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self.evaluator
@@ -232,19 +241,19 @@ class Run:
             fill = self.data.tokenizer.start
             return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, order=data.order)
         if data.order == "llmc":
-            return LlmcOrder(self.data.train, batch=train.batch, seq=train.seq)
+            return LlmcOrder(self.data.train, batch=train.micro_batch_size, seq=train.seq)
         if data.order != "documents":
             return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)
 
         def shape(sample: int) -> tuple[int, int]:
-            step = self.course.step(sample // (train.batch * train.accumulate), train.steps)
+            step = self.course.step(sample // (train.micro_batch_size * train.gradient_accumulation_steps), train.steps)
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
-        batch, seq = train.eval_shape(train.batch // self.ranks.count)
+        batch, seq = train.eval_shape(train.micro_batch_size // self.ranks.count)
         windows = self.data.validation(seq=seq, max_tokens=tokens, first=train.eval_from == "first")
         return Evaluator(windows, batch=batch, byte_lengths=self.data.byte_lengths, ranks=self.ranks)
 
@@ -281,7 +290,7 @@ class Run:
             log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
             files.enter_context(closing(log))
             watch = None
-            if every := self.config.train.ranges:
+            if every := self.config.train.exponent_stats:
                 watch = files.enter_context(closing(ranges.Watch(folder.path / ranges.FILE, compiled, every=every)))
             tracking = files.enter_context(closing(self._tracking(folder, progress.step)))
             saving = files.enter_context(closing(self._saving(folder, compiled, stop)))
@@ -311,7 +320,7 @@ class Run:
                 listen=self.listen,
             )
             # It covers the closing of the files and trackers too, of which one may hang.
-            last.enter_context(Grace(self.config.train.grace, loop=loop, stop=stop, console=self.console))
+            last.enter_context(Grace(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console))
             if loop.run() and self._finish(folder, compiled, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.

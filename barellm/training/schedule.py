@@ -18,7 +18,7 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
     cosine    half a wave from `lr` to `min_lr` (Loshchilov and Hutter 2017)
     linear    a line from `lr` to `min_lr`
     constant  `lr`
-    wsd       warmup, stable, decay (Hu et al. 2024): `lr`, then a line to `min_lr` over the last `cooldown` of all steps
+    wsd       warmup, stable, decay (Hu et al. 2024): `lr`, then a line to `min_lr` over the last `decay_fraction` of all steps
 
     `total` None: the number of steps is not chosen yet (`minutes`), the rate stays at `lr` after the warmup.
     """
@@ -32,7 +32,7 @@ def _scheduled(step: int, high: float, low: float, *, total: int | None, optim: 
         return high
     falling = total - 1 - optim.warmup  # steps from `lr` to `min_lr`
     if optim.schedule == "wsd":
-        falling = min(falling, round(optim.cooldown * total))
+        falling = min(falling, round(optim.decay_fraction * total))
     progress = min(1.0, max(0, step - (total - 1 - falling)) / max(1, falling))
     if optim.schedule == "cosine":
         return low + 0.5 * (1.0 + cos(pi * progress)) * (high - low)

@@ -24,11 +24,16 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
     if ranks.count == 1:
         return
     train, said = config.train, f"and the run has {ranks.count} ranks"
-    if train.batch % ranks.count:
-        raise UserError(f"train.batch is {train.batch}, {said}, which do not divide it: each takes as many sequences")
+    if train.micro_batch_size % ranks.count:
+        raise UserError(
+            f"train.micro_batch_size is {train.micro_batch_size}, {said}, which do not divide it: each takes as many sequences"
+        )
     if own(config) is not None:
         raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
-    for key, value in (("train.ranges", train.ranges), ("train.grace", train.grace)):
+    for key, value in (
+        ("train.exponent_stats", train.exponent_stats),
+        ("train.signal_grace_period", train.signal_grace_period),
+    ):
         if value:
             raise UserError(f"{key} is {value:g}, {said}: expected 0")
     if config.data.order == "llmc":

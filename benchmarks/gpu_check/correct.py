@@ -31,7 +31,7 @@ from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale
 
-TINY = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
+TINY = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
 SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
 TEST_S = 20  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -44,9 +44,9 @@ LOSS_BOUND = 0.02  # nats between bf16 on the GPU and on the CPU, in any of ten 
 
 def model(scale: Scale, *, batch: int = 4, seq: int = 64, dtype: str = "bf16") -> Config:
     """gpt2-124m, or in a rehearsal next to nothing."""
-    changes = {"train.batch": batch, "train.seq": seq, "train.dtype": dtype}
+    changes = {"train.micro_batch_size": batch, "train.seq": seq, "train.dtype": dtype}
     if scale.small:
-        changes |= TINY | {"train.batch": 2, "train.seq": 9}
+        changes |= TINY | {"train.micro_batch_size": 2, "train.seq": 9}
     return overrides.changed(preset("gpt2-124m"), changes)
 
 
@@ -161,7 +161,7 @@ def by_graphs(config: Config) -> dict[str, Any]:
             losses[kind] = [bench.step(run=getattr(session, kind)).loss for _ in range(2)]
             digests[kind] = session.digest()
             before = session.read("loss").tobytes()
-            session.replay("forward_backward", batch=bench.train.batch, seq=bench.train.seq)
+            session.replay("forward_backward", batch=bench.train.micro_batch_size, seq=bench.train.seq)
             session.synchronize()
             replayed = session.read("loss").tobytes()
     same = digests["run"] == digests["run_unrolled"] and losses["run"] == losses["run_unrolled"]
@@ -217,7 +217,7 @@ def equal(scale: Scale) -> dict[str, Any]:
             rows.append({"gradient": name, **off, "limit": limit, "held": off["gpu"] <= limit})
         losses = {side: r["losses"] for side, r in runs.items()}
         apart = max(abs(a - b) for a, b in zip(losses["gpu"], losses["cpu"], strict=True))
-        cases[f"{config.train.batch} x {config.train.seq}"] = {"gradients": rows, "losses": losses}
+        cases[f"{config.train.micro_batch_size} x {config.train.seq}"] = {"gradients": rows, "losses": losses}
         missed, at = sum(not r["held"] for r in rows), f"4 x {seq}"
         found["bars"] += [
             bar(f"{at}: gradients further from fp32 than 1.5x the CPU's bf16", missed, 0, at_most=True),

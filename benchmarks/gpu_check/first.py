@@ -233,7 +233,7 @@ def whole_step(scale: Scale, **changes: Any) -> Config:
 
 def whole(scale: Scale) -> dict[str, Any]:
     """A step launch by launch, with our products and with cuBLASLt's: the loss, and how far each gradient is."""
-    found = {who: _step(whole_step(scale, **{"train.matmul": who})) for who in ("own", "cublaslt")}
+    found = {who: _step(whole_step(scale, **{"train.gemm_backend": who})) for who in ("own", "cublaslt")}
     losses = {who: loss for who, (loss, _) in found.items()}
     rows = [
         {"gradient": name, "apart": correct.distance(a, found["cublaslt"][1][name])}

@@ -171,7 +171,9 @@ def streaming(scale: Scale) -> dict[str, Any]:
         bars.append(bar(f"{name}: of copy bandwidth", None if scale.mock else rate / copy, OF_COPY))
     (classifier,) = [row for row in r["ops"] if row["op"] == "classifier"]
     loss_s = sum(part["s"] for symbol, part in classifier["kernels"].items() if symbol.startswith("row_losses"))
-    moved = 2 * config.train.batch * config.train.seq * config.model.padded_vocab * 2  # bf16 logits in, gradients out
+    moved = (
+        2 * config.train.micro_batch_size * config.train.seq * config.model.padded_vocab * 2
+    )  # bf16 logits in, gradients out
     bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
     name = f"profile-gpt2-124m-{BATCHES[-1]}x{SEQ}-bf16-cuda.json"
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}

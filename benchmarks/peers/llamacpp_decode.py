@@ -1,7 +1,7 @@
 """Decoding by llama.cpp: a GPT-2 of a preset's sizes, with random weights, in one of its formats, as a process that decodes on
 demand.
 
-    python llamacpp_decode.py q4_0 --layers 36 --heads 20 --channels 1280 --threads 2 --folder /tmp
+    python llamacpp_decode.py q4_0 --layers 36 --heads 20 --d_model 1280 --threads 2 --folder /tmp
 
 It needs the packages llama-cpp-python and gguf, and no barellm. Every matrix, the tied embedding included, has the format. The
 model's file is written to the folder unless it is there. It prints "ready" and what it was built with; then each line of two
@@ -76,13 +76,13 @@ def write_model(path: Path, kind: str, layers: int, heads: int, channels: int) -
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("q4_0", "q8_0", "f16", "bf16", "f32"))
-    for name in ("layers", "heads", "channels", "threads"):
+    for name in ("layers", "heads", "d_model", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    path = args.folder / f"gpt2-{args.layers}-{args.channels}-{args.kind}.gguf"
+    path = args.folder / f"gpt2-{args.layers}-{args.d_model}-{args.kind}.gguf"
     if not path.exists():
-        write_model(path, args.kind, args.layers, args.heads, args.channels)
+        write_model(path, args.kind, args.layers, args.heads, args.d_model)
     import llama_cpp
 
     threads = {"n_threads": args.threads, "n_threads_batch": args.threads}

@@ -39,7 +39,7 @@ OUTPUT = 4096  # bytes that are kept of what it said, for a message
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--program", type=Path, required=True)
-    for name, default in {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "batch": 4, "seq": 64}.items():
+    for name, default in {"layers": 12, "heads": 12, "d_model": 768, "vocab": 50304, "batch": 4, "seq": 64}.items():
         p.add_argument(f"--{name}", type=int, default=default)
     a = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def main() -> None:
 
 def write_inputs(folder: Path, a: argparse.Namespace) -> None:
     """A checkpoint of random weights, and random tokens, in llm.c's formats: a header of 256 int32, then the values."""
-    C, L, longest = a.channels, a.layers, max(a.seq, 1024)
+    C, L, longest = a.d_model, a.layers, max(a.seq, 1024)
     rng = np.random.default_rng(0)
     words = [20240326, 3, longest, a.vocab, L, a.heads, C, a.vocab]
     matrices = {
@@ -100,7 +100,7 @@ def header(words: list[int]) -> bytes:
 
 def activations(a: argparse.Namespace) -> int:
     """The number that llm.c prints for a batch, a length and a model: from it follows what shape a program was built for."""
-    C, rows = a.channels, a.batch * a.seq
+    C, rows = a.d_model, a.batch * a.seq
     layer = 18 * C + 4 + 2 * a.heads * a.seq
     return rows * (C + a.layers * layer + C + 2 + 2 * a.vocab + 1)
 

@@ -19,7 +19,7 @@ OWN = {"bias": 1}
 def build(a: argparse.Namespace) -> nn.Module:
     """nanoGPT's model in few lines: pre-norm blocks, fused qkv, flash attention, tied classifier. Its parameters
     come in the order of ours."""
-    C, H, bias = a.channels, a.heads, bool(a.bias)
+    C, H, bias = a.d_model, a.heads, bool(a.bias)
 
     class Block(nn.Module):
         def __init__(self):

@@ -13,13 +13,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch_step import initialise, serve
 
-OWN = {"kv_heads": 4, "hidden": 2048, "tied": 1, "norm_eps": 1e-5, "rope_theta": 500_000.0}
+OWN = {"kv_heads": 4, "d_ff": 2048, "tied": 1, "norm_eps": 1e-5, "rope_theta": 500_000.0}
 OWN |= {"rope_factor": 0.0, "rope_low": 1.0, "rope_high": 4.0, "rope_old_seq": 8192}
 
 
 def angles(a: argparse.Namespace) -> torch.Tensor:
     """(T, D / 2) float64: by how much each plane of a head is turned at each position."""
-    D = a.channels // a.heads
+    D = a.d_model // a.heads
     turn = a.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     if a.rope_factor:  # long waves are stretched, short ones are not, those between are in part
         kept = ((a.rope_old_seq * turn / (2 * pi) - a.rope_low) / (a.rope_high - a.rope_low)).clamp(0, 1)
@@ -30,7 +30,7 @@ def angles(a: argparse.Namespace) -> torch.Tensor:
 def build(a: argparse.Namespace) -> nn.Module:
     """Pre-norm blocks, one product for q, k and v and one for gate and up, flash attention over grouped heads. Its parameters come
     in the order of ours."""
-    C, H, G, hidden = a.channels, a.heads, a.kv_heads, a.hidden
+    C, H, G, hidden = a.d_model, a.heads, a.kv_heads, a.d_ff
     D = C // H
 
     def linear(K: int, N: int) -> nn.Linear:

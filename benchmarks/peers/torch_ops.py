@@ -1,4 +1,4 @@
-"""The peer's own ops. Reads a JSON list of {"op", "shape", "rows", "batch", "seq", "heads", "channels", "vocab", "dtype"} from
+"""The peer's own ops. Reads a JSON list of {"op", "shape", "rows", "batch", "seq", "heads", "d_model", "vocab", "dtype"} from
 standard input and prints the seconds of one call of PyTorch's equivalent of each (median of 5 calls or 0.1 s); null for none.
 
 Products get operands that are bf16 already: PyTorch's autocast, which casts weights in every step, is not charged here.
@@ -22,7 +22,7 @@ def case(r: dict) -> Call | None:
     """A call of what PyTorch has for our op; forward alone or backward alone."""
     dtype = torch.bfloat16 if r["dtype"] == "bf16" else torch.float32
     M, name, shape = r["rows"], r["op"], r["shape"]
-    B, T, C, H = r["batch"], r["seq"], r["channels"], r["heads"]
+    B, T, C, H = r["batch"], r["seq"], r["d_model"], r["heads"]
     if name in ("linear", "linear_gelu", "linear_residual", "matmul"):
         N, K = shape
         x, w, b = torch.randn(M, K, dtype=dtype), torch.randn(N, K, dtype=dtype), torch.randn(N, dtype=dtype)

@@ -1,6 +1,6 @@
 """The peer: the training step of models/speedrun.py in PyTorch, which waits for its turns (torch_step.py).
 
-echo 5 | python torch_speedrun.py --mode compile --batch 1 --seq 2048 --vocab 4096 --heads 4 --channels 128 --hidden 512
+echo 5 | python torch_speedrun.py --mode compile --batch 1 --seq 2048 --vocab 4096 --heads 4 --d_model 128 --d_ff 512
 
 A step is timed as the mean of two: Adam and the matrices' NorMuon take turns as in the model's course, NorMuon in each step and
 Adam in every second one. Windows and weights of the losses are those of the first stage of the table.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_step import serve
 
 FIRST = "share=1 seq=2048 windows=3,7 mtp=1,0.5; seq=2048 windows=6,13"
-OWN = {"hidden": 3072, "separator": -1, "block": 128, "stages": FIRST, "long": "3,10", "paired": "0,2,5,9"}
+OWN = {"d_ff": 3072, "separator": -1, "block": 128, "stages": FIRST, "long": "3,10", "paired": "0,2,5,9"}
 OWN |= {"values": "1,2,8,9,10", "skipped": "6", "skip_from": 3, "lanes_from": 7, "backout": 7}
 OWN |= {"smear": 1, "bigram": 1, "bigram_first": "token", "softcap": 1}
 EPS = 2.0**-23
@@ -51,10 +51,10 @@ class Speedrun(nn.Module):
         self.mtp = [float(x) for x in mtp[1].split(",")] if mtp else [1.0]
         self.names: list[str] = []
         self._declare()
-        self._turn(a.seq, a.channels // a.heads)
+        self._turn(a.seq, a.d_model // a.heads)
 
     def _declare(self) -> None:
-        a, L, C, V = self.a, self.a.layers, self.a.channels, self.a.vocab
+        a, L, C, V = self.a, self.a.layers, self.a.d_model, self.a.vocab
         bound = 3**0.5 * 0.5 / C**0.5
 
         def add(name: str, *shape: int, value: float = 0.0, std: float = 0.0, bound: float = 0.0) -> None:
@@ -87,8 +87,8 @@ class Speedrun(nn.Module):
             if i in self.tables:
                 add(f"values.{self.tables.index(i)}", V, C, std=0.01)
                 add(f"h.{i}.value.gate", a.heads, 12)
-            add(f"h.{i}.mlp.up", a.hidden, C, bound=bound)
-            add(f"h.{i}.mlp.down", a.hidden, C)
+            add(f"h.{i}.mlp.up", a.d_ff, C, bound=bound)
+            add(f"h.{i}.mlp.down", a.d_ff, C)
         add("head", C, V, std=0.005)
         self["embed"].data.copy_(self["head"].data.T)
 

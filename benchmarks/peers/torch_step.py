@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-COMMON = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "batch": 4, "seq": 64}
+COMMON = {"layers": 12, "heads": 12, "d_model": 768, "vocab": 50304, "batch": 4, "seq": 64}
 
 KERNELS = re.compile(
     r"^(?!aten::|autograd::|\W).*(flash_|fmha|sdpa)"

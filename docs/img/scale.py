@@ -24,7 +24,7 @@ UTILISATION = 0.4
 def config(**optim: Any) -> Config:
     """gpt2-1558m with rows for each rank: the batch grows with the ranks."""
     preset = models.preset("gpt2-1558m")
-    train = replace(preset.train, dtype="bf16", accumulate=1)
+    train = replace(preset.train, dtype="bf16", gradient_accumulation_steps=1)
     return replace(preset, train=train, optim=replace(preset.optim, **optim))
 
 
@@ -34,7 +34,7 @@ def curves() -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, made in (("", config()), (", factors of 64 columns", config(powersgd=64))):
         for ranks in RANKS:
-            own = replace(made, train=replace(made.train, batch=4 * ranks))
+            own = replace(made, train=replace(made.train, micro_batch_size=4 * ranks))
             ready = scale.work(scale.rows_of(own, ranks), ranks, ceiling, UTILISATION)
             for link in ("ib400", "100gbit"):
                 ways = scale.prediction(own, ranks, link, ceiling=ceiling, utilisation=UTILISATION, ready=ready)["ways"]

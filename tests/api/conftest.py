@@ -13,9 +13,9 @@ TINY: dict[str, Any] = {
     "batch": 2,
     "seq": 8,
     "quiet": True,
-    "model": {"layers": 1, "heads": 2, "channels": 8, "max_seq": 16},
+    "model": {"layers": 1, "heads": 2, "d_model": 8, "max_seq": 16},
     "optim": {"warmup": 2, "name": "adamw"},
-    "train": {"eval_every": 0, "eval_tokens": 64, "keep": 9},
+    "train": {"eval_every": 0, "eval_tokens": 64, "save_total_limit": 9},
 }
 
 

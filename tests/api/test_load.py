@@ -30,7 +30,7 @@ from barellm.models import gpt2, llama3, sparse
 from tests.interop.models import checkpoint_of, hugging_face, random_arrays, their_tensors, weights_of
 from tests.models.test_speedrun import SMALL as SPEEDRUN
 
-MODEL = gpt2.Config(layers=1, heads=2, channels=24, vocab_size=256, max_seq=13)
+MODEL = gpt2.Config(layers=1, heads=2, d_model=24, vocab_size=256, max_seq=13)
 TOKENS = np.random.default_rng(1).integers(0, 256, (3, 7))
 TARGETS = np.where(TOKENS % 5 == 0, -1, (TOKENS * 7 + 1) % 256)
 
@@ -61,12 +61,12 @@ def test_logits_loss_and_what_decoding_draws_from_are_one_model(tmp_path, own_ca
     assert model.loss(TOKENS, TARGETS) == pytest.approx(mean_nats(logits, TARGETS), rel=1e-6)
     ids = model.tokenizer.prompt("squared")
     greedy = model.tokenizer.decode([int(model.logits([ids])[0, -1].argmax())])
-    assert model.generate("squared", tokens=1, temperature=0) == greedy
+    assert model.generate("squared", max_new_tokens=1, temperature=0) == greedy
 
 
 SMALL = {
-    "llama-15m": llama3.Config(layers=1, heads=4, kv_heads=2, channels=24, hidden=40, vocab_size=61, max_seq=13),
-    "sparse-char": sparse.Config(layers=1, heads=2, channels=24, vocab_size=61, max_seq=16, block=16, layout="local:8"),
+    "llama-15m": llama3.Config(layers=1, heads=4, kv_heads=2, d_model=24, d_ff=40, vocab_size=61, max_seq=13),
+    "sparse-char": sparse.Config(layers=1, heads=2, d_model=24, vocab_size=61, max_seq=16, block=16, layout="local:8"),
 }
 
 
@@ -75,7 +75,9 @@ def test_the_loss_is_that_of_the_logits_for_every_architecture(tmp_path, own_cac
     """Also where logits are capped, and where the step says how far attention looks. The speedrun's loss counts padded ids too, so
     here it has none."""
     model = SMALL.get(preset) or replace(SPEEDRUN, vocab_size=64)
-    config = replace(models.preset(preset), model=model, train=TrainConfig(batch=1, seq=40, steps=9, dtype="fp32"))
+    config = replace(
+        models.preset(preset), model=model, train=TrainConfig(micro_batch_size=1, seq=40, steps=9, dtype="fp32")
+    )
     imported.save(weights_of(model, random_arrays(model)), tmp_path / "run", config=config, step=7, total=9)
     with barellm.load(tmp_path / "run", device="reference") as opened:
         tokens, targets = TOKENS[:1] % 61, np.minimum(TARGETS[:1], 60)
@@ -91,9 +93,9 @@ def test_a_saved_model_has_the_same_bits_and_configuration(model, tmp_path, caps
         next((tmp_path / "run").rglob("weights.safetensors")).read_bytes()
     )
     capsys.readouterr()
-    sample = ["sample", str(tmp_path / "saved"), "--prompt", "a", "--tokens", "9", "--seed", "5"]
+    sample = ["sample", str(tmp_path / "saved"), "--prompt", "a", "--max-new-tokens", "9", "--seed", "5"]
     assert main([*sample, "--device", "reference"]) == 0
-    assert capsys.readouterr().out == "a" + model.generate("a", tokens=9, seed=5) + "\n"
+    assert capsys.readouterr().out == "a" + model.generate("a", max_new_tokens=9, seed=5) + "\n"
     with pytest.raises(UserError, match="is not empty"):
         model.save(tmp_path / "saved")
 
@@ -114,7 +116,7 @@ def test_more_sequences_than_before_do_not_change_the_first(model):
     assert np.abs(model.logits(TOKENS)[:1, :5] - first).max() < 1e-5
     said = "the prompt has 20 tokens: the model has 13 positions and sees the last 6"
     with pytest.warns(UserWarning, match=said) as warned:
-        assert model.generate("x" * 20, tokens=1, seed=2) == model.generate("x" * 6, tokens=1, seed=2)
+        assert model.generate("x" * 20, max_new_tokens=1, seed=2) == model.generate("x" * 6, max_new_tokens=1, seed=2)
     assert [w.filename for w in warned] == [__file__]  # of the line that asked
 
 
@@ -138,7 +140,7 @@ def test_what_is_not_said_is_what_the_command_takes():
         (lambda m: m.loss([[1, 2]], [[1]]), r"targets is \(1, 1\), expected the shape of tokens, \(1, 2\)"),
         (lambda m: m.loss([[1]], [[-1]]), "all targets are -1"),
         (lambda m: m.loss([[1]], [[-2]]), r"targets\[0, 0\] is -2, expected an id from -1"),
-        (lambda m: m.generate(tokens=0), "tokens is 0, expected at least 1"),
+        (lambda m: m.generate(max_new_tokens=0), "max_new_tokens is 0, expected at least 1"),
         (lambda m: m.generate(top_p=0), "top_p is 0.0, expected 0 < top_p <= 1"),
         (lambda m: m.stream(min_p=np.nan), "min_p is nan, expected a number"),
         (lambda m: m.logits(np.ma.array([[1]])), r"tokens has a mask, expected integers \(B, T\) without one"),
@@ -149,8 +151,8 @@ def test_what_is_not_said_is_what_the_command_takes():
         (lambda m: m.generate([[1]]), r"prompt is int64 \(1, 1\), expected a text or integers"),
         (lambda m: m.generate([1, 256]), r"prompt\[1\] is 256, expected an id from 0 to 255"),
         (lambda m: m.stream(b"ab"), r"prompt is \|S2 \(\), expected a text or integers"),
-        (lambda m: m.stream(tokens=2.5), "tokens is 2.5, expected an integer"),
-        (lambda m: m.stream(tokens=True), "tokens is True, expected an integer"),
+        (lambda m: m.stream(max_new_tokens=2.5), "max_new_tokens is 2.5, expected an integer"),
+        (lambda m: m.stream(tokens=True), "max_new_tokens is True, expected an integer"),
         (lambda m: m.stream(temperature="hot"), "temperature is 'hot', expected a number"),
         (lambda m: m.stream(top_k=1.5), "top_k is 1.5, expected an integer"),
         (lambda m: m.stream(seed=None), "seed is None, expected an integer"),
@@ -175,7 +177,7 @@ def test_mistakes_are_named(model, call, message):
 
 def test_token_ids_are_a_prompt_and_numbers_of_numpy_are_numbers(model):
     """Ids are taken as they are: nothing is put before them."""
-    whole = model.generate("squared", tokens=6, temperature=0.5, top_k=3, seed=4)
+    whole = model.generate("squared", max_new_tokens=6, temperature=0.5, top_k=3, seed=4)
     ids = model.tokenizer.prompt("squared")
     how = {"tokens": np.int64(6), "temperature": np.float32(0.5), "top_k": np.uint8(3), "seed": np.int32(4)}
     for prompt in ("squared", ids, tuple(ids), np.array(ids, np.uint16)):
@@ -198,21 +200,23 @@ def on_both(tmp_path, own_cache, request):
 def test_a_stream_goes_on_whatever_the_model_computes_between_its_pieces(on_both):
     """Whether that opens the session again, for more positions too, or takes the KV cache."""
     model = on_both
-    whole, other = model.generate("ab", tokens=9, seed=3), model.generate("xyz", tokens=9, seed=4)
+    whole, other = model.generate("ab", max_new_tokens=9, seed=3), model.generate("xyz", max_new_tokens=9, seed=4)
     others = [
         lambda: model.logits(TOKENS),
         lambda: model.loss(TOKENS, TARGETS),
-        lambda: next(model.stream("xyz", tokens=9)),
-        lambda: model.generate("x" * 8, tokens=40),
+        lambda: next(model.stream("xyz", max_new_tokens=9)),
+        lambda: model.generate("x" * 8, max_new_tokens=40),
     ]
     for more in others:
-        stream, waiting = (model.stream("ab", tokens=9, seed=3) for _ in range(2))
+        stream, waiting = (model.stream("ab", max_new_tokens=9, seed=3) for _ in range(2))
         pieces = []
         for piece in stream:
             pieces.append(piece)
             more()
         assert "".join(pieces) == "".join(waiting) == whole
-    pairs = list(zip(model.stream("ab", tokens=9, seed=3), model.stream("xyz", tokens=9, seed=4), strict=False))
+    pairs = list(
+        zip(model.stream("ab", max_new_tokens=9, seed=3), model.stream("xyz", max_new_tokens=9, seed=4), strict=False)
+    )
     assert whole.startswith("".join(a for a, _ in pairs)) and other.startswith("".join(b for _, b in pairs))
     assert len(pairs) > 4
 
@@ -221,11 +225,11 @@ def test_a_stream_has_its_own_text_where_the_cache_is_larger_than_its_own(tmp_pa
     """The session is opened again with more positions in the middle of it."""
     long = replace(MODEL, max_seq=1100)
     with barellm.load(checkpoint(tmp_path / "long", long), dtype="fp32") as model:
-        whole = model.generate("ab", tokens=30, seed=3)
-        stream = model.stream("ab", tokens=30, seed=3)
+        whole = model.generate("ab", max_new_tokens=30, seed=3)
+        stream = model.stream("ab", max_new_tokens=30, seed=3)
         pieces = [next(stream) for _ in range(9)]
         positions = model._wanted.positions
-        model.generate("x" * 600, tokens=1)
+        model.generate("x" * 600, max_new_tokens=1)
         assert model._wanted.positions > positions
         assert "".join([*pieces, *stream]) == whole
 
@@ -239,11 +243,11 @@ def test_many_threads_get_what_each_would_get_alone(on_both):
         asked += [
             lambda tokens=tokens: model.logits(tokens).tobytes(),
             lambda tokens=tokens: model.loss(tokens, (tokens + 1) % 256),
-            lambda i=i: model.generate("x" * i, tokens=5 + i, seed=i),
-            lambda i=i: "".join(model.stream("ab" * i, tokens=6, seed=i)),
+            lambda i=i: model.generate("x" * i, max_new_tokens=5 + i, seed=i),
+            lambda i=i: "".join(model.stream("ab" * i, max_new_tokens=6, seed=i)),
         ]
     wanted = [ask() for ask in asked]
-    whole, shared = model.generate("q", tokens=40, seed=9), model.stream("q", tokens=40, seed=9)
+    whole, shared = model.generate("q", max_new_tokens=40, seed=9), model.stream("q", max_new_tokens=40, seed=9)
     pieces: list[str] = []
     wrong: list[object] = []
     begin = threading.Barrier(4)
@@ -272,8 +276,8 @@ def test_many_threads_get_what_each_would_get_alone(on_both):
 
 def test_two_threads_may_take_pieces_of_one_stream(on_cpu):
     """Each gets some, and none is lost or twice."""
-    whole = sorted(on_cpu.stream("q", tokens=60, seed=9))
-    stream = on_cpu.stream("q", tokens=60, seed=9)
+    whole = sorted(on_cpu.stream("q", max_new_tokens=60, seed=9))
+    stream = on_cpu.stream("q", max_new_tokens=60, seed=9)
     with ThreadPoolExecutor(3) as pool:
         found = [piece for part in pool.map(lambda _: list(stream), range(3)) for piece in part]
     assert sorted(found) == whole
@@ -282,10 +286,10 @@ def test_two_threads_may_take_pieces_of_one_stream(on_cpu):
 def test_a_stream_that_is_left_half_way_holds_nothing(on_cpu):
     """Neither the lock nor memory, whether it is dropped, closed, or ends with an error of whoever reads it."""
     wanted = on_cpu.logits(TOKENS)
-    stream = on_cpu.stream("ab", tokens=9)
+    stream = on_cpu.stream("ab", max_new_tokens=9)
     next(stream)
     place = weakref.ref(stream._place)  # pyright: ignore[reportAttributeAccessIssue]
-    other = on_cpu.stream("cd", tokens=9)
+    other = on_cpu.stream("cd", max_new_tokens=9)
     next(other)
     assert place().kept  # pyright: ignore[reportOptionalMemberAccess]
     gc.disable()
@@ -296,14 +300,14 @@ def test_a_stream_that_is_left_half_way_holds_nothing(on_cpu):
         gc.enable()
     other.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert list(other) == [] and not other._place.kept  # pyright: ignore[reportAttributeAccessIssue]
-    left = on_cpu.stream("ef", tokens=9)
+    left = on_cpu.stream("ef", max_new_tokens=9)
     next(left)
     with ThreadPoolExecutor(1) as pool:
         assert (pool.submit(on_cpu.logits, TOKENS).result(timeout=60) == wanted).all()
 
 
 def test_a_closed_model_ends_its_streams(on_cpu):
-    stream = on_cpu.stream("ab", tokens=9)
+    stream = on_cpu.stream("ab", max_new_tokens=9)
     next(stream)
     on_cpu.close()
     for _ in range(2):
@@ -314,8 +318,8 @@ def test_a_closed_model_ends_its_streams(on_cpu):
 def test_an_interrupted_computation_reaches_into_no_other(on_cpu, monkeypatch):
     """After Ctrl-C the threads may still run what was begun: the next call opens the session again. The stream that it hit says
     so, others go on."""
-    whole, wanted = on_cpu.generate("ab", tokens=9, seed=3), on_cpu.logits(TOKENS)
-    hit, other = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
+    whole, wanted = on_cpu.generate("ab", max_new_tokens=9, seed=3), on_cpu.logits(TOKENS)
+    hit, other = (on_cpu.stream("ab", max_new_tokens=9, seed=3) for _ in range(2))
     begun = [next(hit), next(other)]
     session = on_cpu._session
     next(hit)
@@ -348,8 +352,8 @@ def test_a_handler_in_the_middle_of_a_computation_is_refused(on_cpu, monkeypatch
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_computes_with_a_session_of_its_own(on_cpu):
     """Also where a thread of the parent holds the lock. A stream that was begun in the parent says so."""
-    wanted, text = on_cpu.logits(TOKENS), on_cpu.generate("ab", tokens=9, seed=3)
-    begun, waiting = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
+    wanted, text = on_cpu.logits(TOKENS), on_cpu.generate("ab", max_new_tokens=9, seed=3)
+    begun, waiting = (on_cpu.stream("ab", max_new_tokens=9, seed=3) for _ in range(2))
     first = next(begun)
     held, done = threading.Event(), threading.Event()
     holder = threading.Thread(target=lambda: on_cpu._alone(lambda: (held.set(), done.wait(60))))
@@ -396,11 +400,11 @@ def test_a_growing_text_opens_no_session_for_each_token(model):
 
 
 def test_options_reach_the_sampler(model):
-    greedy = model.generate("1", tokens=9, temperature=0)
-    assert model.generate("1", tokens=9, min_p=1) == greedy
-    assert model.generate("1", tokens=9, temperature=0, repetition=50) != greedy
+    greedy = model.generate("1", max_new_tokens=9, temperature=0)
+    assert model.generate("1", max_new_tokens=9, min_p=1) == greedy
+    assert model.generate("1", max_new_tokens=9, temperature=0, repetition_penalty=50) != greedy
     for stop in (greedy[4:6], ["never", greedy[4:6]]):
-        assert model.generate("1", tokens=9, temperature=0, stop=stop) == greedy[: greedy.index(greedy[4:6])]
+        assert model.generate("1", max_new_tokens=9, temperature=0, stop=stop) == greedy[: greedy.index(greedy[4:6])]
     with pytest.raises(UserError, match="min_p is 2"):
         model.stream(min_p=2)
 

@@ -121,14 +121,14 @@ from barellm.fields import at_least
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    channels: int = at_least(1, 8, "width")
+    d_model: int = at_least(1, 8, "width")
     vocab_size: int = at_least(1, 256, "token ids")
     padded_vocab: int = at_least(0, 0, "stored rows")
     max_seq: int = at_least(1, 16, "positions")
 
 def declare(p, cfg):
     sizes = {"std": 0.5, "valid_rows": cfg.vocab_size}
-    return [p.parameter(name, (cfg.padded_vocab, cfg.channels), **sizes) for name in ("in", "out")]
+    return [p.parameter(name, (cfg.padded_vocab, cfg.d_model), **sizes) for name in ("in", "out")]
 
 def forward(p, cfg, tokens, targets, *, training):
     table, head = declare(p, cfg)
@@ -142,7 +142,7 @@ def forward(p, cfg, tokens, targets, *, training):
 def test_a_model_of_ones_own_is_trained_saved_resumed_and_sampled(own, tiny, tmp_path, capsys):
     """On the reference backend; docs/python.md has one on the processor's."""
     base = replace(models.preset("shakespeare-char"), preset="bigrams", model=own.Config())
-    words = {**tiny, "model": {"channels": 5}, "dtype": "fp32"}
+    words = {**tiny, "model": {"d_model": 5}, "dtype": "fp32"}
     cut = barellm.train(base, out=tmp_path / "run", callbacks=[lambda s: s.stop() if s.step == 2 else None], **words)
     whole = barellm.train(base, out=tmp_path / "whole", **words)
     run = barellm.train(out=tmp_path / "run", resume=True, device="reference", quiet=True)
@@ -153,9 +153,20 @@ def test_a_model_of_ones_own_is_trained_saved_resumed_and_sampled(own, tiny, tmp
         table, head = model.weight("in"), model.weight("out")
         ids = np.array([[7, 200, 7]])
         assert np.abs(model.logits(ids) - (table[ids] @ head.T)[..., :256]).max() < 1e-5
-        drawn = model.generate("ab", tokens=20, seed=4)
+        drawn = model.generate("ab", max_new_tokens=20, seed=4)
     capsys.readouterr()
-    sample = ["sample", str(run.folder), "--prompt", "ab", "--tokens", "20", "--seed", "4", "--device", "reference"]
+    sample = [
+        "sample",
+        str(run.folder),
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        "20",
+        "--seed",
+        "4",
+        "--device",
+        "reference",
+    ]
     assert main(sample) == 0
     assert capsys.readouterr().out == f"ab{drawn}\n"
 
@@ -190,7 +201,7 @@ def test_numbers_of_numpy_are_keys_of_a_run(tiny, tmp_path):
         **{**tiny, "data": {**tiny["data"], "source": Path(tiny["data"]["source"])}},
     )
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
-    made = replace(models.preset("default").train, batch=np.int32(3), grace=np.float64(1))
+    made = replace(models.preset("default").train, micro_batch_size=np.int32(3), signal_grace_period=np.float64(1))
     assert (type(made.batch), type(made.grace), made.batch) == (int, float, 3)
     assert repr(run) == f"<barellm.Run {tmp_path / 'a'}: 4 steps, finished, {run.val_nats:.4f} nats on validation>"
 

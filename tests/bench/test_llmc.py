@@ -17,7 +17,7 @@ from barellm.bench.turns import Variant
 pytestmark = pytest.mark.alone
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers" / "llmc.py"
-SMALL = ["--layers", "2", "--heads", "2", "--channels", "64", "--vocab", "512"]
+SMALL = ["--layers", "2", "--heads", "2", "--d_model", "64", "--vocab", "512"]
 
 # What llm.c's train_gpt2 does, by its source: reads the files, prints the number of activations of its constants B and T
 # (1018624 is what the real one printed for this model), steps, and after step 19 generates for minutes.
@@ -102,8 +102,8 @@ def test_activations_are_those_that_llm_c_printed():
     llmc = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(llmc)
     shape = {"batch": 4, "seq": 64}
-    assert llmc.activations(Namespace(layers=2, heads=2, channels=64, vocab=512, **shape)) == 1_018_624
-    assert llmc.activations(Namespace(layers=4, heads=4, channels=128, vocab=65, **shape)) == 2_987_264
+    assert llmc.activations(Namespace(layers=2, heads=2, d_model=64, vocab=512, **shape)) == 1_018_624
+    assert llmc.activations(Namespace(layers=4, heads=4, d_model=128, vocab=65, **shape)) == 2_987_264
 
 
 def test_while_it_is_stopped_it_does_not_step_and_at_the_end_it_is_gone(program, tmp_path, monkeypatch):

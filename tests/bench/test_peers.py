@@ -127,14 +127,14 @@ def test_the_peer_is_the_twin_of_the_presets_architecture(monkeypatch):
     gpt2 = peers.variants(config(model__bias=False), {"torch": ""})[1]
     assert Path(gpt2.command[1]).name == "torch_gpt2.py"
     assert options_of(gpt2) == {
-        "layers": "4", "heads": "4", "channels": "128", "bias": "0", "vocab": "65", "batch": "12", "seq": "64",
+        "layers": "4", "heads": "4", "d_model": "128", "bias": "0", "vocab": "65", "batch": "12", "seq": "64",
         "dtype": config().train.dtype, "device": "cpu", "mode": "eager",
     }  # fmt: skip
     keys = {"train__batch": 4, "train__seq": 256, "train__dtype": "bf16", "model__tied": False, "model__rope_factor": 8}
     llama = peers.variants(config("llama-124m", **keys), {"torch": ""}, "cuda")[2]
     assert Path(llama.command[1]).name == "torch_llama.py"
     assert options_of(llama) == {
-        "layers": "12", "heads": "12", "kv_heads": "4", "channels": "768", "hidden": "2048", "tied": "0",
+        "layers": "12", "heads": "12", "kv_heads": "4", "d_model": "768", "d_ff": "2048", "tied": "0",
         "norm_eps": "1e-05", "rope_theta": "500000.0", "rope_factor": "8.0", "rope_low": "1.0", "rope_high": "4.0",
         "rope_old_seq": "8192", "vocab": "50304", "batch": "4", "seq": "256", "dtype": "bf16", "device": "cuda",
         "mode": "compile",
@@ -280,9 +280,9 @@ def test_our_side_serves_turns(tmp_path):
 
 
 TWINS = {
-    "gpt2": ("shakespeare-char", {"layers": 2, "heads": 2, "channels": 32, "bias": True, "max_seq": 11}),
-    "llama, tied": ("llama-15m", {"layers": 2, "heads": 4, "kv_heads": 2, "channels": 32, "hidden": 24, "max_seq": 11}),
-    "llama, own head": ("llama-15m", {"layers": 1, "heads": 3, "kv_heads": 1, "channels": 12, "hidden": 20, "max_seq": 11,
+    "gpt2": ("shakespeare-char", {"layers": 2, "heads": 2, "d_model": 32, "bias": True, "max_seq": 11}),
+    "llama, tied": ("llama-15m", {"layers": 2, "heads": 4, "kv_heads": 2, "d_model": 32, "d_ff": 24, "max_seq": 11}),
+    "llama, own head": ("llama-15m", {"layers": 1, "heads": 3, "kv_heads": 1, "d_model": 12, "d_ff": 20, "max_seq": 11,
                                       "tied": False, "norm_eps": 0.1, "rope_theta": 100.0, "rope_factor": 8.0,
                                       "rope_low": 2.0, "rope_high": 5.0, "rope_old_seq": 64}),
 }  # fmt: skip
@@ -327,7 +327,7 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
     assert loss == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
 
 
-SPEEDRUN = {"heads": 2, "channels": 32, "hidden": 48, "block": 1, "vocab_size": 64, "max_seq": 24, "separator": 5}
+SPEEDRUN = {"heads": 2, "d_model": 32, "d_ff": 48, "block": 1, "vocab_size": 64, "max_seq": 24, "separator": 5}
 STAGES = "share=1 seq=24 windows=3,9 mtp=1,0.5,0.25; seq=24 windows=3,9"
 
 

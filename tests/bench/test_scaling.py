@@ -19,7 +19,7 @@ from tests.profiling.conftest import made_up
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
+SMALL = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "train.micro_batch_size": 2, "train.seq": 16}
 FAKE = """
 import json, sys
 print(json.dumps({"first_step_s": 1.0}), flush=True)

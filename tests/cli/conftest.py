@@ -9,7 +9,7 @@ import pytest
 from barellm.cli.main import main
 
 TINY = (
-    *("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "16", "--seq", "8"),
+    *("--model.layers", "1", "--model.heads", "2", "--model.d_model", "8", "--model.max_seq", "16", "--seq", "8"),
     *("--batch", "2", "--steps", "4", "--train.eval_every", "2", "--train.eval_tokens", "64", "--device", "reference"),
 )
 

@@ -75,7 +75,7 @@ def test_a_text_of_one_line_is_sampled_too(tiny, text, tmp_path, capsys):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
     assert main(tiny()) == 0
     assert "sample" in capsys.readouterr().out
-    assert main(["sample", str(tmp_path / "run"), "--tokens", "9", *REFERENCE]) == 0
+    assert main(["sample", str(tmp_path / "run"), "--max-new-tokens", "9", *REFERENCE]) == 0
     assert len(capsys.readouterr().out) == 9 + 1
 
 
@@ -133,7 +133,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(tiny, tmp_path,
 
 def test_samples_are_the_same_for_the_same_seed(trained, capsys):
     def sample(*more: str) -> dict:
-        assert main(["sample", str(trained), "--tokens", "30", "--json", *REFERENCE, *more]) == 0
+        assert main(["sample", str(trained), "--max-new-tokens", "30", "--json", *REFERENCE, *more]) == 0
         return last_json(capsys)
 
     one = sample("--prompt", "12 squared", "--seed", "5")
@@ -146,7 +146,7 @@ def test_samples_are_the_same_for_the_same_seed(trained, capsys):
 
 def test_a_prompt_longer_than_the_positions_is_said_to_be_cut(trained, capsys):
     def said(prompt: str) -> str:
-        assert main(["sample", str(trained), "--tokens", "3", "--prompt", prompt, "--json", *REFERENCE]) == 0
+        assert main(["sample", str(trained), "--max-new-tokens", "3", "--prompt", prompt, "--json", *REFERENCE]) == 0
         return capsys.readouterr().err
 
     assert said("1 squared is 16.") == ""  # 16 positions
@@ -165,7 +165,7 @@ def test_eval_and_sample_take_a_dtype(trained, capsys):
     assert exact == nats() == nats("--dtype", "fp32") != nats("--dtype", "bf16")
     assert exact == pytest.approx(nats("--dtype", "bf16"), rel=0.01)
     for dtype in ("fp32", "bf16", "auto"):
-        assert main(["sample", str(trained), "--dtype", dtype, "--tokens", "3"]) == 0
+        assert main(["sample", str(trained), "--dtype", dtype, "--max-new-tokens", "3"]) == 0
     for command in ("eval", "sample"):
         assert main([command, str(trained), "--dtype", "fp8"]) == 2
         assert "train.dtype is 'fp8', expected auto, fp32, bf16 or fp16" in capsys.readouterr().err
@@ -195,16 +195,19 @@ def test_a_checkpoint_is_opened_with_the_cache_that_the_command_needs(trained, m
     monkeypatch.setattr(checkpoints, "open_model", recorded)
     monkeypatch.setattr(decode, "LEAST_POSITIONS", 1)
     for tokens in (3, 200):
-        assert main(["sample", str(trained), "--prompt", "7 sq", "--tokens", str(tokens), *REFERENCE]) == 0
+        assert main(["sample", str(trained), "--prompt", "7 sq", "--max-new-tokens", str(tokens), *REFERENCE]) == 0
     assert main(["eval", str(trained), "--tokens", "64", *REFERENCE]) == 0
     assert planned == [8, 16, 0]
 
 
 def test_sample_writes_prompt_and_text(trained, capsys):
-    assert main(["sample", str(trained), "--tokens", "20", "--prompt", "7 sq", "--seed", "3", *REFERENCE]) == 0
+    assert main(["sample", str(trained), "--max-new-tokens", "20", "--prompt", "7 sq", "--seed", "3", *REFERENCE]) == 0
     plain = capsys.readouterr().out
     assert (
-        main(["sample", str(trained), "--tokens", "20", "--prompt", "7 sq", "--seed", "3", "--json", *REFERENCE]) == 0
+        main(
+            ["sample", str(trained), "--max-new-tokens", "20", "--prompt", "7 sq", "--seed", "3", "--json", *REFERENCE]
+        )
+        == 0
     )
     assert plain == "7 sq" + last_json(capsys)["text"] + "\n"
     assert len(plain) == len("7 sq") + 20 + 1
@@ -212,7 +215,7 @@ def test_sample_writes_prompt_and_text(trained, capsys):
 
 def test_each_of_several_samples_comes_again_alone(trained, capsys):
     def sample(*more: object) -> tuple[str, list[dict]]:
-        words = ["sample", trained, "--tokens", 40, "--prompt", "7 sq", *REFERENCE, *more]
+        words = ["sample", trained, "--max-new-tokens", 40, "--prompt", "7 sq", *REFERENCE, *more]
         assert main([str(word) for word in words]) == 0
         plain = capsys.readouterr().out
         assert main([str(word) for word in [*words, "--json"]]) == 0
@@ -230,7 +233,7 @@ def test_each_of_several_samples_comes_again_alone(trained, capsys):
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-000004"])
 def test_a_checkpoint_is_named_by_its_run_or_by_itself(trained, capsys, place):
-    assert main(["sample", str(trained / place), "--tokens", "3", "--json", *REFERENCE]) == 0
+    assert main(["sample", str(trained / place), "--max-new-tokens", "3", "--json", *REFERENCE]) == 0
     assert last_json(capsys)["checkpoint"].endswith("step-000004")
 
 
@@ -250,7 +253,7 @@ def test_eval_on_another_text_uses_the_checkpoint_s_tokenizer(trained, tmp_path,
     assert main(["eval", str(trained), "--data", str(path), "--json", *REFERENCE]) == 0
     part = last_json(capsys)
     assert (part["data"], part["targets"]) == (str(path), 29 * 4 - 1)  # a tenth of it
-    assert main(["eval", str(trained), "--data", str(path), "--whole", "--json", *REFERENCE]) == 0
+    assert main(["eval", str(trained), "--data", str(path), "--split", "all", "--json", *REFERENCE]) == 0
     assert last_json(capsys)["targets"] == 29 * 40 - 1
 
 
@@ -260,7 +263,7 @@ def test_eval_of_the_first_tokens_is_that_of_a_text_cut_there(trained, tmp_path,
     for name, part, more in (("whole", text, ("--first", "100")), ("cut", text[:101], ())):
         path = tmp_path / f"{name}.txt"
         path.write_text(part)
-        assert main(["eval", str(trained), "--data", str(path), "--whole", "--json", *more, *REFERENCE]) == 0
+        assert main(["eval", str(trained), "--data", str(path), "--split", "all", "--json", *more, *REFERENCE]) == 0
         found.append(last_json(capsys))
     assert [row["targets"] for row in found] == [100, 100] and found[0]["nats"] == pytest.approx(found[1]["nats"])
 
@@ -282,7 +285,7 @@ def test_a_run_can_end_with_the_loss_of_the_first_tokens_in_longer_rows(tiny, tm
     [
         (("--first", "-1"), "--first is -1, expected at least 0"),
         (("--first", "9", "--tokens", "9"), "--tokens are spread over the text and --first are not"),
-        (("--first", "9", "--hellaswag", "x"), "leave out --data, --whole, --tokens and --first"),
+        (("--first", "9", "--hellaswag", "x"), "leave out --data, --split, --tokens and --first"),
         (("--first", "9", "--per-document", "x"), "leave out --tokens and --first"),
         (("--first", "635"), "has 635 tokens, expected at most 634: each has one before it"),
     ],
@@ -297,7 +300,7 @@ def test_a_row_of_an_evaluation_that_no_position_has_is_refused(tiny, refused):
 
 def test_a_reader_that_goes_away_is_no_error(trained):
     root = Path(__file__).parents[2]
-    words = [sys.executable, "-m", "barellm", "sample", str(trained), "--tokens", "400", *REFERENCE]
+    words = [sys.executable, "-m", "barellm", "sample", str(trained), "--max-new-tokens", "400", *REFERENCE]
     process = subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
@@ -365,7 +368,7 @@ def test_a_preset_samples_with_random_weights_if_its_vocabulary_is_known(monkeyp
     monkeypatch.setattr(models, "presets", lambda: {"small": lambda: small})
     texts = []
     for _ in range(2):
-        assert main(["sample", "small", "--weights", "int4", "--tokens", "5", "--json", *REFERENCE]) == 0
+        assert main(["sample", "small", "--weights", "int4", "--max-new-tokens", "5", "--json", *REFERENCE]) == 0
         texts.append(last_json(capsys)["tokens"])
     assert texts[0] == texts[1] and len(texts[0]) == 5
     monkeypatch.setattr(models, "presets", lambda: {"chars": lambda: models.module("gpt2").shakespeare_char()})

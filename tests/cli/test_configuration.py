@@ -33,7 +33,7 @@ def test_long_and_short_forms_set_the_same_keys():
     )
     long = resolved(
         "shakespeare-char",
-        *("--train.steps=5", "--train.batch=3", "--train.seq=8"),
+        *("--train.steps=5", "--train.micro_batch_size=3", "--train.seq=8"),
         *("--optim.lr=0.5", "--train.seed=2", "--data.source=x"),
     )
     assert short == long
@@ -41,7 +41,7 @@ def test_long_and_short_forms_set_the_same_keys():
 
 
 def test_heads_and_channels_change_together():
-    assert resolved("--model.heads", "7", "--model.channels", "70").model.head_size == 10
+    assert resolved("--model.heads", "7", "--model.d_model", "70").model.head_size == 10
 
 
 def test_another_vocabulary_brings_its_own_padding():
@@ -121,11 +121,11 @@ def test_a_bare_boolean_is_true():
         (["--lr", "nan"], "optim.lr is 'nan', expected a number"),
         (["--train.recompute", "maybe"], "train.recompute is 'maybe', expected true or false"),
         (["--steps"], "argument --train.steps/--steps: expected one argument"),
-        (["gpt2"], "unknown preset 'gpt2', did you mean 'gpt2-124m'?"),
+        (["gpt2-12m"], "unknown preset 'gpt2-12m', did you mean 'gpt2-124m'?"),
         (["shakespear-char"], "unknown preset 'shakespear-char', did you mean 'shakespeare-char'?"),
         (["default", "extra"], "unexpected argument 'extra'"),
-        (["--model.heads", "5"], "model.heads 5 does not divide model.channels"),
-        (["--model.channels", "0"], "model.channels is 0, expected at least 1"),
+        (["--model.heads", "5"], "model.heads 5 does not divide model.d_model"),
+        (["--model.d_model", "0"], "model.d_model is 0, expected at least 1"),
     ],
 )
 def test_mistakes_are_named(words, message):

@@ -124,26 +124,26 @@ def test_missing_configuration_file(refused, out, tmp_path):
 
 def test_heads_that_do_not_divide_channels(refused, out, text):
     message = refused("train", "shakespeare-char", "--data", text, "--out", out, "--model.heads", "5")
-    assert "model.heads 5 does not divide model.channels 128" in message
+    assert "model.heads 5 does not divide model.d_model 128" in message
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--batch", "0"], "train.batch is 0, expected at least 1"),
+        (["--batch", "0"], "train.micro_batch_size is 0, expected at least 1"),
         (["--seq", "17"], "train.seq 17 is above model.max_seq 16"),
         (["--steps", "-3"], "train.steps is -3, expected at least 0"),
         (["--minutes", "-1"], "train.minutes is -1.0, expected at least 0"),
         (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
         (["--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--schedule", "cosin"], "optim.schedule is 'cosin', expected cosine, linear, constant or wsd"),
-        (["--schedule", "wsd", "--optim.cooldown", "1.5"], "optim.cooldown is 1.5, expected at most 1"),
-        (["--schedule", "wsd", "--optim.cooldown", "-0.1"], "optim.cooldown is -0.1, expected at least 0"),
+        (["--schedule", "wsd", "--optim.decay_fraction", "1.5"], "optim.decay_fraction is 1.5, expected at most 1"),
+        (["--schedule", "wsd", "--optim.decay_fraction", "-0.1"], "optim.decay_fraction is -0.1, expected at least 0"),
         (["--schedule", "wsd", "--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
-        (["--schedule", "linear", "--optim.cooldown", "nan"], "optim.cooldown is 'nan', expected a number"),
+        (["--schedule", "linear", "--optim.decay_fraction", "nan"], "optim.decay_fraction is 'nan', expected a number"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
         (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
-        (["--model.channels", str(10**9)], "no machine can address such a program, choose smaller sizes"),
+        (["--model.d_model", str(10**9)], "no machine can address such a program, choose smaller sizes"),
         (["--model.layers", "100000"], "model.layers is 100000, expected at most 1024"),
         (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32, bf16 or fp16"),
         (["--device", "gpu"], "unknown device 'gpu'"),
@@ -228,9 +228,9 @@ def test_no_checkpoint(refused, trained, tmp_path, command):
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-1"], "top_k is -1"),
-        (["--tokens", "0"], "--tokens is 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--samples", "0"], "--samples is 0, expected at least 1"),
-        (["--tokens", "many"], "invalid int value: 'many'"),
+        (["-n", "many"], "invalid int value: 'many'"),
         (["--prompt", "\u4f60"], "character '\u4f60'"),
         (["--top-q", "1"], "unknown option --top-q, did you mean '--top-"),
     ],
@@ -313,7 +313,7 @@ def test_a_file_size_limit_costs_only_the_new_checkpoint(tiny, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))
 
     words = ["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--device", "reference"]
-    found = run([*words, "--train.keep", "5"], preexec_fn=limit)
+    found = run([*words, "--train.save_total_limit", "5"], preexec_fn=limit)
     assert "File too large" in check_refused(found)
     assert {
         path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()

@@ -14,7 +14,7 @@ import pytest
 from barellm.checkpoint import checkpoint
 
 LONG_STEP = (  # two billion scores of attention, in a model that is made at once: 5 s on two fast cores
-    *("--model.layers", "1", "--model.channels", "32", "--model.heads", "4", "--model.max_seq", "32768"),
+    *("--model.layers", "1", "--model.d_model", "32", "--model.heads", "4", "--model.max_seq", "32768"),
     *("--batch", "1", "--seq", "32768", "--dtype", "fp32", "--train.eval_every", "0", "--data.val_fraction", "0.4"),
 )
 TELLS_WHEN_IT_RUNS = """
@@ -29,7 +29,7 @@ CpuSession.run = told
 sys.exit(main(sys.argv[1:]))
 """
 SHORT_STEPS = (
-    *("--steps", "100000", "--batch", "2", "--seq", "16", "--model.layers", "1", "--model.channels", "32"),
+    *("--steps", "100000", "--batch", "2", "--seq", "16", "--model.layers", "1", "--model.d_model", "32"),
     *("--train.eval_every", "0"),
 )
 
@@ -108,7 +108,7 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
 def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     text.write_text(text.read_text() * 20)
-    process = started("runs forward_backward", *LONG_STEP, "--train.grace", "1", program=("-c", TELLS_WHEN_IT_RUNS))
+    process = started("runs forward_backward", *LONG_STEP, "--train.signal_grace_period", "1", program=("-c", TELLS_WHEN_IT_RUNS))
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
@@ -130,11 +130,11 @@ def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_kill_9_and_resume_with_another_number_of_threads_give_the_same_bits(started, tmp_path, text, dtype):
     """The CPU backend, killed once a checkpoint is there; 1 thread goes on where 2 were."""
-    sizes = ["--batch", "3", "--seq", "24", "--model.layers", "2", "--model.channels", "32", "--model.heads", "2"]
+    sizes = ["--batch", "3", "--seq", "24", "--model.layers", "2", "--model.d_model", "32", "--model.heads", "2"]
     run = [
         "--steps",
         "60",
-        "--train.accumulate",
+        "--train.gradient_accumulation_steps",
         "2",
         "--train.checkpoint_every",
         "7",

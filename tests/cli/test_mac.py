@@ -69,7 +69,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="makes Linux look like macOS")
-SIZES = ["--model.layers=1", "--model.heads=2", "--model.channels=16", "--train.batch=2", "--train.seq=16"]
+SIZES = ["--model.layers=1", "--model.heads=2", "--model.d_model=16", "--train.micro_batch_size=2", "--train.seq=16"]
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +114,12 @@ def test_kernels_in_mach_o_objects_compute_the_same(trained, training, tmp_path)
 
 
 def test_sample_and_resume(trained, on_a_mac):
-    done = on_a_mac("sample", trained, "--tokens", "20", "--prompt", "line")
+    done = on_a_mac("sample", trained, "--max-new-tokens", "20", "--prompt", "line")
     assert done.returncode == 0 and "line" in done.stdout, done.stderr
     assert on_a_mac("train", "--out", trained, "--resume", "--steps", "5").returncode == 0
 
 
-SMALL = ["shakespeare-char", "--model.layers=1", "--model.channels=48", "--batch=2", "--seq=16"]
+SMALL = ["shakespeare-char", "--model.layers=1", "--model.d_model=48", "--batch=2", "--seq=16"]
 
 
 @pytest.mark.parametrize("words, says", [

@@ -120,7 +120,7 @@ def without_tokens(file: Path) -> None:
 def test_the_tokens_of_an_older_run_are_those_of_its_steps(run, drawn, tmp_path):
     """The batch grows; the first rows are of a version that did not write tokens, the last one is of this version."""
     config = json.loads((run / "config.json").read_text())
-    config["train"] |= {"accumulate": 3, "ramp_from": 1, "ramp_tokens": 32}
+    config["train"] |= {"gradient_accumulation_steps": 3, "batch_rampup_from": 1, "batch_rampup_tokens": 32}
     (run / "config.json").write_text(json.dumps(config))
     rows = metrics.read(run / "metrics.jsonl")
     without_tokens(run / "metrics.jsonl")
@@ -192,7 +192,7 @@ def test_mistakes_are_one_line(run, refused, tmp_path):
 @pytest.fixture
 def watched(tiny, tmp_path) -> Path:
     """A run that looked at its exponents in steps 1, 3."""
-    assert main(tiny("--train.ranges", "3", "--model.bias", "true")) == 0
+    assert main(tiny("--train.exponent_stats", "3", "--model.bias", "true")) == 0
     return tmp_path / "run"
 
 
@@ -221,4 +221,6 @@ def test_ranges_are_a_table_numbers_or_a_picture(watched, tmp_path, capsys, refu
 
 
 def test_a_run_without_ranges_says_how_to_get_them(run, refused):
-    assert refused("plot", run, "--ranges") == f"{run} has no ranges.jsonl, expected a run with --train.ranges N"
+    assert (
+        refused("plot", run, "--ranges") == f"{run} has no ranges.jsonl, expected a run with --train.exponent_stats N"
+    )

@@ -43,7 +43,7 @@ def test_nearest_codes_are_those_that_weights_asks_for(trained, tmp_path, capsys
     assert f"matrices in {weights}, 0.0 MB (nearest codes)" in capsys.readouterr().out
     assert nats(capsys, out, *REFERENCE) == nats(capsys, trained, "--weights", weights, *REFERENCE)
     assert nats(capsys, out, "--weights", weights) == nats(capsys, trained, "--weights", weights)
-    words = ["--prompt", "12 squared", "--tokens", "9", "--temperature", "0", "--json"]
+    words = ["--prompt", "12 squared", "--max-new-tokens", "9", "--temperature", "0", "--json"]
     assert main(["sample", str(out), *words]) == main(["sample", str(trained), "--weights", weights, *words]) == 0
     one, other = (json.loads(line)["text"] for line in capsys.readouterr().out.splitlines())
     assert one == other
@@ -80,7 +80,7 @@ def test_rows_of_any_magnitude_are_held(trained, tmp_path, capsys, weights):
         wanted = nats(capsys, trained, "--weights", weights, "--device", device)
         assert nats(capsys, out, "--device", device) == wanted
         assert nats(capsys, run, "--weights", weights, "--device", device) == wanted
-    words = ["--prompt", "12 squared", "--tokens", "9", "--temperature", "0", "--json"]
+    words = ["--prompt", "12 squared", "--max-new-tokens", "9", "--temperature", "0", "--json"]
     for folder in (out, run, trained):
         assert main(["sample", str(folder), *words, *(() if folder == out else ("--weights", weights))]) == 0
     assert len({json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()}) == 1
@@ -94,7 +94,7 @@ def test_weights_that_are_not_finite_are_refused_with_their_row(trained, tmp_pat
     run, out = str(changed(trained, tmp_path / "run", change)), str(tmp_path / "few")
     for words in (
         ["quantize", run, "--weights", "int4", "--tokens", "0", "--out", out],
-        ["sample", run, "--weights", "int8", "--prompt", "1", "--tokens", "2"],
+        ["sample", run, "--weights", "int8", "--prompt", "1", "--max-new-tokens", "2"],
         ["eval", run, "--weights", "nf4", *REFERENCE],
     ):
         assert main(words) == 2
@@ -137,7 +137,7 @@ def test_a_folder_of_an_earlier_version_keeps_its_numbers(capsys):
                 each = np.repeat(arrays[f"{name}.scales"].astype(np.float32), 32, 1)[:, : made.shape[1]]
                 assert np.array_equal(made, np.array(table, np.float32)[halves] * each), name
     assert sixes
-    words = ["--prompt", "12 squared", "--tokens", "3", "--temperature", "0", "--json"]
+    words = ["--prompt", "12 squared", "--max-new-tokens", "3", "--temperature", "0", "--json"]
     assert main(["sample", str(EARLIER), *words]) == 0 and last_json(capsys)["text"] == "aaa"
 
 

@@ -13,7 +13,7 @@ from barellm.cli import sample
 from barellm.cli.main import main
 from barellm.cli.options import escaped
 
-COLD = ("--device", "reference", "--tokens", "12", "--temperature", "1")
+COLD = ("--device", "reference", "--max-new-tokens", "12", "--temperature", "1")
 
 
 @pytest.fixture
@@ -53,29 +53,29 @@ def test_options_reach_the_sampler(rows):
     (greedy,) = rows("--prompt", "1", "--temperature", "0")
     for words in (("--min-p", "1"), ("--top-k", "1"), ("--temperature", "1", "--top-p", "1e-9")):
         assert rows("--prompt", "1", *words)[0]["text"] == greedy["text"], words
-    assert rows("--prompt", "1", "--temperature", "0", "--repetition", "50")[0]["text"] != greedy["text"]
+    assert rows("--prompt", "1", "--temperature", "0", "--repetition-penalty", "50")[0]["text"] != greedy["text"]
 
 
 def test_a_conversation_goes_on_from_all_before_it(trained, capsys, monkeypatch, rows):
     """The second answer is that to both lines and the first answer; a long history loses its oldest tokens."""
     monkeypatch.setattr("sys.stdin", io.StringIO("123 squared\n2\n"))
     capsys.readouterr()
-    assert main(["sample", str(trained), *COLD, "--tokens", "3", "--interactive"]) == 0
+    assert main(["sample", str(trained), *COLD, "--max-new-tokens", "3", "--interactive"]) == 0
     first, second, end = capsys.readouterr().out.split("\n")
     assert end == "" and len(first) == 3
     history = f"123 squared{first}\n2"[-13:]  # of 16 positions 3 are for the answer
-    assert rows("--prompt", history, "--tokens", "3", "--seed", "1338")[0]["text"] == second
+    assert rows("--prompt", history, "--max-new-tokens", "3", "--seed", "1338")[0]["text"] == second
 
 
 def test_what_a_stop_text_took_away_is_no_part_of_a_conversation(trained, capsys, monkeypatch, rows):
-    (whole,) = rows("--prompt", "12", "--tokens", "5")
+    (whole,) = rows("--prompt", "12", "--max-new-tokens", "5")
     monkeypatch.setattr("sys.stdin", io.StringIO("12\n3\n"))
     capsys.readouterr()
     stop = ("--stop", whole["text"][2:4])
-    assert main(["sample", str(trained), *COLD, "--tokens", "5", *stop, "--interactive"]) == 0
+    assert main(["sample", str(trained), *COLD, "--max-new-tokens", "5", *stop, "--interactive"]) == 0
     first, second, _ = capsys.readouterr().out.split("\n")
     assert first == whole["text"][: whole["text"].index(stop[1])]
-    assert rows("--prompt", f"12{first}\n3", "--tokens", "5", "--seed", "1338", *stop)[0]["text"] == second
+    assert rows("--prompt", f"12{first}\n3", "--max-new-tokens", "5", "--seed", "1338", *stop)[0]["text"] == second
 
 
 def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
@@ -96,9 +96,9 @@ def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
 
 def test_escapes_mean_the_same_in_every_option_with_a_text(rows):
     """docs/generation.md writes --stop "\\n"; prepare --separator takes the same (tests/data/test_prepare.py)."""
-    (whole,) = rows("--prompt", "1\\n2", "--tokens", "40")
+    (whole,) = rows("--prompt", "1\\n2", "--max-new-tokens", "40")
     assert whole["prompt"] == "1\n2" and "\n" in whole["text"]
-    (found,) = rows("--prompt", "1\n2", "--tokens", "40", "--stop", r"\n")
+    (found,) = rows("--prompt", "1\n2", "--max-new-tokens", "40", "--stop", r"\n")
     assert found["text"] == whole["text"].partition("\n")[0]
 
 

@@ -107,7 +107,7 @@ def test_products_become_tile_instructions(cpu):
     from dataclasses import replace
 
     isa = replace(isas.cross("amx_bf16", kernels.X86_TRIPLE), cpu=cpu)
-    config = changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": "bf16"})
+    config = changed(preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": "bf16"})
     products = 0
     for u in kernels.used_by(config, isa):
         module = jit.module(u.spec.ir(isa), isa)

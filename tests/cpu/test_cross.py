@@ -22,7 +22,9 @@ TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 
 def config(dtype):
-    return changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1})
+    return changed(
+        preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1}
+    )
 
 
 @pytest.mark.slow

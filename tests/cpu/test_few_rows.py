@@ -141,7 +141,7 @@ def products(isa: ISA, dtype: str, cols: int, depth: int, rows: tuple[int, ...])
 def test_only_decoding_may_have_few_rows(monkeypatch):
     """Not the programs that end a step, though one leaves the gradient's norm for another in a cache."""
     monkeypatch.setattr(step, "decodes", decodes)
-    small = {"model.layers": 1, "model.heads": 2, "model.channels": 16, "train.seq": 8, "model.max_seq": 8}
+    small = {"model.layers": 1, "model.heads": 2, "model.d_model": 16, "train.seq": 8, "model.max_seq": 8}
     config = changed_config(preset("shakespeare-char"), small | {"train.dtype": "fp32", "optim.skip_norm_z": 3.0})
     programs = build_programs(config)
     calls = {name: Lowered(p, isa_named(""), 1).calls for name, p in programs.items()}

@@ -27,7 +27,7 @@ from tests.simulators.amx_emulator import EMULATED
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 OPTIM = OptimConfig(lr=3e-3, clip=0.7)
-MODEL = ModelConfig(layers=2, heads=3, channels=39, vocab_size=101, padded_vocab=103, max_seq=17, dropout=0.1)
+MODEL = ModelConfig(layers=2, heads=3, d_model=39, vocab_size=101, padded_vocab=103, max_seq=17, dropout=0.1)
 THREADS = (1, 2, 5)
 
 
@@ -75,7 +75,7 @@ def models(draw):
     model = ModelConfig(
         layers=draw(st.integers(1, 2)),
         heads=heads,
-        channels=heads * head_size,
+        d_model=heads * head_size,
         vocab_size=vocab,
         padded_vocab=vocab + draw(st.sampled_from([0, 1, 5])),
         max_seq=draw(st.sampled_from([1, 2, 13, 37])),

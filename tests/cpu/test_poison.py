@@ -12,7 +12,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import planner
 from tests.cpu.test_models import OPTIM, adamw, batch_of, partial
 
-MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=31, max_seq=8)
+MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=31, max_seq=8)
 
 
 @pytest.fixture(autouse=True)

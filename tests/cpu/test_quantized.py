@@ -90,7 +90,7 @@ def test_every_word_of_16_bits_at_every_place_is_exact(isa, weights, rows):
     session.close()
 
 
-MODEL = ModelConfig(layers=2, heads=3, channels=39, vocab_size=101, padded_vocab=103, max_seq=24)
+MODEL = ModelConfig(layers=2, heads=3, d_model=39, vocab_size=101, padded_vocab=103, max_seq=24)
 
 
 def quantized_model(compute: str) -> tuple[dict[str, Program], dict]:

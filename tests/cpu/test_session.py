@@ -22,7 +22,7 @@ from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import changed
 
-MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=31, max_seq=8)
+MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=31, max_seq=8)
 
 
 @pytest.mark.parametrize("open_session", [CpuSession, ReferenceSession])
@@ -138,7 +138,7 @@ from barellm.assembly.programs import build
 import numpy as np
 
 def interrupted():
-    model = ModelConfig(layers=2, heads=4, channels=512, vocab_size=512, max_seq=512)
+    model = ModelConfig(layers=2, heads=4, d_model=512, vocab_size=512, max_seq=512)
     session = CpuSession(build(model, batch=8, seq=512)[1], threads=2)
     session.write("tokens", np.zeros((8, 512), np.int32))
     session.write("targets", np.zeros((8, 512), np.int32))

@@ -37,12 +37,12 @@ from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.worker import Lost
 from tests.cpu.check import changed as changed_constants
 
-MODEL = ModelConfig(layers=2, heads=2, channels=40, vocab_size=131, max_seq=24)
+MODEL = ModelConfig(layers=2, heads=2, d_model=40, vocab_size=131, max_seq=24)
 TINY = (
     "shakespeare-char",
     "--model.layers",
     "1",
-    "--model.channels",
+    "--model.d_model",
     "8",
     "--model.heads",
     "1",
@@ -347,7 +347,7 @@ def test_a_prompt_of_many_rows_is_run_with_as_many():
 
 def test_products_on_amx_tiles_are_tried_with_other_claims():
     config = changed(
-        preset("gpt2-124m"), {"model.layers": 1, "train.batch": 4, "train.seq": 256, "train.dtype": "bf16"}
+        preset("gpt2-124m"), {"model.layers": 1, "train.micro_batch_size": 4, "train.seq": 256, "train.dtype": "bf16"}
     )
     isa = isas.cross("amx_bf16", kernels.X86_TRIPLE)
     built = lower_and_plan(build_programs(config), isa=isa, threads=2)

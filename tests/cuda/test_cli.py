@@ -14,7 +14,7 @@ from barellm.cuda import backend
 from tests.simulators.mock import Gpu
 
 TINY = (
-    *("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "8", "--seq", "8"),
+    *("--model.layers", "1", "--model.heads", "2", "--model.d_model", "8", "--model.max_seq", "8", "--seq", "8"),
     *("--batch", "2", "--dtype", "bf16", "--train.eval_every", "4", "--train.eval_tokens", "32"),
     *("--lr", "0.03", "--schedule", "constant", "--optim.warmup", "0"),
 )
@@ -82,7 +82,9 @@ def test_a_run_moves_between_backends(gpu, text, tmp_path, capsys):
     for device in ("cpu", "cuda"):
         assert main(["eval", str(run), "--tokens", "64", "--device", device, "--json"]) == 0
         nats.append(last(capsys)["nats"])
-        assert main(["sample", str(run), "--tokens", "4", "--temperature", "0", "--device", device, "--json"]) == 0
+        assert (
+            main(["sample", str(run), "--max-new-tokens", "4", "--temperature", "0", "--device", device, "--json"]) == 0
+        )
         assert len(last(capsys)["tokens"]) == 4
     assert "skinny_gemm" in {name for name, _ in gpu.launched}  # a token at a time
     assert nats[0] == pytest.approx(nats[1], rel=1e-3)

@@ -29,7 +29,7 @@ from tests.cuda.test_models import train_beside_the_references
 from tests.simulators.mock import LAUNCH_MS, Gpu
 from tests.simulators.mock_cublas import WORKSPACE, MockCublas
 
-MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=37, padded_vocab=40, max_seq=9)
+MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=37, padded_vocab=40, max_seq=9)
 
 
 class LibrarySession(DeviceSession):
@@ -225,6 +225,6 @@ class FakeBench:
 
 def test_a_mistake_is_one_line(capsys):
     assert main.main(["train", "--matmul", "mkl", "--steps", "1"]) == 2
-    assert "train.matmul is 'mkl', expected own or cublaslt" in capsys.readouterr().err
+    assert "train.gemm_backend is 'mkl', expected own or cublaslt" in capsys.readouterr().err
     assert main.main(["bench", "gemm", "--peers", "cublaslt"]) == 2
     assert "--peers cublaslt is for bench gemm --device cuda" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_the_backward_pass_of_rows_of_any_length(C):
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_every_sum_and_norm_of_a_model_is_fused(dropout, recompute):
     """Nothing else walks the residual stream of a bf16 GPT-2, but its first norm."""
-    model = ModelConfig(layers=3, heads=2, channels=32, vocab_size=61, padded_vocab=64, max_seq=16, dropout=dropout)
+    model = ModelConfig(layers=3, heads=2, d_model=32, vocab_size=61, padded_vocab=64, max_seq=16, dropout=dropout)
     _, programs = build(model, batch=2, seq=16, compute="bf16", optimizer=lambda p: None, recompute=recompute)
     before, after = programs["forward_backward"].ops, fuse(programs["forward_backward"].ops, FUSIONS)
     names = [op.name for op in after]

@@ -54,12 +54,12 @@ pytestmark = pytest.mark.cached
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.
 GPT2 = ModelConfig(layers=1)
-ODD = ModelConfig(layers=1, heads=3, channels=51, vocab_size=101, padded_vocab=101, max_seq=37)
+ODD = ModelConfig(layers=1, heads=3, d_model=51, vocab_size=101, padded_vocab=101, max_seq=37)
 LLAMA = Llama(layers=1, tied=False)
 ODD_LLAMA = Llama(
-    layers=1, heads=6, kv_heads=2, channels=60, hidden=51, vocab_size=101, padded_vocab=101, max_seq=37, tied=False
+    layers=1, heads=6, kv_heads=2, d_model=60, d_ff=51, vocab_size=101, padded_vocab=101, max_seq=37, tied=False
 )
-SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab=320, max_seq=64)
+SMALL = ModelConfig(layers=1, heads=2, d_model=64, vocab_size=320, padded_vocab=320, max_seq=64)
 
 
 def specs(
@@ -189,7 +189,7 @@ def unit_scaling_specs() -> dict[Specialisation, str]:
 def ranks_specs() -> dict[Specialisation, str]:
     """What the second of three ranks launches in the update that one process does not, and what it launches on shares."""
     config = preset("gpt2-124m")
-    config = replace(config, model=GPT2, train=replace(config.train, batch=6, dtype="bf16"))
+    config = replace(config, model=GPT2, train=replace(config.train, micro_batch_size=6, dtype="bf16"))
     found = lower_and_plan(
         {"optimizer_step": build_programs(config, ranks=Planned(1, 3))["optimizer_step"]}, Target(90)
     ).specs
@@ -389,7 +389,7 @@ def test_kernels_are_the_golden_ones(name):
 
 FAMILIES = ("columns", "dropout", "elementwise", "embedding", "init", "layernorm", "layernorm_backward", "optimizer")
 DROPPED = replace(SMALL, dropout=0.1)
-LONG = replace(ODD, heads=330, channels=33000)  # rows that registers do not hold
+LONG = replace(ODD, heads=330, d_model=33000)  # rows that registers do not hold
 
 
 @pytest.mark.slow
@@ -411,7 +411,7 @@ def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, mon
 @pytest.mark.slow
 def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     """Widths that no vector divides, and so many tokens that they take the largest tile."""
-    model = ModelConfig(layers=1, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256)
+    model = ModelConfig(layers=1, heads=6, d_model=384, vocab_size=65, padded_vocab=65, max_seq=256)
     found = {
         s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
     }

@@ -18,10 +18,8 @@ from barellm.runtime.reference import ReferenceSession
 from tests.cpu.test_models import OPTIM, batch_of, open_session, train
 from tests.simulators.mock import Gpu
 
-MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
-LLAMA = Llama(
-    layers=2, heads=4, kv_heads=2, channels=24, hidden=37, vocab_size=41, padded_vocab=43, max_seq=9, tied=False
-)
+MODEL = ModelConfig(layers=1, heads=3, d_model=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
+LLAMA = Llama(layers=2, heads=4, kv_heads=2, d_model=24, d_ff=37, vocab_size=41, padded_vocab=43, max_seq=9, tied=False)
 SHAPE = (2, 9)
 each_model = pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt2", "llama3"])
 

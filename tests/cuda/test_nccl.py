@@ -73,7 +73,7 @@ def small(monkeypatch: Any, **options: Any) -> Config:
     for module in (program_optimizer, program_collectives, dealing, cuda_optimizer):
         monkeypatch.setattr(module, "CHUNK", 8192)
     config = config_of(**options)
-    return resolved(replace(config, model=replace(config.model, channels=48)), "cuda")
+    return resolved(replace(config, model=replace(config.model, d_model=48)), "cuda")
 
 
 @pytest.mark.extended

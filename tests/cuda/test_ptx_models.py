@@ -21,7 +21,7 @@ from tests.simulators.ptx.counts import Counts
 from tests.simulators.ptx.launch import RUNS, execute
 
 pytestmark = pytest.mark.ptx
-ALIGNED = ModelConfig(layers=1, heads=2, channels=128, vocab_size=320, padded_vocab=320, max_seq=64)
+ALIGNED = ModelConfig(layers=1, heads=2, d_model=128, vocab_size=320, padded_vocab=320, max_seq=64)
 # Sectors of global memory, against those that the bytes would fill, and passes over the banks of shared memory, against those that
 # would do. Most kernels need no more; docs/cuda.md says what is behind the others.
 SECTORS = defaultdict(lambda: 1.1, layernorm=1.65, layernorm_backward=1.55, sort_blocks=2.7, total_loss=3.0)

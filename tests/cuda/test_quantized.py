@@ -119,7 +119,7 @@ def test_every_word_of_16_bits_is_exact_in_both_halves_of_a_register(weights):
     assert np.array_equal(session.stored(matrix), packed_matrix(codes, scales, how, 16 * tiles, 8 * blocks))
 
 
-MODEL = ModelConfig(layers=1, heads=2, channels=24, vocab_size=37, padded_vocab=41, max_seq=24)
+MODEL = ModelConfig(layers=1, heads=2, d_model=24, vocab_size=37, padded_vocab=41, max_seq=24)
 
 
 def test_a_model_decodes_and_evaluates_with_codes():

@@ -162,7 +162,7 @@ def test_what_outlives_a_session_has_a_context_to_go_back_to(gpu):
 
 
 def test_a_loaded_model_is_asked_in_the_context_of_whichever_thread_asks(gpu, tmp_path, own_cache):
-    model = gpt2.Config(layers=1, heads=2, channels=32, vocab_size=256, max_seq=16)
+    model = gpt2.Config(layers=1, heads=2, d_model=32, vocab_size=256, max_seq=16)
     with barellm.load(checkpoint_of(tmp_path / "run", model, random_arrays(model), Bytes()), device="cuda") as opened:
         opened.logits([[1, 2, 3]])
         gpu.calls.clear()

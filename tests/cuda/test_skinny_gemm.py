@@ -24,7 +24,7 @@ from tests.cuda.test_matmul import FORWARD, each_dtype, linear
 from tests.cuda.test_models import same_weights
 from tests.simulators.mock import Gpu
 
-MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=19)
+MODEL = ModelConfig(layers=1, heads=3, d_model=21, vocab_size=37, padded_vocab=41, max_seq=19)
 
 
 @each_dtype

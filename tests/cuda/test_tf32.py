@@ -25,7 +25,7 @@ from tests.simulators.mock_cublas import WORKSPACE, MockCublas
 
 BOUND = 2.0**-9  # of the sum of |a b|: each operand loses less than 2^-10 of itself
 TF32 = Target(80, tf32=True)
-MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=37, padded_vocab=40, max_seq=9)
+MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=37, padded_vocab=40, max_seq=9)
 
 
 @pytest.mark.parametrize("shape", [(1, 17, 7, 5), (2, 17, 65, 33), (1, 31, 129, 300)], ids=str)

@@ -238,12 +238,12 @@ def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
     text = tmp_path / "a.txt"
     text.write_text("some words of a text\n" * 40)
     path = written(tmp_path / "a.jsonl", sums(30))
-    sizes = ["--model.layers", "1", "--model.channels", "16", "--model.heads", "2", "--seq", "24", "--batch", "2"]
+    sizes = ["--model.layers", "1", "--model.d_model", "16", "--model.heads", "2", "--seq", "24", "--batch", "2"]
     first = ["train", "shakespeare-char", "--data", text, "--data.tokenizer", "bytes", "--steps", "1", *sizes]
     device = ["--device", "reference", "--train.eval_tokens", "48"]
     assert main([*map(str, first), *device, "--out", str(tmp_path / "base")]) == 0
     tune = ["train", "shakespeare-char", "--init-from", str(tmp_path / "base"), "--data", str(path), "--batch", "2"]
-    tune += ["--seq", "24", "--train.accumulate", "3", "--optim.schedule", "constant", *device]
+    tune += ["--seq", "24", "--train.gradient_accumulation_steps", "3", "--optim.schedule", "constant", *device]
     assert main([*tune, "--steps", "7", "--out", str(tmp_path / "whole")]) == 0
     assert main([*tune, "--steps", "3", "--out", str(tmp_path / "cut")]) == 0
     said = capsys.readouterr().out

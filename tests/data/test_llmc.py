@@ -77,7 +77,9 @@ def test_rows_follow_each_other_in_a_micro_batch():
 
 def test_what_llmc_refuses_is_refused():
     order(batch=1, seq=30)
-    with pytest.raises(UserError, match=r"has a shard of 31 tokens, .* train.batch x train.seq \+ 1 = 32 in each"):
+    with pytest.raises(
+        UserError, match=r"has a shard of 31 tokens, .* train.micro_batch_size x train.seq \+ 1 = 32 in each"
+    ):
         order(batch=1, seq=31)
     with pytest.raises(UserError, match="shuffles micro-batches of 2 x 3 tokens, asked for 2 x 4"):
         order().batch(0, 2, seq=4, document=0)
@@ -89,7 +91,7 @@ def test_a_run_resumed_in_llmcs_order_ends_as_one_that_went_through(tmp_path):
     r = np.random.default_rng(0)
     for name, count in (("val_000000", 300), ("train_000001", 90), ("train_000002", 140)):
         write_shard(shards / f"x_{name}.bin", [r.integers(0, 256, count)], magic=20240520)
-    sizes = ["--model.layers", "1", "--model.channels", "16", "--model.heads", "2", "--batch", "2", "--seq", "8"]
+    sizes = ["--model.layers", "1", "--model.d_model", "16", "--model.heads", "2", "--batch", "2", "--seq", "8"]
     more = ["--data", str(shards), "--data.tokenizer", "bytes", "--data.order", "llmc", "--device", "reference"]
 
     def losses(folder) -> list[float]:

@@ -20,7 +20,7 @@ TINY: dict[str, Any] = {
     "steps": 6,
     "batch": 2,
     "seq": 16,
-    "model": {"layers": 1, "heads": 2, "channels": 16, "max_seq": 16},
+    "model": {"layers": 1, "heads": 2, "d_model": 16, "max_seq": 16},
     "train": {"eval_every": 0, "sample_every": 0, "dtype": "fp32"},
 }
 

@@ -23,8 +23,8 @@ Values = dict[str, np.ndarray]
 def config_of(**optim):
     """Of all tensors some are cut, inside a chunk too, and those of Muon dealt whole."""
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=1, channels=160, heads=2, max_seq=SEQ)
-    train = replace(preset.train, batch=BATCH, seq=SEQ, dtype="bf16")
+    model = replace(preset.model, layers=1, d_model=160, heads=2, max_seq=SEQ)
+    train = replace(preset.train, micro_batch_size=BATCH, seq=SEQ, dtype="bf16")
     return resolved(replace(preset, model=model, optim=replace(preset.optim, **optim), train=train), "cpu")
 
 

@@ -16,8 +16,8 @@ from barellm.runtime.ranks import Planned
 
 def small():
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=2, channels=256, heads=2)
-    return resolved(replace(preset, model=model, train=replace(preset.train, batch=6)), "cpu")
+    model = replace(preset.model, layers=2, d_model=256, heads=2)
+    return resolved(replace(preset, model=model, train=replace(preset.train, micro_batch_size=6)), "cpu")
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -40,7 +40,7 @@ def test_the_optimizers_state_is_divided(count):
 
 
 def test_the_command_shows_each_rank(capsys):
-    sizes = ("--model.layers", "1", "--model.channels", "64", "--model.heads", "2", "--batch", "4", "--seq", "16")
+    sizes = ("--model.layers", "1", "--model.d_model", "64", "--model.heads", "2", "--batch", "4", "--seq", "16")
     assert main(["plan", "shakespeare-char", *sizes, "--ranks", "2"]) == 0
     out = capsys.readouterr().out
     assert "micro-batch 2 x 16 of rank 0 of 2" in out
@@ -50,7 +50,8 @@ def test_the_command_shows_each_rank(capsys):
 
 
 @pytest.mark.parametrize(
-    "ranks, words", [("0", "--ranks is 0, expected at least 1"), ("3", "train.batch is 4, and the run has 3 ranks")]
+    "ranks, words",
+    [("0", "--ranks is 0, expected at least 1"), ("3", "train.micro_batch_size is 4, and the run has 3 ranks")],
 )
 def test_ranks_that_cannot_be_are_refused(ranks, words, capsys):
     assert main(["plan", "shakespeare-char", "--batch", "4", "--ranks", ranks]) == 2

@@ -48,7 +48,7 @@ def stepped(config, ranks, *, spoil: int | None = None):
 
         found = []
         for step in range(STEPS):
-            for number in range(config.train.accumulate):
+            for number in range(config.train.gradient_accumulation_steps):
                 micro(session, config, step, number, first=ranks.rank * rows, rows=rows)
             if spoil == step and ranks.rank == 0:
                 gradient = session.read("h.0.mlp.c_fc.weight.grad")
@@ -261,7 +261,7 @@ def test_the_plan_shows_fewer_bytes_between_ranks_and_a_whole_state(capsys):
     assert extra == pytest.approx(4 * matrices, rel=0.05), "an error for each element of a matrix, and no shares"
     names = {row["op"] for row in compressed["ops"]}
     assert {"factor", "householder", "feedback", "exchange", "add_ranks", "gather"} <= names
-    sizes = ("--model.layers", "1", "--model.channels", "64", "--model.heads", "2", "--batch", "4", "--seq", "16")
+    sizes = ("--model.layers", "1", "--model.d_model", "64", "--model.heads", "2", "--batch", "4", "--seq", "16")
     assert main(["plan", "shakespeare-char", *sizes, "--ranks", "2", "--optim.powersgd", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["of_each_rank"]
     assert shown[0] == shown[1]

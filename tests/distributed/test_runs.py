@@ -28,10 +28,10 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 SIZES = (
-    *("--model.layers", "1", "--model.channels", "32", "--model.heads", "2", "--model.max_seq", "8", "--seq", "8"),
+    *("--model.layers", "1", "--model.d_model", "32", "--model.heads", "2", "--model.max_seq", "8", "--seq", "8"),
     *("--batch", "12", "--train.eval_tokens", "256", "--optim.warmup", "1"),
 )
-STEPS = ("--steps", "4", "--train.eval_every", "2", "--train.checkpoint_every", "2", "--train.keep", "9")
+STEPS = ("--steps", "4", "--train.eval_every", "2", "--train.checkpoint_every", "2", "--train.save_total_limit", "9")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_one_rank_speaks_and_writes(place, pair):
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
     assert len([row for row in rows if row["kind"] == "sample"]) == 1
     meta = checkpoint.read_meta(checkpoint.find(place / "pair")[0])
-    assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["batch"] == 12
+    assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["micro_batch_size"] == 12
 
 
 MESSAGES = """
@@ -231,7 +231,7 @@ def test_a_rank_of_another_version_is_refused(place):
 def test_a_batch_that_ranks_do_not_divide_is_refused_once(place):
     done = run(place, "odd", "--ranks", "5")
     assert done.returncode == 2
-    line = "train.batch is 12, and the run has 5 ranks, which do not divide it: each takes as many sequences"
+    line = "train.micro_batch_size is 12, and the run has 5 ranks, which do not divide it: each takes as many sequences"
     assert done.stderr.strip() == f"barellm: error: {line}"
 
 
@@ -341,7 +341,16 @@ def test_ctrl_c_saves_once(place):
 @linux
 def test_ranks_that_are_all_killed_go_on_to_the_same_bytes(place):
     """By SIGKILL to them and to all that have started them, in the middle of a run that saves."""
-    steps = ("--steps", "40", "--train.checkpoint_every", "5", "--train.eval_every", "10", "--train.keep", "99")
+    steps = (
+        "--steps",
+        "40",
+        "--train.checkpoint_every",
+        "5",
+        "--train.eval_every",
+        "10",
+        "--train.save_total_limit",
+        "99",
+    )
     assert run(place, "calm", *steps, "--ranks", "2").returncode == 0
     command = [sys.executable, "-m", "barellm", *words(place, "killed", *steps, "--ranks", "2")]
     launcher = subprocess.Popen(command, env=environment(place), cwd=place, stdout=subprocess.DEVNULL)

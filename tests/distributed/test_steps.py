@@ -23,14 +23,14 @@ def config_of(*, dtype: str = "bf16", accumulate: int = 1, **optim):
     """A model of which some parameters are cut, inside a chunk too, some dealt whole, and whose norm clips. Its dropout depends on
     the sample."""
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=1, channels=160, heads=2, max_seq=16, dropout=0.1)
-    train = replace(preset.train, batch=BATCH, seq=SEQ, dtype=dtype, accumulate=accumulate)
+    model = replace(preset.model, layers=1, d_model=160, heads=2, max_seq=16, dropout=0.1)
+    train = replace(preset.train, micro_batch_size=BATCH, seq=SEQ, dtype=dtype, gradient_accumulation_steps=accumulate)
     return replace(preset, model=model, optim=replace(preset.optim, clip=0.5, **optim), train=train)
 
 
 def texts(config) -> np.ndarray:
     """(steps, micro-batches, tokens or targets, BATCH, SEQ)"""
-    shape = (STEPS, config.train.accumulate, 2, BATCH, SEQ)
+    shape = (STEPS, config.train.gradient_accumulation_steps, 2, BATCH, SEQ)
     return np.random.default_rng(5).integers(0, config.model.vocab_size, shape).astype(np.int32)
 
 
@@ -39,9 +39,9 @@ def micro(session, config, step: int, number: int, *, first: int, rows: int) -> 
     tokens, targets = texts(config)[step, number, :, first : first + rows]
     session.write("tokens", tokens)
     session.write("targets", targets)
-    counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.accumulate * BATCH * SEQ)}
-    sample = (step * config.train.accumulate + number) * BATCH + first
-    counts |= {"accumulate": int(number > 0), "last": int(number + 1 == config.train.accumulate)}
+    counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.gradient_accumulation_steps * BATCH * SEQ)}
+    sample = (step * config.train.gradient_accumulation_steps + number) * BATCH + first
+    counts |= {"accumulate": int(number > 0), "last": int(number + 1 == config.train.gradient_accumulation_steps)}
     session.run("forward_backward", **counts, seed=3, step=step + 1, sample=sample)
 
 
@@ -61,7 +61,7 @@ def trained(config, ranks, device: str):
         session, rows = compiled.session, BATCH // ranks.count
         compiled.initialize(7)
         for step in range(STEPS):
-            for number in range(config.train.accumulate):
+            for number in range(config.train.gradient_accumulation_steps):
                 micro(session, config, step, number, first=ranks.rank * rows, rows=rows)
             update(session, config, step)
         shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
@@ -96,7 +96,7 @@ def oracle(config, count: int, device: str):
         for step in range(STEPS):
             total: dict[str, np.ndarray] = {}
             for rank in range(count):
-                for number in range(config.train.accumulate):
+                for number in range(config.train.gradient_accumulation_steps):
                     micro(session, config, step, number, first=rank * rows, rows=rows)
                 total = {name: total[name] + session.read(name) if rank else session.read(name) for name in gradients}
             for name, values in total.items():

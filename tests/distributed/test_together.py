@@ -26,10 +26,19 @@ def config_of(preset: str = "shakespeare-char", **sections):
 @pytest.mark.parametrize(
     "config, words",
     [
-        (config_of(train={"batch": 7}), "train.batch is 7, and the run has 2 ranks, which do not divide it"),
-        (config_of("speedrun", train={"batch": 2}), "the runs of speedrun have stages, and the run has 2 ranks"),
-        (config_of(train={"ranges": 3}), "train.ranges is 3, and the run has 2 ranks: expected 0"),
-        (config_of(train={"grace": 2.5}), "train.grace is 2.5, and the run has 2 ranks: expected 0"),
+        (
+            config_of(train={"micro_batch_size": 7}),
+            "train.micro_batch_size is 7, and the run has 2 ranks, which do not divide it",
+        ),
+        (
+            config_of("speedrun", train={"micro_batch_size": 2}),
+            "the runs of speedrun have stages, and the run has 2 ranks",
+        ),
+        (config_of(train={"exponent_stats": 3}), "train.exponent_stats is 3, and the run has 2 ranks: expected 0"),
+        (
+            config_of(train={"signal_grace_period": 2.5}),
+            "train.signal_grace_period is 2.5, and the run has 2 ranks: expected 0",
+        ),
         (config_of(data={"order": "llmc"}), "data.order is 'llmc', and the run has 2 ranks"),
     ],
 )

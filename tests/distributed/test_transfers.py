@@ -68,9 +68,12 @@ def test_a_rank_that_waits_asks_too():
 
 def config_of(**optim):
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=4, channels=256, heads=2)
+    model = replace(preset.model, layers=4, d_model=256, heads=2)
     return resolved(
-        replace(preset, model=model, optim=replace(preset.optim, **optim), train=replace(preset.train, batch=6)), "cpu"
+        replace(
+            preset, model=model, optim=replace(preset.optim, **optim), train=replace(preset.train, micro_batch_size=6)
+        ),
+        "cpu",
     )
 
 

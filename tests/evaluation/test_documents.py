@@ -42,7 +42,7 @@ def test_every_token_but_the_first_is_a_target_once(length):
 def test_documents_do_not_see_each_other(tmp_path, capsys, refused):
     """A document among others has the row that it has alone; the whole is their sum; a row of JSON and a separator say the same."""
     bpe = trained_bpe(lambda: TEXTS, vocab=270)
-    model = ModelConfig(layers=2, heads=2, channels=12, vocab_size=bpe.vocab_size, max_seq=20)
+    model = ModelConfig(layers=2, heads=2, d_model=12, vocab_size=bpe.vocab_size, max_seq=20)
     step = checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
 
     def found(name: str, texts: list[str], *more: str) -> tuple[dict, list[dict]]:
@@ -63,10 +63,10 @@ def test_documents_do_not_see_each_other(tmp_path, capsys, refused):
         assert main([*command, *more]) == 0
         return json.loads(capsys.readouterr().out), [json.loads(line) for line in out.read_text().splitlines()]
 
-    total, rows = found("all", TEXTS, "--whole")
+    total, rows = found("all", TEXTS, "--split", "all")
     for i, text in enumerate(TEXTS):
         if text:
-            (alone,) = found(f"alone{i}", [text], "--whole")[1]
+            (alone,) = found(f"alone{i}", [text], "--split", "all")[1]
             assert alone["nats"] == pytest.approx(rows[i]["nats"], rel=1e-5)
         assert (rows[i]["document"], rows[i]["bytes"]) == (i, len(text))
     assert rows[2] == {"document": 2, "tokens": 0, "bytes": 0, "nats": 0, "nats_per_token": None, "bits_per_byte": None}
@@ -89,7 +89,17 @@ def test_a_text_without_separators_is_one_document_as_long_as_it_is(tmp_path, ca
     """Its loss is that which `eval` finds without --per-document."""
     step = checkpoint_of(tmp_path / "run", TINY, random_arrays(TINY))
     (tmp_path / "text.txt").write_text(TEXTS[3])
-    command = ["eval", str(step), "--data", str(tmp_path / "text.txt"), "--whole", "--device", "reference", "--json"]
+    command = [
+        "eval",
+        str(step),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--split",
+        "all",
+        "--device",
+        "reference",
+        "--json",
+    ]
     assert main(command) == 0
     whole = json.loads(capsys.readouterr().out)
     assert main([*command, "--per-document", str(tmp_path / "out.jsonl")]) == 0

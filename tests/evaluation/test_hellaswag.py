@@ -175,7 +175,7 @@ def test_a_run_tries_its_model(tmp_path, monkeypatch):
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
     rows = [{"ctx": f"{i} squared is", "endings": [f"{i * i}.", f"{i}", "are."], "label": i % 3} for i in range(5)]
     choices.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tiny = ["--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "16", "--seq", "8"]
+    tiny = ["--model.layers", "1", "--model.heads", "2", "--model.d_model", "8", "--model.max_seq", "16", "--seq", "8"]
     command = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "run"), *tiny, "--batch", "2"]
     command += ["--device", "reference", "--train.hellaswag", str(choices), "--train.hellaswag_every", "2"]
     command += ["--train.eval_every", "0", "--train.eval_tokens", "64"]
@@ -204,7 +204,7 @@ def test_the_command_prints_the_shares_and_writes_each_example(tmp_path, capsys,
     assert rows[1]["tokens"] == [5, 17, 8, 4]  # bytes, the space before counted
     assert main([*command, "--limit", "1"]) == 0 and "(1 examples of" in capsys.readouterr().out
     assert "exists, expected a new file" in refused(*command, "--per-document", tmp_path / "rows.jsonl")
-    assert "leave out --data" in refused(*command, "--whole")
+    assert "leave out --data" in refused(*command, "--split", "all")
     assert "--limit is about examples" in refused("eval", step, "--limit", "3")
 
 

@@ -107,13 +107,17 @@ def test_the_first_of_a_shorter_text_are_all_of_it():
 def test_a_record_is_forty_rows():
     """Lines 1588 and 1589 of the record's code: 10,485,760 tokens, 2,097,152 at a time for 8 GPUs or 8 micro-batches."""
     train = speedrun().train
-    assert (train.eval_tokens, train.eval_from, train.eval_shape(train.batch)) == (10485760, "first", (1, 2097152 // 8))
+    assert (train.eval_tokens, train.eval_from, train.eval_shape(train.micro_batch_size)) == (
+        10485760,
+        "first",
+        (1, 2097152 // 8),
+    )
     data = Dataset("x", None, *[TokenStream([np.zeros(100_000_000, np.uint8)], name="x")] * 2, hash="")
     windows = data.validation(seq=train.eval_seq, max_tokens=train.eval_tokens, first=True)
     assert (windows.windows, windows.targets) == (40, 10485760)
 
 
 def test_rows_of_an_evaluation_have_the_tokens_of_a_micro_batch_or_one_row():
-    shape = partial(replace, TrainConfig(batch=6, seq=100))
+    shape = partial(replace, TrainConfig(micro_batch_size=6, seq=100))
     assert shape().eval_shape(6) == (6, 100)
     assert [shape(eval_seq=n).eval_shape(6) for n in (50, 200, 300, 601)] == [(12, 50), (3, 200), (2, 300), (1, 601)]

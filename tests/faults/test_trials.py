@@ -26,9 +26,9 @@ from tests.interop import models
 from tests.native.test_native import pytestmark  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
-SIZES = ("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "16", "--seq", "16")
+SIZES = ("--model.layers", "1", "--model.heads", "2", "--model.d_model", "8", "--model.max_seq", "16", "--seq", "16")
 SIZES += ("--batch", "2", "--steps", "4", "--train.eval_every", "2", "--train.eval_tokens", "64", "--optim.warmup", "1")
-SIZES += ("--train.checkpoint_every", "2", "--train.keep", "1")
+SIZES += ("--train.checkpoint_every", "2", "--train.save_total_limit", "1")
 KINDS = {"kill": "kill", "ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 TRIALS = {"train": 30, "import": 20, "quantize": 15, "prepare": 20, "export-huggingface": 12, "export-llmc": 5}
 TRIALS |= {"export-gguf": 5, "build": 10, "native": 21, "ranks": 12}

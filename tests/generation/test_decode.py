@@ -111,7 +111,7 @@ def test_the_cache_holds_the_prompt_and_what_follows(tokens, most, positions):
 @contextmanager
 def opened(model: ModelConfig, dtype: str, **sizes: int) -> Iterator[Decoder]:
     """A decoder of random weights with a cache of these rows and positions."""
-    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
+    config = Run(preset="", model=model, train=TrainConfig(micro_batch_size=1, seq=8, dtype=dtype))
     with open_model(config, device="cpu", training=False, **sizes) as compiled:
         for name, t in compiled.session.tensors.items():
             if t.role == "parameter":
@@ -122,15 +122,15 @@ def opened(model: ModelConfig, dtype: str, **sizes: int) -> Iterator[Decoder]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [
-    Config(layers=2, heads=4, kv_heads=2, channels=32, hidden=56, vocab_size=VOCAB, max_seq=32),
-    Gpt2(layers=2, heads=3, channels=39, vocab_size=VOCAB, max_seq=32),
+    Config(layers=2, heads=4, kv_heads=2, d_model=32, d_ff=56, vocab_size=VOCAB, max_seq=32),
+    Gpt2(layers=2, heads=3, d_model=39, vocab_size=VOCAB, max_seq=32),
 ], ids=["llama", "gpt2"])  # fmt: skip
 def test_a_text_is_the_same_alone_and_in_a_batch(model, dtype):
     """Of prompts of odd lengths, one there twice, one that fills the cache, one that does not fit; and beyond the cache's end."""
     r = np.random.default_rng(1)
     prompts = [r.integers(0, VOCAB, n).tolist() for n in (5, 31, 1, 9, 32, 40)]
     prompts.insert(2, prompts[0])
-    hows = [Sampling(temperature=1.0, seed=i, repetition=1.3, top_k=50) for i in range(7)]
+    hows = [Sampling(temperature=1.0, seed=i, repetition_penalty=1.3, top_k=50) for i in range(7)]
     with opened(model, dtype, positions=32) as decoder:
         alone = [list(decoder.tokens(p, count=41, how=how)) for p, how in zip(prompts, hows, strict=True)]
     assert len(set(map(tuple, alone))) == 7
@@ -173,8 +173,8 @@ def test_texts_side_by_side_share_their_runs():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
-    model = Config(layers=2, heads=4, kv_heads=2, channels=64, hidden=96, vocab_size=VOCAB, max_seq=4096)
-    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
+    model = Config(layers=2, heads=4, kv_heads=2, d_model=64, d_ff=96, vocab_size=VOCAB, max_seq=4096)
+    config = Run(preset="", model=model, train=TrainConfig(micro_batch_size=1, seq=8, dtype=dtype))
     texts, arenas = [], []
     for positions in (cache_positions(40 + 230, model.max_seq), None):
         with open_model(config, device="cpu", training=False, positions=positions) as compiled:
@@ -191,6 +191,6 @@ def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
 
 
 def test_eval_plans_no_cache():
-    model = Config(layers=1, heads=2, kv_heads=2, channels=8, hidden=8, vocab_size=VOCAB, max_seq=64)
-    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype="fp32"))
+    model = Config(layers=1, heads=2, kv_heads=2, d_model=8, d_ff=8, vocab_size=VOCAB, max_seq=64)
+    config = Run(preset="", model=model, train=TrainConfig(micro_batch_size=1, seq=8, dtype="fp32"))
     assert set(build_programs(config, training=False, positions=0)) == {"init", "eval"}

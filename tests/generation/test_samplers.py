@@ -78,7 +78,7 @@ def test_a_penalty_makes_tokens_of_the_text_less_likely_once():
     logits = np.array([2.0, -1.0, 3.0, 0.5], np.float32)
     np.testing.assert_allclose(penalized(logits, [0, 1, 0], 2.0), [1.0, -2.0, 3.0, 0.5])
     assert penalized(logits, [0], 1.0) is logits and logits[0] == 2
-    how = Sampling(temperature=0, repetition=2.0)
+    how = Sampling(temperature=0, repetition_penalty=2.0)
     assert [draw(logits, how, index=0, text=text) for text in ([], [2], [2, 0])] == [2, 0, 2]
 
 
@@ -119,7 +119,7 @@ def test_logits_that_are_not_finite_are_refused():
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"repetition": 0.0}, "repetition is 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"seed": -1}, "seed is -1"),
     ],
 )

@@ -38,7 +38,7 @@ def target(name):
 
 
 def gpt2(dtype):
-    return changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": dtype})
+    return changed(preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": dtype})
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -16,8 +16,8 @@ from barellm.data.tokenizers import Bytes, Tokenizer
 from barellm.interop import imported
 from barellm.models.gpt2 import Config as ModelConfig
 
-TINY = ModelConfig(layers=2, heads=2, channels=12, vocab_size=256, max_seq=20)
-ODD = ModelConfig(layers=3, heads=5, channels=35, vocab_size=97, max_seq=31)
+TINY = ModelConfig(layers=2, heads=2, d_model=12, vocab_size=256, max_seq=20)
+ODD = ModelConfig(layers=3, heads=5, d_model=35, vocab_size=97, max_seq=31)
 Arrays = dict[str, np.ndarray]
 
 
@@ -58,7 +58,7 @@ def their_tensors(arrays: Arrays, *, prefix: str = "transformer.") -> Arrays:
 
 
 def their_config(model: ModelConfig) -> dict[str, object]:
-    sizes = {"n_layer": model.layers, "n_head": model.heads, "n_embd": model.channels, "n_positions": model.max_seq}
+    sizes = {"n_layer": model.layers, "n_head": model.heads, "n_embd": model.d_model, "n_positions": model.max_seq}
     return {"model_type": "gpt2", "vocab_size": model.vocab_size, "layer_norm_epsilon": 1e-5, "n_inner": None, **sizes}
 
 
@@ -89,13 +89,13 @@ def llmc_file(
 ) -> Path:
     """As write_model of llm.c's train_gpt2.py; `words` replace some of the header's by their place, w0 to w255."""
     header = np.zeros(256, "<i4")
-    header[:8] = [20240326, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.channels, padded]
+    header[:8] = [20240326, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model, padded]
     for word, value in words.items():
         header[int(word[1:])] = value
     dtype = {3: np.dtype("<f4"), 5: np.dtype(ml_dtypes.bfloat16)}[version]
     blocks = ("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
               "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")  # fmt: skip
-    pad = np.zeros((padded - model.vocab_size, model.channels), np.float32)
+    pad = np.zeros((padded - model.vocab_size, model.d_model), np.float32)
     parts = [np.concatenate([arrays["wte"], pad]), arrays["wpe"]]
     parts += [arrays[f"h.{layer}.{name}"] for name in blocks for layer in range(model.layers)]
     parts += [arrays["ln_f.weight"], arrays["ln_f.bias"]]

@@ -95,7 +95,7 @@ def test_an_imported_checkpoint_is_sampled_and_exported(tmp_path, source, text, 
     assert said.startswith(f"{run}/checkpoints/step-000000: gpt2, {COUNT:,} parameters, 20 positions, tokenizer bytes")
     path, wrong = checkpoint.find(run)
     assert not wrong and checkpoint.read_meta(path)["source"] == str(source)
-    assert main(["sample", str(run), "--prompt", "1 sq", "--tokens", "9", "--json", *REFERENCE]) == 0
+    assert main(["sample", str(run), "--prompt", "1 sq", "--max-new-tokens", "9", "--json", *REFERENCE]) == 0
     assert len(last_json(capsys)["tokens"]) == 9
     assert main(["plan", "--init-from", str(run), "--json"]) == 0
     assert last_json(capsys)["parameters"] == COUNT

@@ -141,7 +141,7 @@ WRONG_CONFIGS = {
     "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx is True, expected False"),
     "n_inner": (100, "n_inner is 100, expected 48 by the other keys"),
     "n_layer": ("2", "n_layer is '2', expected an integer"),
-    "n_head": (5, "model.heads 5 does not divide model.channels 12"),
+    "n_head": (5, "model.heads 5 does not divide model.d_model 12"),
     "n_positions": (21, "wpe.weight is (20, 12), expected (21, 12) by config.json"),
 }
 

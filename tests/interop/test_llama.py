@@ -22,17 +22,17 @@ from tests.data.llama import llama_json
 from tests.interop.models import Arrays, checkpoint_of, in_folder, random_arrays, rounded
 
 TINY = Config(
-    layers=2, heads=4, kv_heads=2, channels=24, hidden=20, vocab_size=256, max_seq=20, tied=False, rope_theta=1e4
+    layers=2, heads=4, kv_heads=2, d_model=24, d_ff=20, vocab_size=256, max_seq=20, tied=False, rope_theta=1e4
 )
 ODD = Config(
-    layers=1, heads=5, kv_heads=1, channels=30, hidden=7, vocab_size=97, max_seq=9, norm_eps=1e-6, rope_factor=2.0
+    layers=1, heads=5, kv_heads=1, d_model=30, d_ff=7, vocab_size=97, max_seq=9, norm_eps=1e-6, rope_factor=2.0
 )
 BFLOAT16 = ml_dtypes.bfloat16
 
 
 def their_tensors(cfg: Config, arrays: Arrays, *, prefix: str = "model.") -> Arrays:
     """As LlamaForCausalLM's state dict, written down without barellm's table."""
-    D, H, G, F = cfg.head_size, cfg.heads, cfg.kv_heads, cfg.hidden
+    D, H, G, F = cfg.head_size, cfg.heads, cfg.kv_heads, cfg.d_ff
     found = {"embed_tokens": arrays["wte"], "norm": arrays["norm.weight"]}
     for i in range(cfg.layers):
         qkv, gate_up = (arrays[f"h.{i}.{name}.weight"] for name in ("attn.qkv", "mlp.gate_up"))
@@ -66,8 +66,8 @@ def their_config(cfg: Config) -> dict[str, Any]:
         "num_hidden_layers": cfg.layers,
         "num_attention_heads": cfg.heads,
         "num_key_value_heads": cfg.kv_heads,
-        "hidden_size": cfg.channels,
-        "intermediate_size": cfg.hidden,
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.d_ff,
         "vocab_size": cfg.vocab_size,
         "max_position_embeddings": cfg.max_seq,
         "rms_norm_eps": cfg.norm_eps,
@@ -156,7 +156,7 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, refused):
 
 def test_an_import_holds_a_few_pieces_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "PIECE", 1 << 16)
-    cfg = Config(layers=2, heads=4, kv_heads=2, channels=256, hidden=512, vocab_size=256, max_seq=8)
+    cfg = Config(layers=2, heads=4, kv_heads=2, d_model=256, d_ff=512, vocab_size=256, max_seq=8)
     tensors = rounded(their_tensors(cfg, random_arrays(cfg)), BFLOAT16)
     source = folder_of(tmp_path / "hf", tensors, cfg, shards=2)
     del tensors
@@ -165,12 +165,12 @@ def test_an_import_holds_a_few_pieces_in_memory(tmp_path, monkeypatch):
     assert main(["import", str(source), "--out", str(tmp_path / "run"), "--tokenizer", "bytes"]) == 0
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 10 * tensorfile.PIECE < 4 * cfg.channels * 2 * cfg.hidden  # less than the one matrix gate_up in fp32
+    assert peak < 10 * tensorfile.PIECE < 4 * cfg.d_model * 2 * cfg.d_ff  # less than the one matrix gate_up in fp32
 
 
 def test_a_folder_brings_its_tokenizer_and_takes_it_along(tmp_path):
     content = llama_json(Path(__file__).read_text(), vocab=300)
-    cfg = Config(layers=1, heads=2, kv_heads=1, channels=8, hidden=6, vocab_size=308, max_seq=16)
+    cfg = Config(layers=1, heads=2, kv_heads=1, d_model=8, d_ff=6, vocab_size=308, max_seq=16)
     source = folder_of(tmp_path / "hf", their_tensors(cfg, random_arrays(cfg)), cfg)
     (source / "tokenizer.json").write_bytes(content)
     assert main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
@@ -183,7 +183,7 @@ def test_a_folder_brings_its_tokenizer_and_takes_it_along(tmp_path):
 
 def test_an_import_is_called_after_the_preset_of_its_sizes(tmp_path):
     """Whatever its vocabulary and positions are; else after one of about its kind."""
-    sizes = {"layers": 8, "heads": 8, "kv_heads": 4, "channels": 384, "hidden": 1024}
+    sizes = {"layers": 8, "heads": 8, "kv_heads": 4, "d_model": 384, "d_ff": 1024}
     for name, cfg in (("llama-15m", Config(**sizes, vocab_size=256, max_seq=9)), ("llama-124m", TINY)):
         imported(folder_of(tmp_path / f"hf-{name}", their_tensors(cfg, random_arrays(cfg)), cfg), tmp_path / name)
         meta = checkpoint.read_meta(checkpoint.find(tmp_path / name)[0])
@@ -239,7 +239,7 @@ WRONG_CONFIGS: dict[str, tuple[object, str]] = {
     "rope_theta": ("big", "rope_theta is 'big', expected a number"),
     "rms_norm_eps": (0, "model.norm_eps is 0.0, expected above 0"),
     "num_key_value_heads": (3, "model.kv_heads 3 does not divide model.heads 4"),
-    "num_attention_heads": (8, "model.heads 8 divides model.channels 24 into parts of 3, expected an even size"),
+    "num_attention_heads": (8, "model.heads 8 divides model.d_model 24 into parts of 3, expected an even size"),
     "num_hidden_layers": (2.0, "num_hidden_layers is 2.0, expected an integer"),
     "tie_word_embeddings": ("no", "tie_word_embeddings is 'no', expected true or false"),
     "intermediate_size": (21, "layers.0.mlp.gate_proj.weight is (20, 24), expected (21, 24) by config.json"),

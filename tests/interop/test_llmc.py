@@ -124,7 +124,7 @@ def tokenizer_file(path, tokens: list[bytes], *, eot: int, version: int = 2, cou
 
 def test_a_tokenizer_goes_to_llm_c_and_back(tmp_path):
     bpe = trained_bpe(lambda: ["To be, or not to be: that's the question. " * 20], vocab=300)
-    model = ModelConfig(layers=1, heads=1, channels=8, vocab_size=bpe.vocab_size, max_seq=16)
+    model = ModelConfig(layers=1, heads=1, d_model=8, vocab_size=bpe.vocab_size, max_seq=16)
     checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
     out = tmp_path / "tokenizer.bin"
     assert main(["export", str(tmp_path / "run"), "--format", "llmc-tokenizer", "--out", str(out)]) == 0

@@ -16,8 +16,19 @@ from tests.interop.models import TINY, checkpoint_of, llmc_file, random_arrays
 
 B, T, ACCUMULATE = 2, 8, 3
 LENGTHS = (90, 141)  # tokens of the training shards: 5 and 8 micro-batches
-SIZES = ("--model.layers", 2, "--model.heads", 2, "--model.channels", 12, "--model.max_seq", 20, "--model.bias", "true")
-KEYS = ("--data.tokenizer", "bytes", "--data.order", "llmc", "--batch", B, "--seq", T, "--train.accumulate", ACCUMULATE)
+SIZES = ("--model.layers", 2, "--model.heads", 2, "--model.d_model", 12, "--model.max_seq", 20, "--model.bias", "true")
+KEYS = (
+    "--data.tokenizer",
+    "bytes",
+    "--data.order",
+    "llmc",
+    "--batch",
+    B,
+    "--seq",
+    T,
+    "--train.gradient_accumulation_steps",
+    ACCUMULATE,
+)
 HOW = (
     "--optim.name",
     "adamw",
@@ -151,7 +162,7 @@ def moments(found, kind: str) -> dict[str, np.ndarray]:
 def test_a_run_goes_to_llm_c_and_back_and_ends_with_the_same_bits(shards, tmp_path, capsys):
     """At step 3 the data stands behind 9 micro-batches of an epoch's 13, at step 5 in the second epoch."""
     train = ("train", "shakespeare-char", "--data", shards, *SIZES, *KEYS, *HOW, *SEVEN)
-    assert run(*train, "--out", tmp_path / "run", "--train.checkpoint_every", 1, "--train.keep", 9) == 0
+    assert run(*train, "--out", tmp_path / "run", "--train.checkpoint_every", 1, "--train.save_total_limit", 9) == 0
     end = tmp_path / "run" / "checkpoints" / "step-000007"
     for step in (3, 5):
         source, log = tmp_path / "run" / "checkpoints" / f"step-{step:06d}", tmp_path / f"log{step}"
@@ -232,7 +243,7 @@ def test_an_import_has_llm_cs_numbers(tmp_path, ranks, shares, master, version, 
 
 def test_the_moments_of_padded_ids_are_none(tmp_path):
     """Whatever the file has there."""
-    model = type(TINY)(layers=2, heads=2, channels=12, vocab_size=250, max_seq=20)
+    model = type(TINY)(layers=2, heads=2, d_model=12, vocab_size=250, max_seq=20)
     arrays = random_arrays(model)
     full = arrays | {"wte": np.ones((256, 12), np.float32)}
     llmc_file(tmp_path / "model_00000001.bin", model, arrays, version=3, padded=256)
@@ -312,7 +323,19 @@ def test_other_data_than_llm_cs_is_noticed(tmp_path, shards, refused):
         at = loader(36)
         path = written(tmp_path / name, w30=at.shard, w32=at.sample)
         words = ("--tokenizer", "bytes", "--out", tmp_path / name / "run", "--steps", 13)
-        assert run("import", path, "shakespeare-char", *words, *KEYS, *HOW, "--train.accumulate", accumulate) == 0
+        assert (
+            run(
+                "import",
+                path,
+                "shakespeare-char",
+                *words,
+                *KEYS,
+                *HOW,
+                "--train.gradient_accumulation_steps",
+                accumulate,
+            )
+            == 0
+        )
     resume = ("--resume", "--data", shards, "--device", "reference")
     assert run("train", "--out", tmp_path / "right" / "run", *resume) == 0
     said = refused("train", "--out", tmp_path / "wrong" / "run", *resume)

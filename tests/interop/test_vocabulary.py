@@ -181,7 +181,7 @@ def test_llama_s_file_goes_there_and_back_as_it_is(tmp_path, capsys):
     assert "tokenizer huggingface" in capsys.readouterr().out
     step = tmp_path / "run/checkpoints/step-000000"
     assert (step / "tokenizer.json").read_bytes() == content and load_tokenizer(step).name == "huggingface"
-    words = ["--prompt", "to be", "--tokens", "5", "--json", "--device", "reference"]
+    words = ["--prompt", "to be", "--max-new-tokens", "5", "--json", "--device", "reference"]
     assert main(["sample", str(tmp_path / "run"), *words]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "to be"
     assert main(["export", str(tmp_path / "run"), "--format", "huggingface", "--out", str(tmp_path / "out")]) == 0

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     depth: int = at_least(1, 2, "how many pairs of blocks")
-    heads: int = divides("channels", 2, "heads of each attention")
-    channels: int = at_least(1, 16, "width of the stream")
+    heads: int = divides("d_model", 2, "heads of each attention")
+    d_model: int = at_least(1, 16, "width of the stream")
     factor: int = at_least(1, 3, "the products' inner width over that of the stream")
     vocab_size: int = at_least(1, 64, "token ids")
     padded_vocab: int = at_least(0, 0, "stored rows of the embedding")
@@ -28,7 +28,7 @@ class Config(ModelConfig):
 
 
 def declare(p: Program, cfg: Config) -> dict[str, Tensor]:
-    C, F = cfg.channels, cfg.factor * cfg.channels
+    C, F = cfg.d_model, cfg.factor * cfg.d_model
     valid = {"valid_rows": cfg.vocab_size}
     shapes: dict[str, tuple[int, int]] = {"embed": (cfg.padded_vocab, C), "positions": (cfg.max_seq, C)}
     for i in range(cfg.depth):
@@ -47,7 +47,7 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     w = declare(p, cfg)
-    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.channels)
+    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.d_model)
 
     def attend(i: int, qkv: Tensor) -> Tensor:
         caches = [p.cache(f"{i}.{kind}_cache", shape, p.compute) for kind in "kv"]
@@ -73,7 +73,7 @@ def small() -> Run:
         model=Config(),
         optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup=2),
         data=DataConfig(source="", tokenizer="bytes"),
-        train=TrainConfig(batch=4, seq=16, steps=30, eval_every=0, eval_tokens=256),
+        train=TrainConfig(micro_batch_size=4, seq=16, steps=30, eval_every=0, eval_tokens=256),
     )
 
 

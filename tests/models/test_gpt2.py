@@ -11,7 +11,7 @@ from barellm.assembly.programs import build
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 
-SMALL = ModelConfig(layers=3, heads=2, channels=64, vocab_size=90, padded_vocab=128, max_seq=40)
+SMALL = ModelConfig(layers=3, heads=2, d_model=64, vocab_size=90, padded_vocab=128, max_seq=40)
 
 
 def test_names_and_shapes_are_those_of_gpt2():

@@ -16,7 +16,7 @@ from barellm.models.llama3 import Config
 from barellm.training import metrics
 
 SMALL = Config(
-    layers=3, heads=4, kv_heads=2, channels=64, hidden=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False
+    layers=3, heads=4, kv_heads=2, d_model=64, d_ff=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False
 )
 
 
@@ -49,17 +49,17 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
     cfg, tokens = SMALL, 2 * 8
     _, programs = build(cfg, batch=2, seq=8, optimizer=lambda p: None)
     D = cfg.head_size
-    weights = cfg.padded_vocab * cfg.channels
-    weights += cfg.layers * cfg.channels * ((cfg.heads + 2 * cfg.kv_heads) * D + cfg.channels + 3 * cfg.hidden)
-    attention = cfg.layers * 6 * tokens * (8 + 1) * cfg.channels
+    weights = cfg.padded_vocab * cfg.d_model
+    weights += cfg.layers * cfg.d_model * ((cfg.heads + 2 * cfg.kv_heads) * D + cfg.d_model + 3 * cfg.d_ff)
+    attention = cfg.layers * 6 * tokens * (8 + 1) * cfg.d_model
     assert programs["forward_backward"].flops == 6 * weights * tokens + attention
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"heads": 3}, "model.heads 3 does not divide model.channels 64"),
-        ({"channels": 60}, "model.heads 4 divides model.channels 60 into parts of 15, expected an even size"),
+        ({"heads": 3}, "model.heads 3 does not divide model.d_model 64"),
+        ({"d_model": 60}, "model.heads 4 divides model.d_model 60 into parts of 15, expected an even size"),
         ({"kv_heads": 3}, "model.kv_heads 3 does not divide model.heads 4"),
         ({"kv_heads": 0}, "model.kv_heads is 0, expected at least 1"),
         ({"norm_eps": 0.0}, "model.norm_eps is 0.0, expected above 0"),
@@ -78,7 +78,7 @@ def test_gpt2_has_not_heard_of_it():
     assert not {"kv_heads", "rope_theta", "hidden"} & set(gpt2.Config.__dataclass_fields__)
 
 
-TINY = ("--model.layers", 2, "--model.heads", 4, "--model.kv_heads", 2, "--model.channels", 32, "--model.hidden", 48)
+TINY = ("--model.layers", 2, "--model.heads", 4, "--model.kv_heads", 2, "--model.d_model", 32, "--model.d_ff", 48)
 
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
@@ -93,7 +93,7 @@ def test_it_trains_resumes_samples_and_evaluates(tmp_path, own_cache, capsys, de
         assert main([str(word) for word in more]) == 0
 
     run(*words, tmp_path / "run", "--steps", 30)
-    run(*words, tmp_path / "other", "--steps", 30, "--train.checkpoint_every", 10, "--train.keep", 9)
+    run(*words, tmp_path / "other", "--steps", 30, "--train.checkpoint_every", 10, "--train.save_total_limit", 9)
     for step in ("step-000020", "step-000030"):
         checkpoint.storage.remove(tmp_path / "other" / "checkpoints" / step)
     run("train", "--resume", "--device", device, "--out", tmp_path / "other")
@@ -102,7 +102,7 @@ def test_it_trains_resumes_samples_and_evaluates(tmp_path, own_cache, capsys, de
     weights = [checkpoint.find(tmp_path / name)[0] / "weights.safetensors" for name in ("run", "other")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     capsys.readouterr()
-    run("sample", tmp_path / "run", "--device", device, "--tokens", 40, "--json")
+    run("sample", tmp_path / "run", "--device", device, "--max-new-tokens", 40, "--json")
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 40
     run("eval", tmp_path / "run", "--device", device, "--json")
     assert 0 < json.loads(capsys.readouterr().out)["nats"] < losses[0]

@@ -23,7 +23,7 @@ from barellm.training import metrics
 
 ROOT = Path(__file__).parents[2]
 PALM = ROOT / "examples" / "palm.py"
-SIZES = ("--model.layers", 2, "--model.channels", 16, "--model.heads", 2, "--model.hidden", 12, "--model.max_seq", 16)
+SIZES = ("--model.layers", 2, "--model.d_model", 16, "--model.heads", 2, "--model.d_ff", 12, "--model.max_seq", 16)
 RUN = ("--data.tokenizer", "bytes", "--batch", 2, "--seq", 8, "--steps", 6, "--train.eval_every", 3, "--dtype", "fp32")
 WHOLE = """
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Config(ModelConfig):
     vocab_size: int = at_least(1, 8, "")
     padded_vocab: int = at_least(0, 0, "")
     max_seq: int = at_least(1, 8, "")
-    channels: int = at_least(1, 8, "")
+    d_model: int = at_least(1, 8, "")
 
 def declare(p, cfg): ...
 def forward(p, cfg, tokens, targets, *, training): ...
@@ -67,7 +67,10 @@ def test_as_a_user_does_it(train, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from palm import *\nfrom palm import PRESETS as theirs\nPRESETS = {'mine': theirs['palm-3m']}\n"
     )
-    words = [word.replace(str(PALM), "palm.py") for word in train("--train.checkpoint_every", 3, "--train.keep", 9)]
+    words = [
+        word.replace(str(PALM), "palm.py")
+        for word in train("--train.checkpoint_every", 3, "--train.save_total_limit", 9)
+    ]
     done = command(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"next     barellm sample {tmp_path}/run --model {tmp_path}/palm.py" in done.stdout
@@ -81,7 +84,7 @@ def test_as_a_user_does_it(train, tmp_path):
         assert bits == (whole / "step-000006" / name).read_bytes()
     rows = metrics.read(tmp_path / "cut" / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
-    sampled = command("sample", "cut", "--model", "palm.py", "--tokens", 9, "--json", cwd=tmp_path)
+    sampled = command("sample", "cut", "--model", "palm.py", "--max-new-tokens", 9, "--json", cwd=tmp_path)
     assert len(json.loads(sampled.stdout)["tokens"]) == 9
     without = command("sample", "cut", cwd=tmp_path)
     assert without.returncode == 2 and "unknown architecture 'palm'" in without.stderr
@@ -111,7 +114,7 @@ def test_every_command_that_reads_a_model_takes_it(train, tmp_path, capsys):
 def test_text_from_its_cache_is_that_of_whole_passes(train, tmp_path):
     assert main(train("--device", "reference", "--lr", 0.1, "--optim.warmup", 0)) == 0
     with barellm.load(tmp_path / "run", device="reference") as model:
-        drawn = model.tokenizer.encode("7 sq" + model.generate("7 sq", tokens=10, temperature=0))
+        drawn = model.tokenizer.encode("7 sq" + model.generate("7 sq", max_new_tokens=10, temperature=0))
         logits_TV = model.logits(drawn[None, :-1])[0]
     assert logits_TV.argmax(-1)[3:].tolist() == drawn[4:].tolist()
     assert len({*drawn[4:].tolist()}) > 2
@@ -166,8 +169,8 @@ def test_a_file_without_presets_is_known_by_its_name(tmp_path):
 
 MODEL = WHOLE.replace("def declare(p, cfg): ...\ndef forward(p, cfg, tokens, targets, *, training): ...\n", '''
 def declare(p, cfg):
-    wte = p.parameter("wte", (cfg.padded_vocab, cfg.channels), std=0.02)
-    return wte, p.parameter("w", (cfg.channels, cfg.channels), std=0.02)
+    wte = p.parameter("wte", (cfg.padded_vocab, cfg.d_model), std=0.02)
+    return wte, p.parameter("w", (cfg.d_model, cfg.d_model), std=0.02)
 
 def forward(p, cfg, tokens, targets, *, training):
     wte, w = declare(p, cfg)
@@ -182,16 +185,16 @@ PRESETS = {"mine": lambda: Run(preset="mine", model=Config())}
 @pytest.mark.parametrize(
     "right, wrong, message",
     [
-        ('"w", (cfg.channels, cfg', '"w", (cfg.channels, 3 + cfg', r"20: ValueError: matmul .*\(weight is the parameter w\)"),
+        ('"w", (cfg.d_model, cfg', '"w", (cfg.d_model, 3 + cfg', r"20: ValueError: matmul .*\(weight is the parameter w\)"),
         ("p.linear(", "p.lineer(", "20: AttributeError: 'Program' object has no attribute 'lineer'"),
         ("return wte, p.par", "return p.par", "19: TypeError: cannot unpack"),
-        ('parameter("w", (cfg.channels, cfg', 'parameter("wte", (cfg.channels, cfg', "16: ValueError: wte is declared twice: "),
+        ('parameter("w", (cfg.d_model, cfg', 'parameter("wte", (cfg.d_model, cfg', "16: ValueError: wte is declared twice: "),
         ("return p.classifier", "p.classifier", r"18: forward gives None, expected the loss, a tensor \(1,\)"),
         ("return p.classifier", "return x or p", r"18: forward gives a tensor \(batch<=8, seq<=8, 8\), expected the loss"),
         ("), w)", '), p.parameter("z", (8, 8)))', "18: the parameter z is not in declare: nothing initialises it"),
         ("def declare(p, cfg)", "def declare(p)", r"14: .*, expected declare\(p, cfg\)"),
         ("*, training)", "*, train)", r"18: .*, expected forward\(p, cfg, tokens, targets, \*, training\)"),
-        ("Config())}", "Config(channels=0))}", "24: model.channels is 0, expected at least 1"),
+        ("Config())}", "Config(d_model=0))}", "24: model.d_model is 0, expected at least 1"),
         ("Run(preset", "Run(prefix", "24: TypeError: .* unexpected keyword argument 'prefix'"),
     ],
 )  # fmt: skip

@@ -50,7 +50,9 @@ def test_it_trains_is_saved_resumed_sampled_and_evaluated(train, tmp_path, capsy
     """A run that was stopped and resumed ends with the same bits as one that was not."""
     on = ("--device", device, "--train.dtype", "fp32")
     assert main(train(*on, "--steps", 30)) == 0
-    assert main(train(*on, "--steps", 30, "--train.checkpoint_every", 10, "--train.keep", 9, out="other")) == 0
+    assert (
+        main(train(*on, "--steps", 30, "--train.checkpoint_every", 10, "--train.save_total_limit", 9, out="other")) == 0
+    )
     for later in (tmp_path / "other" / "checkpoints").glob("step-00002*"):
         shutil.rmtree(later)
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "step-000030")
@@ -62,7 +64,7 @@ def test_it_trains_is_saved_resumed_sampled_and_evaluated(train, tmp_path, capsy
     for name in ("weights.safetensors", "optimizer.safetensors"):
         assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes()
     capsys.readouterr()
-    assert main(["sample", str(tmp_path / "run"), "--device", device, "--tokens", "40", "--json"]) == 0
+    assert main(["sample", str(tmp_path / "run"), "--device", device, "--max-new-tokens", "40", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 40
     assert main(["eval", str(tmp_path / "run"), "--device", device, "--json"]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["nats"] < losses[0]
@@ -113,7 +115,7 @@ def test_its_keys_are_options_with_their_help(train, capsys):
         (["--model.depht", 3], "unknown option --model.depht, did you mean '--model.depth'?"),
         (["--model.depth", 0], "model.depth is 0, expected at least 1"),
         (["--model.gate", "relu"], "model.gate is 'relu', expected gelu or none"),
-        (["--model.heads", 3], "model.heads 3 does not divide model.channels 16"),
+        (["--model.heads", 3], "model.heads 3 does not divide model.d_model 16"),
         (["--model.factor", "two"], "model.factor is 'two', expected an integer"),
         (["--seq", 33], "train.seq 33 is above model.max_seq 32"),
     ],

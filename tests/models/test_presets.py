@@ -44,7 +44,7 @@ class Model:
     recomputed: dict[str, int]
 
 
-SIZES = {"layers": 3, "channels": 64, "vocab_size": 90, "padded_vocab": 128, "max_seq": 40}
+SIZES = {"layers": 3, "d_model": 64, "vocab_size": 90, "padded_vocab": 128, "max_seq": 40}
 MODELS = {
     "gpt2": Model(
         gpt2.Config(heads=2, **SIZES),
@@ -55,7 +55,7 @@ MODELS = {
         recomputed={"layernorm": 6, "matmul": 9, "bias": 9, "attention": 3, "gelu": 3, "add": 3},
     ),
     "llama3": Model(
-        llama3.Config(heads=4, kv_heads=2, hidden=72, tied=False, **SIZES),
+        llama3.Config(heads=4, kv_heads=2, d_ff=72, tied=False, **SIZES),
         ones="norm",
         zeros="bias",
         residual=("proj.weight", "down.weight"),

@@ -18,7 +18,7 @@ from barellm.optim.rules import assigned
 from barellm.runtime.reference import ReferenceSession
 
 SMALL = Config(
-    layers=2, heads=3, channels=24, vocab_size=13, padded_vocab=13, max_seq=70, block=16,
+    layers=2, heads=3, d_model=24, vocab_size=13, padded_vocab=13, max_seq=70, block=16,
     layout="local:9, watts-strogatz:2:0.5:1, fixed:20:3",
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_relative_terms_begin_as_none_and_change_what_is_seen():
     assert rules_of["h.0.attn.relative"] == "AdamW"
 
 
-MLPS = replace(SMALL, channels=48, mlp_layout="watts-strogatz:2:0.5:1", mlp_block=8, mlp_width=5)
+MLPS = replace(SMALL, d_model=48, mlp_layout="watts-strogatz:2:0.5:1", mlp_block=8, mlp_width=5)
 
 
 def test_a_small_world_has_the_gradients_of_the_reference():
@@ -173,5 +173,5 @@ def test_a_layout_that_is_none_is_refused():
         replace(SMALL, relative=8, layout="")
     with pytest.raises(UserError, match=r"model\.mlp_layout is 'local:3', expected one of watts-strogatz"):
         replace(SMALL, mlp_layout="local:3")
-    with pytest.raises(UserError, match=r"model\.mlp_block is 32, expected a divisor of model\.channels, 24"):
+    with pytest.raises(UserError, match=r"model\.mlp_block is 32, expected a divisor of model\.d_model, 24"):
         replace(SMALL, mlp_layout="spread:2:1")

@@ -39,8 +39,8 @@ STAGES = table(
 )
 SMALL = Config(
     heads=4,
-    channels=64,
-    hidden=96,
+    d_model=64,
+    d_ff=96,
     vocab_size=61,
     max_seq=40,
     block=4,
@@ -145,7 +145,7 @@ def test_a_table_is_read_as_it_was_written():
 ])  # fmt: skip
 def test_a_run_that_the_table_does_not_fit_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
-        course(Run(preset="", model=SMALL, train=replace(TrainConfig(batch=1, seq=40, steps=9), **wrong)))
+        course(Run(preset="", model=SMALL, train=replace(TrainConfig(micro_batch_size=1, seq=40, steps=9), **wrong)))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_wrong_model_is_refused_in_a_line(wrong, message):
 
 def trained(session, model: Config, steps: int = 4, total: int = 6) -> list[float]:
     """Losses of some steps on drawn text, through the course of a run."""
-    run = Run(preset="", model=model, optim=OPTIM, train=TrainConfig(batch=1, seq=40, steps=total))
+    run = Run(preset="", model=model, optim=OPTIM, train=TrainConfig(micro_batch_size=1, seq=40, steps=total))
     ours, rng, losses = course(run), np.random.default_rng(3), []
     session.run("init", seed=1)
     for index in range(steps):
@@ -252,8 +252,8 @@ def test_equal_bits_for_any_number_of_threads(compute, fp8):
 
 SIZES = {
     "heads": 4,
-    "channels": 64,
-    "hidden": 64,
+    "d_model": 64,
+    "d_ff": 64,
     "max_seq": 40,
     "block": 4,
     "extension": 2,
@@ -268,7 +268,16 @@ def small_run(tmp_path: Path, **model: str) -> list[str]:
     text.write_text(TEXT)
     words = ["train", "speedrun-small", "--data", str(text), "--data.tokenizer", "bytes"]
     words += [word for key, value in (SIZES | model).items() for word in (f"--model.{key}", str(value))]
-    words += ["--train.seq", "40", "--train.steps", "8", "--train.checkpoint_every", "1", "--train.keep", "9"]
+    words += [
+        "--train.seq",
+        "40",
+        "--train.steps",
+        "8",
+        "--train.checkpoint_every",
+        "1",
+        "--train.save_total_limit",
+        "9",
+    ]
     return [*words, "--train.eval_every", "4", "--out", str(tmp_path / "whole")]
 
 
@@ -289,7 +298,7 @@ def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_sam
             whole, parts = (tmp_path / run / last / name for run in ("whole", f"from{step}"))
             assert whole.read_bytes() == parts.read_bytes(), (step, name)
     assert "resumed from" in capsys.readouterr().out
-    assert main(["sample", str(tmp_path / "whole"), "--prompt", "a", "--tokens", "50"]) == 0
+    assert main(["sample", str(tmp_path / "whole"), "--prompt", "a", "--max-new-tokens", "50"]) == 0
     assert main(["eval", str(tmp_path / "whole"), "--json"]) == 0
 
 

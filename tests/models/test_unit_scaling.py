@@ -24,7 +24,7 @@ from barellm.training.course import course
 
 
 def model(layers: int, heads: int, channels: int, length: int, *, scaled: bool = True) -> gpt2.Config:
-    sizes = {"layers": layers, "heads": heads, "channels": channels, "vocab_size": 61, "max_seq": length}
+    sizes = {"layers": layers, "heads": heads, "d_model": channels, "vocab_size": 61, "max_seq": length}
     return gpt2.Config(**sizes, bias=False, unit_scaling=scaled)
 
 
@@ -75,7 +75,7 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     programs = built(cfg, batch, ranges=True)
     session = CpuSession(programs)
     session.run("init", seed=1)
-    run = Run("", cfg, train=TrainConfig(batch=batch, seq=cfg.max_seq))
+    run = Run("", cfg, train=TrainConfig(micro_batch_size=batch, seq=cfg.max_seq))
     r = np.random.default_rng(0)
     for name in ("tokens", "targets"):
         session.write(name, r.integers(0, 61, (batch, cfg.max_seq)))

@@ -31,9 +31,18 @@ from barellm.training import metrics
 from tests.native.test_native import FILES, numbers, pytestmark  # noqa: F401
 
 STEPS = 12
-SIZES = ("--model.layers", "1", "--model.heads", "2", "--model.channels", "16", "--model.max_seq", "16", "--seq", "16")
+SIZES = ("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "16")
 SIZES += ("--batch", "1", "--steps", str(STEPS), "--train.eval_every", "2", "--train.eval_tokens", "64")
-SIZES += ("--train.checkpoint_every", "4", "--train.keep", "1", "--train.milestones", "8", "--optim.warmup", "2")
+SIZES += (
+    "--train.checkpoint_every",
+    "4",
+    "--train.save_total_limit",
+    "1",
+    "--train.keep_every",
+    "8",
+    "--optim.warmup",
+    "2",
+)
 TEXT = "".join(f"{i} squared is {i * i}.\n" for i in range(300))
 FOR_EVER = "1000000000"
 
@@ -311,7 +320,7 @@ def test_a_run_whose_checkpoints_cannot_be_listed_does_not_begin_anew(program, t
 
 
 def test_a_later_checkpoint_that_is_damaged_does_not_count(program, tmp_path):
-    """With train.keep 1 it would push out the one that the run goes on from."""
+    """With train.save_total_limit 1 it would push out the one that the run goes on from."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
     assert program.train(run, "--stop", "5").returncode == 0
     shutil.copytree(program.folder / "whole/checkpoints/step-000012", folder / "step-000099")

@@ -33,21 +33,30 @@ from barellm.native.source import Image
 from barellm.training import metrics
 
 SIZES = (
-    *("--model.layers", "2", "--model.heads", "2", "--model.channels", "32", "--model.max_seq", "16", "--seq", "16"),
+    *("--model.layers", "2", "--model.heads", "2", "--model.d_model", "32", "--model.max_seq", "16", "--seq", "16"),
     *(
         "--batch",
         "2",
         "--steps",
         "100",
-        "--train.accumulate",
+        "--train.gradient_accumulation_steps",
         "3",
-        "--train.ramp_from",
+        "--train.batch_rampup_from",
         "1",
-        "--train.ramp_tokens",
+        "--train.batch_rampup_tokens",
         "300",
     ),
     *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "20"),
-    *("--train.eval_tokens", "128", "--train.checkpoint_every", "15", "--train.milestones", "40", "--train.keep", "3"),
+    *(
+        "--train.eval_tokens",
+        "128",
+        "--train.checkpoint_every",
+        "15",
+        "--train.keep_every",
+        "40",
+        "--train.save_total_limit",
+        "3",
+    ),
     *(
         "--train.sample_every",
         "50",
@@ -437,8 +446,8 @@ def test_the_hash_is_xxh3(made):
         (["shakespeare-char", "--data.order", "documents"], "data.order is 'documents'"),
         (["shakespeare-char", "--train.minutes", "1"], "train.minutes is 1"),
         (["shakespeare-char", "--optim.skip_norm_z", "3"], "optim.skip_norm_z is 3"),
-        (["shakespeare-char", "--train.grace", "2.5"], "train.grace is 2.5"),
-        (["shakespeare-char", "--train.ranges", "4"], "train.ranges is 4"),
+        (["shakespeare-char", "--train.signal_grace_period", "2.5"], "train.signal_grace_period is 2.5"),
+        (["shakespeare-char", "--train.exponent_stats", "4"], "train.exponent_stats is 4"),
         (["shakespeare-char", "--threads", "0"], "--threads is 0"),
     ],
 )
@@ -536,9 +545,25 @@ def test_the_checkpoints_say_what_pythons_say(made):
     assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
 
 
-REFUSED = {"minutes", "grace", "ranges", "hellaswag", "track", "init_from", "eval_from", "eval_seq"}
-NOT_HERE = {"hellaswag_every", "matmul", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
-OTHER = {"dtype": "bf16", "recompute": True, "batch": 3, "seq": 8, "ramp_from": 2, "ramp_tokens": 400}
+REFUSED = {
+    "minutes",
+    "signal_grace_period",
+    "exponent_stats",
+    "hellaswag",
+    "track",
+    "init_from",
+    "eval_from",
+    "eval_seq",
+}
+NOT_HERE = {"hellaswag_every", "gemm_backend", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
+OTHER = {
+    "dtype": "bf16",
+    "recompute": True,
+    "micro_batch_size": 3,
+    "seq": 8,
+    "batch_rampup_from": 2,
+    "batch_rampup_tokens": 400,
+}
 
 
 def image_of(config) -> str:
@@ -552,9 +577,16 @@ def image_of(config) -> str:
 def test_no_key_of_training_is_lost():
     """Each changes the program, or is refused where it says anything."""
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=1, heads=2, channels=32, max_seq=16)
+    model = replace(preset.model, layers=1, heads=2, d_model=32, max_seq=16)
     train = replace(
-        preset.train, batch=2, seq=16, ramp_from=1, ramp_tokens=300, accumulate=3, dtype="fp32", minutes=0.0
+        preset.train,
+        micro_batch_size=2,
+        seq=16,
+        batch_rampup_from=1,
+        batch_rampup_tokens=300,
+        gradient_accumulation_steps=3,
+        dtype="fp32",
+        minutes=0.0,
     )
     config = replace(preset, model=model, train=train)
     for key in ("hellaswag", "init_from", "track"):

@@ -14,7 +14,7 @@ from barellm.cli.main import main
 from barellm.data.kinds import load_tokenizer
 from tests.native.test_native import pytestmark  # noqa: F401
 
-SMALL = ("--model.layers", "1", "--model.heads", "2", "--model.channels", "16", "--model.max_seq", "16", "--seq", "16")
+SMALL = ("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "16")
 SMALL += ("--batch", "1", "--steps", "2", "--train.eval_every", "0", "--train.eval_tokens", "16", "--optim.lr", "0.1")
 TEXT = "".join(f"{i}² is {i * i}.\n" for i in range(200))
 

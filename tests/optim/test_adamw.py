@@ -14,7 +14,7 @@ from barellm.optim.adamw import adamw
 from barellm.program.ops.random import STATE_STREAMS
 from barellm.runtime.reference import ReferenceSession
 
-MODEL = ModelConfig(layers=1, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
+MODEL = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=11, padded_vocab=13, max_seq=6)
 
 
 def session_of(config: OptimConfig) -> ReferenceSession:

@@ -92,7 +92,7 @@ def run(session: ReferenceSession, momenta=(0.8, 0.85, 0.9), *, clip: float = 1.
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_it_is_jordans(nesterov, weight_decay):
-    session = session_of(Muon(iteration="jordan", nesterov=nesterov, weight_decay=weight_decay, lr_scale=0.5))
+    session = session_of(Muon(orthogonalization="jordan", nesterov=nesterov, weight_decay=weight_decay, lr_scale=0.5))
     theirs = [Jordan(session.read(f"p{i}")) for i in range(len(SHAPES))]
     # A heavy ball and a mean are proportional where the momentum does not change.
     for grads, momentum in run(session, (0.9, 0.9, 0.9), clip=0.25):
@@ -125,30 +125,30 @@ def step_of(grad: np.ndarray, **options) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)], ids=str)
-@pytest.mark.parametrize("iteration, least, most", [("polar-express", 0.85, 1.15), ("jordan", 0.6, 1.25)])
-def test_singular_values_become_one_and_their_vectors_stay(shape, iteration, least, most):
+@pytest.mark.parametrize("orthogonalization, least, most", [("polar-express", 0.85, 1.15), ("jordan", 0.6, 1.25)])
+def test_singular_values_become_one_and_their_vectors_stay(shape, orthogonalization, least, most):
     u, _, vt = np.linalg.svd(normal(*shape, seed=5), full_matrices=False)
     grad = u * np.linspace(0.02, 1.0, min(shape)) @ vt
-    found = step_of(grad, iteration=iteration)
+    found = step_of(grad, orthogonalization=orthogonalization)
     values = np.diag(u.T @ found @ vt.T)
     assert values.min() > least and values.max() < most
     np.testing.assert_allclose(u * values @ vt, found, atol=1e-12)
 
 
-@pytest.mark.parametrize("iteration", ["polar-express", "jordan"])
+@pytest.mark.parametrize("orthogonalization", ["polar-express", "jordan"])
 @pytest.mark.parametrize("beta2", [0.0, 0.9])
-def test_gradients_of_rank_one_zeros_and_one_row(iteration, beta2):
+def test_gradients_of_rank_one_zeros_and_one_row(orthogonalization, beta2):
     a, b = normal(6, 1, seed=1), normal(1, 9, seed=2)
     unit = a / np.linalg.norm(a) @ (b / np.linalg.norm(b))
-    found = step_of(1e-3 * a @ b, iteration=iteration, beta2=beta2)
+    found = step_of(1e-3 * a @ b, orthogonalization=orthogonalization, beta2=beta2)
     if not beta2:
         size = (found * unit).sum()
         assert 0.6 < size < 1.25
         np.testing.assert_allclose(found, size * unit, atol=1e-12)
     assert np.linalg.norm(found) < 1.25
-    row = step_of(b, iteration=iteration, beta2=beta2)
+    row = step_of(b, orthogonalization=orthogonalization, beta2=beta2)
     assert 0.6 < np.linalg.norm(row) < 1.25
-    assert np.all(step_of(np.zeros((6, 9)), iteration=iteration, beta2=beta2) == 0)
+    assert np.all(step_of(np.zeros((6, 9)), orthogonalization=orthogonalization, beta2=beta2) == 0)
 
 
 def test_nothing_changes_where_the_norm_is_not_finite():
@@ -166,7 +166,7 @@ def test_nothing_changes_where_the_norm_is_not_finite():
 def test_fewer_turns_are_the_first_ones():
     grad = normal(7, 3, seed=3)
     expected = orthogonalised(grad, POLAR_EXPRESS[:2], 1.02, 1e-6)
-    np.testing.assert_allclose(step_of(grad, turns=2), expected, rtol=1e-10)
+    np.testing.assert_allclose(step_of(grad, ns_steps=2), expected, rtol=1e-10)
     assert len(JORDAN) == len(POLAR_EXPRESS) == 5
 
 

@@ -69,9 +69,9 @@ def theirs(path: Path):
 def model_of(kind: str):
     if kind == "gpt2":
         bpe = trained_bpe(lambda: [TEXT], vocab=320)
-        return Gpt2(layers=2, heads=3, channels=96, vocab_size=bpe.vocab_size, max_seq=64), bpe
+        return Gpt2(layers=2, heads=3, d_model=96, vocab_size=bpe.vocab_size, max_seq=64), bpe
     tokenizer = llama_3_tokenizer()
-    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "channels": 64, "hidden": 96, "max_seq": 64}
+    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "d_model": 64, "d_ff": 96, "max_seq": 64}
     stretch = {"rope_factor": 8.0, "rope_old_seq": 16, "rope_theta": 100.0, "tied": False}
     return Llama(**sizes, vocab_size=tokenizer.vocab_size, **(stretch if kind == "stretched" else {})), tokenizer
 
@@ -105,7 +105,7 @@ def test_llama_cpp_has_our_logits_and_ids(tmp_path, monkeypatch, capsys, kind, d
 
 def test_a_vocabulary_that_llama_cpp_has_not_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    model = Gpt2(layers=1, heads=1, channels=32, vocab_size=256, max_seq=64)
+    model = Gpt2(layers=1, heads=1, d_model=32, vocab_size=256, max_seq=64)
     step = checkpoint_of(tmp_path / "run", model, random_arrays(model), Bytes())
     assert main(["export", str(step), "--format", "gguf", "--out", str(tmp_path / "b.gguf")]) == 0
     assert "without a tokenizer: llama.cpp has none of kind bytes" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_a_vocabulary_that_llama_cpp_has_not_is_left_out_and_said(tmp_path, monk
     found = json.loads(llama_3_tokenizer().content)
     found["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}+|\p{N}"
     other = HuggingFace(json.dumps(found).encode(), path=Path("made"))
-    model = Gpt2(layers=1, heads=1, channels=32, vocab_size=other.vocab_size, max_seq=64)
+    model = Gpt2(layers=1, heads=1, d_model=32, vocab_size=other.vocab_size, max_seq=64)
     step = checkpoint_of(tmp_path / "other", model, random_arrays(model), other)
     assert main(["export", str(step), "--format", "gguf", "--out", str(tmp_path / "o.gguf")]) == 0
     assert "its rule for words is neither GPT-2's nor Llama-3's" in capsys.readouterr().out

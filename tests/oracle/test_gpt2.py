@@ -23,10 +23,10 @@ pytestmark = pytest.mark.oracle
 LIMIT = 1e-4  # relative, per tensor, fp32
 
 SHAPES = {
-    "biased": (ModelConfig(layers=2, heads=2, channels=16, vocab_size=61, max_seq=16), 2, 11),
-    "no bias": (ModelConfig(layers=3, heads=3, channels=24, vocab_size=64, max_seq=8, bias=False), 1, 8),
-    "one of each": (ModelConfig(layers=1, heads=1, channels=3, vocab_size=5, padded_vocab=7, max_seq=2), 1, 1),
-    "odd": (ModelConfig(layers=2, heads=5, channels=35, vocab_size=97, padded_vocab=97, max_seq=31), 3, 29),
+    "biased": (ModelConfig(layers=2, heads=2, d_model=16, vocab_size=61, max_seq=16), 2, 11),
+    "no bias": (ModelConfig(layers=3, heads=3, d_model=24, vocab_size=64, max_seq=8, bias=False), 1, 8),
+    "one of each": (ModelConfig(layers=1, heads=1, d_model=3, vocab_size=5, padded_vocab=7, max_seq=2), 1, 1),
+    "odd": (ModelConfig(layers=2, heads=5, d_model=35, vocab_size=97, padded_vocab=97, max_seq=31), 3, 29),
 }
 
 
@@ -92,8 +92,8 @@ def test_small_gpt2_equals_pytorch(name, dtype):
 
 
 BF16_SHAPES = {
-    "biased": (ModelConfig(layers=4, heads=4, channels=128, vocab_size=500, max_seq=64), 4, 64),
-    "no bias": (ModelConfig(layers=4, heads=2, channels=64, vocab_size=65, max_seq=64, bias=False), 4, 61),
+    "biased": (ModelConfig(layers=4, heads=4, d_model=128, vocab_size=500, max_seq=64), 4, 64),
+    "no bias": (ModelConfig(layers=4, heads=2, d_model=64, vocab_size=65, max_seq=64, bias=False), 4, 61),
 }
 
 

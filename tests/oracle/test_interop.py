@@ -25,7 +25,7 @@ from tests.oracle.torch_gpt2 import relative  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 LIMIT = 1e-4  # relative, fp32
-MODEL = ModelConfig(layers=3, heads=4, channels=48, vocab_size=256, max_seq=40)
+MODEL = ModelConfig(layers=3, heads=4, d_model=48, vocab_size=256, max_seq=40)
 
 
 def theirs(folder: Path, *, seed: int = 0, dtype=torch.float32):
@@ -111,7 +111,7 @@ def test_an_exported_tokenizer_has_our_ids(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     text = "To be, or not to be: that's the question  of naïve\n\n12 345 tries, isn't it? " * 20
     bpe = trained_bpe(lambda: [text], vocab=320)
-    model = ModelConfig(layers=1, heads=1, channels=8, vocab_size=bpe.vocab_size, max_seq=16)
+    model = ModelConfig(layers=1, heads=1, d_model=8, vocab_size=bpe.vocab_size, max_seq=16)
     checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
     assert main(["export", str(tmp_path / "run"), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
     for kind in (transformers.GPT2Tokenizer, transformers.AutoTokenizer):
@@ -131,8 +131,8 @@ def test_an_exported_folder_is_loaded_as_it_is(tmp_path, monkeypatch, kind):
 
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     bpe = trained_bpe(lambda: ["To be, or not to be: that's the question. " * 20], vocab=300)
-    sizes = {"layers": 1, "heads": 2, "channels": 16, "vocab_size": bpe.vocab_size, "max_seq": 16}
-    model = ModelConfig(**sizes) if kind == "gpt2" else Llama(**sizes, kv_heads=1, hidden=24)
+    sizes = {"layers": 1, "heads": 2, "d_model": 16, "vocab_size": bpe.vocab_size, "max_seq": 16}
+    model = ModelConfig(**sizes) if kind == "gpt2" else Llama(**sizes, kv_heads=1, d_ff=24)
     checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
     rows = [{"kind": "eval", "step": 0, "val_nats": 3.25, "val_bits_per_byte": 1.5}]
     rows += [{"kind": "hellaswag", "step": 0, "acc": 0.25, "acc_norm": 0.5, "total": 4}, rows[0] | {"step": 9}]

@@ -160,7 +160,7 @@ def test_an_exported_model_is_what_was_imported(tmp_path, monkeypatch, name):
 
 def test_a_model_that_was_made_here_has_our_logits_there(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    cfg = Config(layers=2, heads=6, kv_heads=3, channels=48, hidden=33, vocab_size=256, max_seq=40, rope_factor=4.0,
+    cfg = Config(layers=2, heads=6, kv_heads=3, d_model=48, d_ff=33, vocab_size=256, max_seq=40, rope_factor=4.0,
                  rope_old_seq=8, rope_theta=50.0, tied=False)  # fmt: skip
     step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
     assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0

@@ -58,7 +58,7 @@ def tasks(tmp_path: Path, monkeypatch) -> Path:
 def run(tmp_path: Path) -> Path:
     """A checkpoint of random weights with a tokenizer; beside it, in hf, the same for transformers."""
     bpe = trained_bpe(lambda: [TEXT], vocab=300)
-    model = ModelConfig(layers=2, heads=2, channels=16, vocab_size=bpe.vocab_size, max_seq=24)
+    model = ModelConfig(layers=2, heads=2, d_model=16, vocab_size=bpe.vocab_size, max_seq=24)
     checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
     command = ["export", str(tmp_path / "run"), "--format", "huggingface", "--out", str(tmp_path / "hf")]
     assert main(command) == 0

@@ -37,8 +37,8 @@ STAGES = (
 )
 MODEL = Config(
     heads=4,
-    channels=64,
-    hidden=128,
+    d_model=64,
+    d_ff=128,
     vocab_size=61,
     max_seq=T,
     block=4,
@@ -49,8 +49,13 @@ MODEL = Config(
 )
 RATES = {"momentum_start": 0.85, "momentum": 0.95, "momentum_warmup": 12, "momentum_cooldown": 5}
 OPTIM = replace(speedrun().optim, **RATES)
-RUN = Run(preset="", model=MODEL, optim=OPTIM, train=TrainConfig(batch=1, seq=T, steps=TOTAL, accumulate=2))
-SIZES = theirs.Sizes(vocab=MODEL.padded_vocab, channels=64, heads=4, hidden=128)
+RUN = Run(
+    preset="",
+    model=MODEL,
+    optim=OPTIM,
+    train=TrainConfig(micro_batch_size=1, seq=T, steps=TOTAL, gradient_accumulation_steps=2),
+)
+SIZES = theirs.Sizes(vocab=MODEL.padded_vocab, d_model=64, heads=4, d_ff=128)
 BACKENDS = {
     "float64": partial(ReferenceSession, dtype="float64"),
     "cpu": CpuSession,

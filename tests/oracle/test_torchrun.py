@@ -41,7 +41,7 @@ def start(place: Path, launcher: Sequence[str], out: str, *more: str) -> subproc
     sizes = [
         "--model.layers",
         "1",
-        "--model.channels",
+        "--model.d_model",
         "32",
         "--model.heads",
         "2",
@@ -109,5 +109,5 @@ def test_the_run_ends_with_torchrun_and_saves_once(place, sign):
 def test_a_mistake_is_told_once_and_fails(place):
     status, _, error = finished(place, (*TORCHRUN, "-m", "barellm"), "odd", *STEPS, "--batch", "11")
     assert status != 0
-    line = "barellm: error: train.batch is 11, and the run has 2 ranks, which do not divide it: each takes as many sequences"
+    line = "barellm: error: train.micro_batch_size is 11, and the run has 2 ranks, which do not divide it"
     assert error.count("barellm: error:") == 1 and line in error

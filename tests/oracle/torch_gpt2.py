@@ -38,9 +38,9 @@ class TorchGPT2:
             x = F.embedding(ids, w["wte"]) + w["wpe"][:T]
             for i in range(cfg.layers):
                 qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
-                q, k, v = (y.view(B, T, cfg.heads, cfg.head_size).transpose(1, 2) for y in qkv.split(cfg.channels, -1))
+                q, k, v = (y.view(B, T, cfg.heads, cfg.head_size).transpose(1, 2) for y in qkv.split(cfg.d_model, -1))
                 a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                x = x + linear(a.transpose(1, 2).reshape(B, T, cfg.channels), f"h.{i}.attn.c_proj")
+                x = x + linear(a.transpose(1, 2).reshape(B, T, cfg.d_model), f"h.{i}.attn.c_proj")
                 h = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
                 x = x + linear(h, f"h.{i}.mlp.c_proj")
             logits = F.linear(norm(x, "ln_f"), w["wte"])

@@ -22,13 +22,13 @@ EPS = torch.finfo(torch.float32).eps  # of F.rms_norm where none is given, for b
 @dataclass
 class Sizes:
     vocab: int  # padded; all columns take part in the softmax
-    channels: int
+    d_model: int
     heads: int
-    hidden: int
+    d_ff: int
 
     @property
     def head(self) -> int:
-        return self.channels // self.heads
+        return self.d_model // self.heads
 
 
 @dataclass
@@ -83,7 +83,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window
 def attention(
     w: dict[str, Tensor], i: int, x: Tensor, ve: Tensor | None, documents: Tensor, sizes: Sizes, stage: Stage
 ) -> Tensor:
-    T, H, D, C = len(x), sizes.heads, sizes.head, sizes.channels
+    T, H, D, C = len(x), sizes.heads, sizes.head, sizes.d_model
     bank, sa = w["attn_bank"][i - (i > 6)], w["scalars"][2 * i : 2 * i + 2]  # 1349: layer 6 has none
     gate = w["attn_gate_bank"][i - (i > 6)]
     q, k, v = F.linear(x, sa[0] * bank[: 3 * C]).view(T, 3 * H, D).chunk(3, dim=1)  # 1087
@@ -125,7 +125,7 @@ def hidden(w: dict[str, Tensor], tokens: Tensor, documents: Tensor, sizes: Sizes
     """(T, C), what the classifier sees, of tokens (T,) whose documents have the numbers `documents` (T,): 1257 to 1387."""
     x = w["embed"][tokens]
     bigram = w["bigram_embed"][bigram_hash(tokens, len(w["bigram_embed"]))]
-    tables = w["value_embeds"].view(5, sizes.vocab, sizes.channels)
+    tables = w["value_embeds"].view(5, sizes.vocab, sizes.d_model)
     smear, backout, skip = w["scalars"][2 * LAYERS : 2 * LAYERS + 3]
     share = smear * torch.sigmoid(F.linear(x[1:, :12], w["smear_gate"]))
     x0 = norm(torch.cat([x[:1], x[1:] + share * x[:-1]]))

@@ -47,10 +47,10 @@ def test_advice_is_what_fits(name, share):
             assert fits({size[1]: int(size[2])})
             assert int(size[2]) * 2 > getattr(config.train, size[1][6:]) / 2 or not fits({size[1]: int(size[2]) * 2})
     assert len(found) == len(sizes) + sum(words in found for words in CHANGES)
-    everything = {"train.batch": 1, "train.recompute": True, "optim.moments": "16bit"}
+    everything = {"train.micro_batch_size": 1, "train.recompute": True, "optim.moments": "16bit"}
     if not found:
         assert text == (
-            "choose train.batch 1, train.recompute and optim.moments 16bit together"
+            "choose train.micro_batch_size 1, train.recompute and optim.moments 16bit together"
             if fits(everything)
             else "no batch is small enough: choose a smaller model"
         )
@@ -58,9 +58,9 @@ def test_advice_is_what_fits(name, share):
 
 def test_a_batch_stays_a_multiple_of_the_ranks():
     config = bf16("shakespeare-char")
-    limit = plan(overrides.changed(config, {"train.batch": 5})).arena_bytes
-    assert "train.batch 3 " in advice.of_training(config, limit, plan, ranks=3)
-    assert "train.batch 3 " in advice.of_training(config, limit, plan)
+    limit = plan(overrides.changed(config, {"train.micro_batch_size": 5})).arena_bytes
+    assert "train.micro_batch_size 3 " in advice.of_training(config, limit, plan, ranks=3)
+    assert "train.micro_batch_size 3 " in advice.of_training(config, limit, plan)
 
 
 def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
@@ -76,8 +76,10 @@ def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
 
 def test_changes_that_fit_together_alone_are_advised_together(monkeypatch):
     config = bf16("gpt2-124m")
-    together = plan(overrides.changed(config, {"train.batch": 1, "train.recompute": True, "optim.moments": "16bit"}))
-    wanted = "choose train.batch 1, train.recompute and optim.moments 16bit together"
+    together = plan(
+        overrides.changed(config, {"train.micro_batch_size": 1, "train.recompute": True, "optim.moments": "16bit"})
+    )
+    wanted = "choose train.micro_batch_size 1, train.recompute and optim.moments 16bit together"
     assert advice.of_training(config, together.arena_bytes, plan) == wanted
 
 
@@ -86,13 +88,13 @@ def test_each_device_plans_what_it_advises(monkeypatch, device):
     config = overrides.changed(preset("shakespeare-char"), {"train.dtype": "fp32"})
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "20M")
     with (
-        pytest.raises(UserError, match=r"MiB: choose train.batch \d+ or ") as refused,
+        pytest.raises(UserError, match=r"MiB: choose train.micro_batch_size \d+ or ") as refused,
         open_model(config, device=device),
     ):
         pass
-    batch = re.search(r"train.batch (\d+)", str(refused.value))
+    batch = re.search(r"train.micro_batch_size (\d+)", str(refused.value))
     assert batch
-    with open_model(overrides.changed(config, {"train.batch": int(batch[1])}), device=device):
+    with open_model(overrides.changed(config, {"train.micro_batch_size": int(batch[1])}), device=device):
         pass
     with pytest.raises(UserError, match=r"MiB: choose a smaller batch or a smaller model$"):
         monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1M")

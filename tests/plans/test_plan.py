@@ -15,25 +15,27 @@ from barellm.plans import plan
 from tests.presets import planned
 from tests.profiling.conftest import ADAMW, made_up
 
-SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 50, "model.max_seq": 16}
+SMALL = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "model.vocab_size": 50, "model.max_seq": 16}
 
 
 def config_of(name="gpt2-124m", *, dtype="bf16", batch=4, seq=64, recompute=False, **model):
-    config = overrides.changed(preset(name), {"train.batch": batch, "train.seq": seq, "train.recompute": recompute})
+    config = overrides.changed(
+        preset(name), {"train.micro_batch_size": batch, "train.seq": seq, "train.recompute": recompute}
+    )
     config = overrides.changed(config, {k.replace("__", "."): v for k, v in model.items()})
     return replace(config, train=replace(config.train, dtype=dtype))
 
 
 def small(dtype, recompute):
     config = overrides.changed(config_of(dtype=dtype, batch=3, seq=7, recompute=recompute), SMALL)
-    return overrides.changed(config, {"train.accumulate": 2})
+    return overrides.changed(config, {"train.gradient_accumulation_steps": 2})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", planned())
 def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
     train = preset(name).train
-    numbers, _ = plan.report(config_of(name, batch=train.batch, seq=train.seq, recompute=recompute))
+    numbers, _ = plan.report(config_of(name, batch=train.micro_batch_size, seq=train.seq, recompute=recompute))
     assert numbers["live_peak_bytes"] <= numbers["arena_bytes"] <= 1.03 * numbers["live_peak_bytes"]
     assert sum(numbers["memory"].values()) == numbers["arena_bytes"]
     assert min(numbers["memory"].values()) >= 0
@@ -64,9 +66,9 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
     config = config_of(batch=4, seq=64)
     numbers, _ = plan.report(config)
     model, tokens = config.model, 4 * 64
-    weights = model.padded_vocab * model.channels + model.layers * 12 * model.channels**2
-    attention = model.layers * 6 * tokens * (64 + 1) * model.channels
-    assert numbers["model_flops"] == config.train.accumulate * (6 * weights * tokens + attention)
+    weights = model.padded_vocab * model.d_model + model.layers * 12 * model.d_model**2
+    attention = model.layers * 6 * tokens * (64 + 1) * model.d_model
+    assert numbers["model_flops"] == config.train.gradient_accumulation_steps * (6 * weights * tokens + attention)
 
 
 def test_recompute_saves_memory_and_leaves_the_models_operations():
@@ -83,7 +85,7 @@ def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(mome
     wide, _ = plan.report(config_of())
     packed, _ = plan.report(overrides.changed(config_of(), {"optim.moments": moments}))
     model, parameters = config_of().model, wide["parameters"]
-    vectors = model.layers * 13 * model.channels + 2 * model.channels
+    vectors = model.layers * 13 * model.d_model + 2 * model.d_model
     assert packed["memory"]["optimizer_state"] - 4 * (parameters - vectors) == pytest.approx(8 * vectors, abs=1 << 14)
     saved = wide["memory"]["optimizer_state"] - packed["memory"]["optimizer_state"]
     assert packed["arena_bytes"] == pytest.approx(wide["arena_bytes"] - saved, abs=1 << 14)
@@ -97,7 +99,7 @@ def test_the_cache_is_as_long_as_samples_need(most, positions):
     config = config_of(model__max_seq=most)
     numbers, built = plan.report(config)
     model = config.model
-    assert numbers["memory"]["caches"] == 2 * model.layers * positions * model.channels * 2
+    assert numbers["memory"]["caches"] == 2 * model.layers * positions * model.d_model * 2
     tokens = built.programs["decode"].named["tokens"]
     assert [int(n) for n in tokens.shape] == [1, positions]
     assert int(build_programs(config, training=False)["decode"].named["tokens"].shape[1]) == most
@@ -118,7 +120,7 @@ def test_fusions_and_ops_are_counted():
 
 def test_expected_time_is_the_larger_of_operations_and_bytes():
     ceiling = made_up()
-    config = overrides.changed(config_of(), {"train.accumulate": 1})
+    config = overrides.changed(config_of(), {"train.gradient_accumulation_steps": 1})
     numbers, _ = plan.report(config, ceiling=ceiling)
     rows = {row["op"]: row for row in numbers["ops"]}
     assert rows["adamw"]["expected_s"] == pytest.approx(rows["adamw"]["bytes"] / ADAMW, rel=1e-6)
@@ -127,7 +129,7 @@ def test_expected_time_is_the_larger_of_operations_and_bytes():
 
 
 def test_a_step_of_a_run_with_stages_is_the_mean_of_its_cycle():
-    config = overrides.changed(preset("speedrun-small"), {"train.accumulate": 3})
+    config = overrides.changed(preset("speedrun-small"), {"train.gradient_accumulation_steps": 3})
     config = replace(only_stage(config, 1), train=replace(only_stage(config, 1).train, dtype="fp32"))
     numbers, built = plan.report(config, ceiling=made_up())
     assert numbers["step"] == {"forward_backward": 3.0, "optimizer_step": 0.5, "optimizer_step_tied": 0.5}
@@ -215,7 +217,7 @@ def test_a_plan_beyond_memory_is_shown_and_says_so(capsys, monkeypatch):
 
 @pytest.mark.parametrize("argv, words", [
     (["--seq", "2000"], ["train.seq 2000", "1024"]),
-    (["--batch", "0"], ["train.batch", "at least 1"]),
+    (["--batch", "0"], ["train.micro_batch_size", "at least 1"]),
     (["--model.heads", "7"], ["model.heads 7", "768"]),
 ])  # fmt: skip
 def test_mistakes_are_one_line(argv, words, capsys):

@@ -21,8 +21,8 @@ LINK = Link(0.5, 100.0, 0.01, "")
 
 def small(*, batch: int = 6, accumulate: int = 1, **optim):
     preset = models.preset("shakespeare-char")
-    model = replace(preset.model, layers=2, channels=256, heads=2)
-    train = replace(preset.train, batch=batch, accumulate=accumulate, dtype="bf16")
+    model = replace(preset.model, layers=2, d_model=256, heads=2)
+    train = replace(preset.train, micro_batch_size=batch, gradient_accumulation_steps=accumulate, dtype="bf16")
     return resolved(replace(preset, model=model, optim=replace(preset.optim, **optim), train=train), "cpu")
 
 
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_planned_transfers(count, optim):
 
 def test_rounds_are_those_of_the_program():
     config = small(batch=2, overlap=False)
-    model = replace(config.model, channels=640, heads=2, layers=3)
+    model = replace(config.model, d_model=640, heads=2, layers=3)
     config = replace(config, model=model)
     programs = build_programs(config, ranks=Planned(0, 2))
     rounds = sum(op.name == "exchange" for op in programs["optimizer_step"].ops)
@@ -104,7 +104,7 @@ def test_what_overlaps_is_hidden_until_it_is_late():
 def test_ranks_share_rows_or_micro_batches():
     config = small(batch=4, accumulate=6)
     found = [(w, scale.rows_of(config, w).train) for w in (1, 2, 4, 5, 8, 1000)]
-    assert [(w, t.batch, t.accumulate) for w, t in found] == [
+    assert [(w, t.micro_batch_size, t.gradient_accumulation_steps) for w, t in found] == [
         (1, 4, 6), (2, 2, 6), (4, 1, 6), (5, 4, 2), (8, 4, 1), (1000, 4, 1),
     ]  # fmt: skip
 

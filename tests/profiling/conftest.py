@@ -8,7 +8,7 @@ from barellm.models import preset
 from barellm.overrides import changed
 from barellm.plans.roofline import Ceiling, Mix
 
-SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
+SMALL = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "train.micro_batch_size": 2, "train.seq": 16}
 
 READ, COPY, ADAMW = 4e10, 5e10, 6e10
 

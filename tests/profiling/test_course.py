@@ -20,8 +20,8 @@ from tests.profiling.conftest import CEILING, made_up, small
 STAGES = "share=1/2 seq=16 windows=1,2 mtp=1,0.5; share=1/2 seq=32 windows=1,3 lr=2; seq=32 windows=1,4"
 SIZES = {
     "heads": 2,
-    "channels": 32,
-    "hidden": 48,
+    "d_model": 32,
+    "d_ff": 48,
     "block": 4,
     "vocab_size": 65,
     "max_seq": 32,
@@ -95,7 +95,7 @@ def test_a_cycle_is_two_steps_with_the_course_s_scalars():
 
 def test_the_step_of_a_plain_run_has_the_mean_of_one_micro_batch():
     config = small()
-    config = replace(config, train=replace(config.train, accumulate=4))
+    config = replace(config, train=replace(config.train, gradient_accumulation_steps=4))
     with opened(config) as (bench, facts):
         assert facts["first_step"]["loss"] == pytest.approx(4.2, abs=0.2) and bench.steps == 1
 

@@ -76,7 +76,7 @@ TABLE = [
         outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
     ),
 ]
-MODEL = ModelConfig(layers=2, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
+MODEL = ModelConfig(layers=2, heads=2, d_model=8, vocab_size=11, padded_vocab=13, max_seq=6)
 
 
 def run_model(

@@ -19,8 +19,8 @@ from barellm.program.ops.exponents import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 
-MODEL = GPT2(layers=2, heads=3, channels=33, vocab_size=29, padded_vocab=31, max_seq=13)
-LLAMA = Llama(layers=1, heads=4, kv_heads=2, channels=32, hidden=40, vocab_size=29, padded_vocab=31, max_seq=13)
+MODEL = GPT2(layers=2, heads=3, d_model=33, vocab_size=29, padded_vocab=31, max_seq=13)
+LLAMA = Llama(layers=1, heads=4, kv_heads=2, d_model=32, d_ff=40, vocab_size=29, padded_vocab=31, max_seq=13)
 BATCH, SEQ = 3, 11
 
 

@@ -315,7 +315,7 @@ def test_a_scalar_of_another_kind_is_no_window():
 def test_model_flops_have_one_definition(name, recompute):
     """6 x matmul weights x tokens + causal attention, recompute not counted."""
     model = preset(name).model
-    B, T, C, L = 4, 64, model.channels, model.layers
+    B, T, C, L = 4, 64, model.d_model, model.layers
     _, programs = build(model, batch=B, seq=T, optimizer=lambda p: None, recompute=recompute)
     weights = L * 12 * C * C + model.padded_vocab * C
     attention = 3 * L * 2 * B * T * (T + 1) * C
@@ -324,7 +324,7 @@ def test_model_flops_have_one_definition(name, recompute):
 
 
 def test_bytes_count_what_must_move():
-    model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, padded_vocab=32, max_seq=6)
+    model = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=32, padded_vocab=32, max_seq=6)
     _, programs = build(model, batch=2, seq=6, compute="bf16", optimizer=partial(adamw, config=OptimConfig()))
     micro, update = ({op.name: op for op in programs[name].ops} for name in ("forward_backward", "optimizer_step"))
     rows, C, V = 12, 8, 32
@@ -344,7 +344,7 @@ def test_bytes_count_what_must_move():
 
 
 def test_the_tied_embedding_has_two_writers_in_order():
-    model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, max_seq=6)
+    model = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=32, max_seq=6)
     store, programs = build(model, batch=2, seq=6, optimizer=lambda p: None)
     for t in store.of_role("gradient"):
         writers = [
@@ -357,7 +357,7 @@ def test_the_tied_embedding_has_two_writers_in_order():
 
 
 def test_dims_are_integers_with_the_name_of_their_scalar():
-    _, programs = build(ModelConfig(layers=1, heads=1, channels=4, vocab_size=5, max_seq=6), batch=2, seq=6)
+    _, programs = build(ModelConfig(layers=1, heads=1, d_model=4, vocab_size=5, max_seq=6), batch=2, seq=6)
     tokens = programs["eval"].named["tokens"]
     assert tokens.shape == (2, 6) and [d.name for d in tokens.dims] == ["batch", "seq"]
     assert isinstance(tokens.shape[0], Dim) and tokens.nbytes == 48

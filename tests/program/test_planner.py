@@ -39,7 +39,7 @@ def plan_of(store, programs) -> planner.Plan:
 @pytest.mark.parametrize("name", planned())
 def test_every_preset_fits_into_its_live_peak(name, recompute):
     config = preset(name)
-    for batch, seq in ((config.train.batch, config.train.seq), (1, 7), (3, 61)):
+    for batch, seq in ((config.train.micro_batch_size, config.train.seq), (1, 7), (3, 61)):
         store, programs = programs_of(config, batch, seq, recompute=recompute)
         begin = time.process_time()
         plan = plan_of(store, programs)
@@ -143,7 +143,7 @@ def test_poison_changes_nothing_in_a_right_plan():
 
 
 def test_poison_holds_for_the_whole_model():
-    model = ModelConfig(layers=2, heads=2, channels=16, vocab_size=19, max_seq=8, dropout=0.1)
+    model = ModelConfig(layers=2, heads=2, d_model=16, vocab_size=19, max_seq=8, dropout=0.1)
     results = []
     for poison in (False, True):
         config = replace(preset("default"), model=model, optim=OptimConfig())
@@ -167,8 +167,8 @@ def test_a_plan_beyond_the_limit_is_refused_with_the_arithmetic():
     check_fits(plan, what="shakespeare-char", limit=(plan.arena_bytes, "the limit"))
     with pytest.raises(
         UserError,
-        match=r"^train.batch 4 needs [\d.]+ MiB \(.*gradients [\d.]+.*\), the limit is 1.0 MiB$",
+        match=r"^train.micro_batch_size 4 needs [\d.]+ MiB \(.*gradients [\d.]+.*\), the limit is 1.0 MiB$",
     ):
-        check_fits(plan, what="train.batch 4", limit=(2**20, "the limit"))
+        check_fits(plan, what="train.micro_batch_size 4", limit=(2**20, "the limit"))
     available, source = memory_limit()
     assert available > 2**28 and source

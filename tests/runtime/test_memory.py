@@ -14,7 +14,9 @@ from barellm.runtime import cgroup, memory
 def test_a_session_beyond_the_limit_maps_nothing(monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1.5G")
     monkeypatch.setattr(mmap, "mmap", lambda *_: pytest.fail("mapped"))
-    config = overrides.changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.accumulate": 1})
+    config = overrides.changed(
+        preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.gradient_accumulation_steps": 1}
+    )
     with pytest.raises(UserError) as error, open_model(resolved(config, "cpu"), device="cpu"):
         pass
     text = str(error.value)

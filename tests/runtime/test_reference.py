@@ -16,7 +16,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 
-MODEL = ModelConfig(layers=2, heads=2, channels=12, vocab_size=17, max_seq=10)
+MODEL = ModelConfig(layers=2, heads=2, d_model=12, vocab_size=17, max_seq=10)
 
 
 def session_of(model=MODEL, *, batch=4, seq=8, recompute=False, compute="fp32", decode_batch=0, optim=None, **options):
@@ -58,7 +58,7 @@ def models(draw):
     return ModelConfig(
         layers=draw(st.integers(1, 3)),
         heads=heads,
-        channels=heads * draw(st.integers(1, 5)),
+        d_model=heads * draw(st.integers(1, 5)),
         vocab_size=vocab,
         padded_vocab=vocab + draw(st.integers(0, 3)),
         max_seq=draw(st.sampled_from([1, 2, 7, 11])),

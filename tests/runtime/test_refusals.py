@@ -19,7 +19,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 
-MODEL = ModelConfig(layers=1, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
+MODEL = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=11, padded_vocab=13, max_seq=6)
 SESSIONS = {"cpu": partial(CpuSession, threads=1), "reference": ReferenceSession}
 
 

@@ -72,7 +72,7 @@ def command(text, tmp_path):
             "2",
             "--seq",
             "8",
-            "--train.accumulate",
+            "--train.gradient_accumulation_steps",
             "2",
             "--train.checkpoint_every",
             "4",

@@ -118,7 +118,7 @@ def test_a_run_that_diverges_leaves_its_last_finite_weights(diverging, fake, com
 def test_a_run_that_diverges_keeps_its_checkpoints_from_before(diverging, fake, command, tmp_path, capsys, broken):
     """The last finite weights may be bad already, so they push out no checkpoint, and nothing is saved on the way to the end."""
     diverging(12, broken=broken)
-    assert main(command("run", "--steps", "40", "--train.checkpoint_every", "4", "--train.keep", "1")) == 2
+    assert main(command("run", "--steps", "40", "--train.checkpoint_every", "4", "--train.save_total_limit", "1")) == 2
     folder = tmp_path / "run/checkpoints"
     held = [checkpoint.step_of(path) for path in checkpoint.steps(folder)]
     end = capsys.readouterr().err.rstrip("\n").split("; ")[1:]
@@ -132,7 +132,7 @@ def test_a_run_that_diverges_keeps_its_checkpoints_from_before(diverging, fake, 
 def test_a_checkpoint_that_is_due_in_a_bad_moment_comes_after_it(fake, command, tmp_path):
     """fp16 skips an update now and then, and goes on."""
     not_finite(fake, {4, 5})
-    assert main(command("run", "--train.checkpoint_every", "4", "--train.keep", "9")) == 0
+    assert main(command("run", "--train.checkpoint_every", "4", "--train.save_total_limit", "9")) == 0
     steps = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert steps == [12, 8, 6]
 

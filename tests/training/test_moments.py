@@ -56,7 +56,7 @@ def test_moments_are_converted_between_formats(tmp_path):
 def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, command, monkeypatch, capsys, moments):
     """The real command on the CPU backend; and resumed with another format it goes on."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    small = ["--model.layers", "1", "--model.channels", "32", "--optim.moments", moments, "--train.sample_every", "0"]
+    small = ["--model.layers", "1", "--model.d_model", "32", "--optim.moments", moments, "--train.sample_every", "0"]
     assert main(command("whole", *small)) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     last = Path("checkpoints/step-000012")

@@ -106,7 +106,7 @@ def test_the_loop_gives_the_momentum_of_each_step(fake, command):
 
 def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, command, monkeypatch, capsys):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    small = ["--model.layers", "1", "--model.channels", "32", "--train.sample_every", "0", "--optim.name", "muon"]
+    small = ["--model.layers", "1", "--model.d_model", "32", "--train.sample_every", "0", "--optim.name", "muon"]
     small += ["--optim.normuon", "0.9", "--optim.momentum_warmup", "10"]
     assert main(command("whole", *small)) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -123,10 +123,10 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, c
     "wrong, message",
     [
         ({"name": "lion"}, "optim.name is 'lion', expected adamw, muon or speedrun"),
-        ({"iteration": "svd"}, "optim.iteration is 'svd', expected polar-express or jordan"),
+        ({"orthogonalization": "svd"}, "optim.orthogonalization is 'svd', expected polar-express or jordan"),
         ({"step_scale": "none"}, "optim.step_scale is 'none', expected jordan or moonshot"),
-        ({"turns": 6}, "optim.turns is 6, expected at most 5"),
-        ({"turns": 0}, "optim.turns is 0, expected at least 1"),
+        ({"ns_steps": 6}, "optim.ns_steps is 6, expected at most 5"),
+        ({"ns_steps": 0}, "optim.ns_steps is 0, expected at least 1"),
         ({"momentum": 1.0}, "optim.momentum is 1.0, expected 0 <= momentum < 1"),
         ({"normuon": -0.1}, "optim.normuon is -0.1, expected 0 <= normuon < 1"),
         ({"muon_lr": -1.0}, "optim.muon_lr is -1.0, expected at least 0"),

@@ -15,12 +15,12 @@ from tests.training.conftest import whole_and_resumed
 
 
 def train(**more) -> TrainConfig:
-    return TrainConfig(**({"batch": 3, "seq": 7, "accumulate": 9, "steps": 100} | more))
+    return TrainConfig(**({"micro_batch_size": 3, "seq": 7, "gradient_accumulation_steps": 9, "steps": 100} | more))
 
 
 @pytest.mark.parametrize("first, tokens", [(1, 1), (1, 2000), (4, 500), (9, 10), (8, 5000)])
 def test_the_micro_batches_are_the_line_rounded_down(first, tokens):
-    ramp, seen = Ramp(train(ramp_from=first, ramp_tokens=tokens)), 0
+    ramp, seen = Ramp(train(batch_rampup_from=first, batch_rampup_tokens=tokens)), 0
     for step in range(60):
         line = min(Fraction(9), first + Fraction((9 - first) * seen, tokens))
         assert ramp.count(step) == int(line)
@@ -30,7 +30,7 @@ def test_the_micro_batches_are_the_line_rounded_down(first, tokens):
 
 
 def test_a_ramp_that_no_run_ends_is_found_no_further_than_it_is_asked_for():
-    ramp = Ramp(train(ramp_from=1, ramp_tokens=10**15))
+    ramp = Ramp(train(batch_rampup_from=1, batch_rampup_tokens=10**15))
     assert (ramp.count(99), ramp.tokens(100)) == (1, 2100)
 
 
@@ -41,7 +41,14 @@ def test_without_a_ramp_every_step_is_full():
 
 
 # Micro-batches have 16 tokens: steps of 1, 1, 2, 3, 4, 5, 5 and so on.
-RAMP = ("--train.accumulate", "5", "--train.ramp_from", "1", "--train.ramp_tokens", "190")
+RAMP = (
+    "--train.gradient_accumulation_steps",
+    "5",
+    "--train.batch_rampup_from",
+    "1",
+    "--train.batch_rampup_tokens",
+    "190",
+)
 
 
 def test_a_run_sees_every_sample_once_and_the_loss_is_a_mean(fake, command, tmp_path):
@@ -69,8 +76,10 @@ def test_a_resumed_run_ends_with_the_same_bits(fake, command, tmp_path, at):
 
 def test_what_cannot_be_a_ramp_is_refused(refused):
     run = ("train", "shakespeare-char", "--data", "x")
-    assert "train.ramp_from is 2 and train.ramp_tokens 0, expected both" in refused(*run, "--train.ramp_from", "2")
-    rising = ("--train.ramp_tokens", "9", "--train.ramp_from")
-    assert "train.ramp_from 2 is above train.accumulate 1" in refused(*run, *rising, "2")
+    assert "train.batch_rampup_from is 2 and train.batch_rampup_tokens 0, expected both" in refused(
+        *run, "--train.batch_rampup_from", "2"
+    )
+    rising = ("--train.batch_rampup_tokens", "9", "--train.batch_rampup_from")
+    assert "train.batch_rampup_from 2 is above train.gradient_accumulation_steps 1" in refused(*run, *rising, "2")
     assert "expected train.minutes 0" in refused(*run, *rising, "1", "--minutes", "1")
-    assert "train.ramp_from is 1, and the runs of speedrun" in refused("train", "speedrun-small", *rising, "1")
+    assert "train.batch_rampup_from is 1, and the runs of speedrun" in refused("train", "speedrun-small", *rising, "1")

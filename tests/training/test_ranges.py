@@ -1,4 +1,4 @@
-"""Runs with --train.ranges: the same training to the bit, rows of the right steps, and one file of a run that was resumed."""
+"""Runs with --train.exponent_stats: bitwise the same training, rows of the right steps, and one file of a run that was resumed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from barellm.cli.main import main
 from barellm.training import metrics, ranges
 
 SIZES = (
-    *("--model.layers", "1", "--model.heads", "2", "--model.channels", "16", "--model.max_seq", "16", "--seq", "8"),
-    *("--batch", "2", "--train.accumulate", "2", "--train.eval_every", "0", "--train.eval_tokens", "64"),
+    *("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "8"),
+    *(
+        "--batch",
+        "2",
+        "--train.gradient_accumulation_steps",
+        "2",
+        "--train.eval_every",
+        "0",
+        "--train.eval_tokens",
+        "64",
+    ),
     *("--model.dropout", "0.1", "--model.bias", "true"),
 )
 
@@ -43,7 +52,7 @@ def test_a_run_is_the_same_to_the_bit_and_resumed_has_each_step_once(train, tmp_
 
     monkeypatch.setattr(ranges.Watch, "record", record)
     plain = train("plain", "--steps", "9")
-    assert train("watched", "--steps", "9", "--train.ranges", "4", "--train.checkpoint_every", "5") == plain
+    assert train("watched", "--steps", "9", "--train.exponent_stats", "4", "--train.checkpoint_every", "5") == plain
     rows = ranges.steps(tmp_path / "watched")
     assert [row["step"] for row in rows] == [1, 4, 8]
     check_row(rows[-1])
@@ -60,7 +69,7 @@ def test_a_run_is_the_same_to_the_bit_and_resumed_has_each_step_once(train, tmp_
     assert main(again) == 0
     assert file.read_bytes() == whole
     # It may be looked at more often, or no longer.
-    assert main([*again, "--steps", "12", "--train.ranges", "0"]) == 0
+    assert main([*again, "--steps", "12", "--train.exponent_stats", "0"]) == 0
     assert file.read_bytes() == whole
 
 

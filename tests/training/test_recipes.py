@@ -23,9 +23,9 @@ def test_the_table_is_what_a_preset_says(row):
     config = preset(name.strip("`"))
     train, optim, sizes = config.train, config.optim, config.model
     shape, _, dropout = model.partition("; dropout ")
-    assert [sizes.layers, sizes.heads, sizes.channels, sizes.max_seq] == [int(n) for n in shape.split(",")]
+    assert [sizes.layers, sizes.heads, sizes.d_model, sizes.max_seq] == [int(n) for n in shape.split(",")]
     assert sizes.dropout == float(dropout or 0) and train.seq == sizes.max_seq
-    assert train.batch * train.accumulate * train.seq == int(tokens.replace(",", ""))
+    assert train.micro_batch_size * train.gradient_accumulation_steps * train.seq == int(tokens.replace(",", ""))
     assert train.steps == int(steps.replace(",", ""))
     lr, last, warmup = (float(n) for n in rates.split(","))
     assert (optim.lr, optim.warmup, optim.schedule, optim.clip) == (lr, warmup, "cosine", 1.0)
@@ -36,9 +36,14 @@ def test_gpt3_has_the_limits_and_checkpoints_of_its_script():
     config = preset("gpt3-125m")
     assert (config.optim.skip_loss_z, config.optim.skip_norm_z) == (7.0, 7.0)
     train = config.train
-    assert (train.checkpoint_every, train.keep, train.milestones, train.eval_every) == (10000, 5, 50000, 250)
-    assert preset("build-nanogpt").train.milestones == preset("llmc-124m").train.milestones == 5000
-    assert not preset("gpt2-124m").optim.skips and not preset("gpt2-124m").train.milestones
+    assert (train.checkpoint_every, train.save_total_limit, train.keep_every, train.eval_every) == (
+        10000,
+        5,
+        50000,
+        250,
+    )
+    assert preset("build-nanogpt").train.keep_every == preset("llmc-124m").train.keep_every == 5000
+    assert not preset("gpt2-124m").optim.skips and not preset("gpt2-124m").train.keep_every
 
 
 def test_the_page_says_what_is_done_with_the_rates():

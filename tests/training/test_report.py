@@ -126,7 +126,7 @@ class Watched(Console):
 
 def test_micro_batches_are_counted_within_a_step(fake, command, capsys, monkeypatch):
     monkeypatch.setattr("barellm.training.console.Console", Watched)
-    assert main(command("run", "--train.accumulate", "3", "--steps", "4")) == 0
+    assert main(command("run", "--train.gradient_accumulation_steps", "3", "--steps", "4")) == 0
     out = capsys.readouterr().out
     assert [out.count(f"step     2/4  micro-batch {i} of 3\n") for i in (1, 2, 3)] == [1, 1, 0]
 
@@ -204,7 +204,7 @@ def test_the_end_of_a_run():
     ]
     assert found[6:] == [
         "next     barellm sample 'my runs/a' --prompt \"...\"",
-        "         barellm eval 'my runs/a' --data FILE --whole",
+        "         barellm eval 'my runs/a' --data FILE --split all",
         "         barellm train --out 'my runs/a' --resume --steps 24",
     ]
 

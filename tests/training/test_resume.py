@@ -202,7 +202,7 @@ def test_minutes_choose_the_steps_once(fake, command, tmp_path, monkeypatch, cap
     assert all((one / name).read_bytes() == (other / name).read_bytes() for name in TENSORS)
 
 
-WSD = ("--schedule", "wsd", "--optim.cooldown", "0.25")
+WSD = ("--schedule", "wsd", "--optim.decay_fraction", "0.25")
 
 
 def rates(fake) -> list[float]:
@@ -260,9 +260,12 @@ def test_a_cooldown_is_chosen_when_the_end_is(fake, command, tmp_path, capsys):
     assert main(command("run", *WSD, "--steps", "100000")) == 130
     fake.before_run = lambda entry: None
     assert rates(fake)[2:] == [1e-3] * 13
-    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20", "--optim.cooldown", "0.1"]) == 0
+    assert (
+        main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20", "--optim.decay_fraction", "0.1"])
+        == 0
+    )
     assert rates(fake) == pytest.approx([1e-3] * 3 + [5.5e-4, 1e-4])
-    assert checkpoint.read_meta(checkpoint.find(tmp_path / "run")[0])["config"]["optim"]["cooldown"] == 0.1
+    assert checkpoint.read_meta(checkpoint.find(tmp_path / "run")[0])["config"]["optim"]["decay_fraction"] == 0.1
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--schedule", "linear"]) == 2
     assert "optim.schedule is 'wsd' in" in capsys.readouterr().err

@@ -51,12 +51,12 @@ class Slow:
 
 
 def test_a_checkpoint_holds_its_own_step_however_far_the_training_is(fake, command, tmp_path, monkeypatch):
-    assert main(command("whole", "--train.keep", "9")) == 0
+    assert main(command("whole", "--train.save_total_limit", "9")) == 0
     fake.runs.clear()
     monkeypatch.setattr(snapshot, "available", lambda: 1 << 40)
     disk = Slow(fake, steps=2)
     monkeypatch.setattr(storage, "system", disk)
-    assert main(command("slow", "--train.keep", "9")) == 0
+    assert main(command("slow", "--train.save_total_limit", "9")) == 0
     assert disk.behind >= 2
     for step in (4, 8, 12):
         assert tensors_of(tmp_path / "slow", step) == tensors_of(tmp_path / "whole", step)
@@ -131,12 +131,22 @@ def test_a_mistake_in_the_writer_is_not_taken_for_a_failing_disk(fake, command, 
 
 
 def test_milestones_stay_and_the_others_rotate(fake, command, tmp_path):
-    how = ("--train.milestones", "5", "--train.checkpoint_every", "2", "--train.keep", "2", "--steps", "13")
+    how = ("--train.keep_every", "5", "--train.checkpoint_every", "2", "--train.save_total_limit", "2", "--steps", "13")
     assert main(command("run", *how)) == 0
     held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert held == [13, 12, 10, 5]
     # What a checkpoint was when it was made decides, not what a later session asks for.
-    how = ("--train.milestones", "0", "--train.checkpoint_every", "0", "--train.keep", "1", "--steps", "15", "--resume")
+    how = (
+        "--train.keep_every",
+        "0",
+        "--train.checkpoint_every",
+        "0",
+        "--train.save_total_limit",
+        "1",
+        "--steps",
+        "15",
+        "--resume",
+    )
     assert main(command("run", *how)) == 0
     held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert held == [15, 10, 5]
@@ -192,7 +202,7 @@ def test_sigterm_inside_a_step_that_does_not_end_saves_the_last_whole_one(fake, 
 
     fake.before_run = hang
     begin = time.monotonic()
-    status = in_child(lambda: main(command("run", "--train.grace", "0.6")))
+    status = in_child(lambda: main(command("run", "--train.signal_grace_period", "0.6")))
     assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000005"
     fake.before_run = lambda entry: None
@@ -222,7 +232,7 @@ def test_what_does_not_end_does_not_prolong_the_grace(fake, command, tmp_path, e
 
     fake.before_run = hang
     begin = time.monotonic()
-    status = in_child(lambda: main(command("run", "--train.grace", "0.4")))
+    status = in_child(lambda: main(command("run", "--train.signal_grace_period", "0.4")))
     assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000004"
 
@@ -245,7 +255,7 @@ def test_a_tracker_that_hangs_at_the_end_does_not_prolong_the_grace(fake, comman
 
     fake.before_run = stop
     begin = time.monotonic()
-    status = in_child(lambda: main(command("run", "--train.grace", "0.4")))
+    status = in_child(lambda: main(command("run", "--train.signal_grace_period", "0.4")))
     assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
     held = f"{tmp_path / 'run/checkpoints/step-000006'} holds its last step"
     assert f"the grace period of 0.4 s is over, and the run is ended: {held}" in capfd.readouterr().out
@@ -257,7 +267,7 @@ def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, caps
             os.kill(os.getpid(), signal.SIGTERM)
 
     fake.before_run = stop
-    assert main(command("run", "--train.grace", "5")) == 143
+    assert main(command("run", "--train.signal_grace_period", "5")) == 143
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"
     assert "stopped after step 6; go on with" in capsys.readouterr().out
 
@@ -273,24 +283,24 @@ def test_a_run_goes_on_where_an_old_checkpoint_cannot_be_removed(fake, command, 
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(storage, "system", Busy())
-    assert main(command("run", "--train.keep", "1")) == 0
+    assert main(command("run", "--train.save_total_limit", "1")) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "is not removed" in line]
     assert len(said) == len(set(said)) and sum("/step-000004 is not removed" in line for line in said) == 1
     assert any("/step-000008 is not removed" in line for line in said)
     monkeypatch.setattr(storage, "system", os)
-    assert main(command("run", "--resume", "--train.keep", "1", "--steps", "13")) == 0
+    assert main(command("run", "--resume", "--train.save_total_limit", "1", "--steps", "13")) == 0
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000013"]
 
 
 @pytest.mark.parametrize("loss", [3.0, None])
 def test_a_run_that_was_killed_behind_its_last_checkpoint_removes_the_ones_before(fake, command, tmp_path, loss):
     """Not where the last step was not finite: they may be the last good ones."""
-    assert main(command("run", "--train.keep", "9")) == 0
+    assert main(command("run", "--train.save_total_limit", "9")) == 0
     path, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints"
     before, rows = sorted(folder.iterdir()), metrics.read(path)
     [row for row in rows if row["kind"] == "train"][-1]["loss"] = loss
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert len(before) > 1 and main(command("run", "--resume", "--train.keep", "1")) == 0
+    assert len(before) > 1 and main(command("run", "--resume", "--train.save_total_limit", "1")) == 0
     assert sorted(folder.iterdir()) == (before if loss is None else before[-1:])
 
 

@@ -35,33 +35,33 @@ def drawn(total: int, warmup: int, falling: int) -> list[Fraction]:
     return (up + [Fraction(1)] * (total - len(up) - len(down)) + down)[:total]
 
 
-@pytest.mark.parametrize("cooldown", [Fraction(0), Fraction(1, 10), Fraction(1, 5), Fraction(1, 2), Fraction(1)])
-def test_straight_schedules_are_as_drawn_for_every_short_run(cooldown):
+@pytest.mark.parametrize("decay_fraction", [Fraction(0), Fraction(1, 10), Fraction(1, 5), Fraction(1, 2), Fraction(1)])
+def test_straight_schedules_are_as_drawn_for_every_short_run(decay_fraction):
     """Every total up to 24 with every warmup, also one that is longer than the run."""
     for total in range(1, 25):
         for warmup in range(total + 3):
             most = max(0, total - 1 - warmup)
-            lengths = {"constant": 0, "linear": most, "wsd": min(most, round(float(cooldown) * total))}
+            lengths = {"constant": 0, "linear": most, "wsd": min(most, round(float(decay_fraction) * total))}
             for schedule, falling in lengths.items():
-                optim = optimizer(schedule, warmup=warmup, cooldown=float(cooldown))
+                optim = optimizer(schedule, warmup=warmup, decay_fraction=float(decay_fraction))
                 want = [float(x) for x in drawn(total, warmup, falling)]
                 assert rates(total, total, optim) == pytest.approx(want, abs=1e-15), (schedule, total, warmup)
 
 
 def test_a_run_of_ten_steps_in_numbers():
-    assert rates(10, 12, optimizer("wsd", warmup=1, cooldown=0.3)) == [0.5, *[1] * 6, 0.75, 0.5, 0.25, 0.25, 0.25]
+    assert rates(10, 12, optimizer("wsd", warmup=1, decay_fraction=0.3)) == [0.5, *[1] * 6, 0.75, 0.5, 0.25, 0.25, 0.25]
     assert rates(5, 6, optimizer("linear", warmup=1)) == [0.5, 1, 0.75, 0.5, 0.25, 0.25]
     assert rates(3, 5, optimizer("constant", warmup=1)) == [0.5, 1, 1, 1, 1]
 
 
-def test_a_cooldown_of_the_whole_run_is_the_line():
+def test_a_decay_of_the_whole_run_is_the_line():
     for total in range(1, 40):
-        assert rates(total, total, optimizer("wsd", cooldown=1.0)) == rates(total, total, optimizer("linear"))
+        assert rates(total, total, optimizer("wsd", decay_fraction=1.0)) == rates(total, total, optimizer("linear"))
 
 
 def test_the_constant_part_does_not_know_how_long_the_run_is():
     """To the bit: this is what lets a run be made longer. 0.1 and 0.03 are no sums of powers of two."""
-    optim = optimizer("wsd", lr=0.1, min_lr=0.03, warmup=7, cooldown=0.2)
+    optim = optimizer("wsd", lr=0.1, min_lr=0.03, warmup=7, decay_fraction=0.2)
     for total in range(10, 100):
         stable = total - round(0.2 * total)
         for longer in (total + 1, 2 * total, None):

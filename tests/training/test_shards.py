@@ -32,7 +32,7 @@ def test_without_the_vocabulary_a_run_ends_with_its_result_and_no_samples(fake, 
     monkeypatch.delenv("BARELLM_GPT2_VOCAB", raising=False)
     monkeypatch.setattr(gpt2, "_download", offline)
     out = tmp_path / "run"
-    sizes = ["--batch", "2", "--seq", "8", "--steps", "4", "--train.accumulate", "3"]
+    sizes = ["--batch", "2", "--seq", "8", "--steps", "4", "--train.gradient_accumulation_steps", "3"]
     looks = ["--train.sample_every", "2", "--train.eval_every", "2", "--train.eval_tokens", "64"]
     status = main(["train", "gpt2-124m", "--data", str(shards), "--out", str(out), *sizes, *looks])
     said = capsys.readouterr()

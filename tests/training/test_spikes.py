@@ -78,7 +78,7 @@ OPTIM = {"lr": 0.01, "min_lr": 0.001, "clip": 0.5}
 
 
 def test_the_norm_in_a_program_of_its_own_changes_no_bit():
-    model = Config(layers=1, heads=1, channels=8, vocab_size=11, max_seq=4)
+    model = Config(layers=1, heads=1, d_model=8, vocab_size=11, max_seq=4)
     results = []
     for optim in (OptimConfig(**OPTIM), OptimConfig(**OPTIM, skip_norm_z=5.0)):
         append = updates(optim, "h.*")

@@ -85,7 +85,7 @@ int barellm_write(barellm *session, const char *name, const float *values, size_
 
 /* A checkpoint folder of barellm's own format, which `barellm train --resume` reads, and the other way round. Saving writes
  * FOLDER/step-NNNNNN, whole and on the disk or not at all, also where a damaged one has its name. It removes what unfinished saves
- * left, and older checkpoints as train.keep and train.milestones of the run say, unless the last step's loss or norm was not finite.
+ * left, and older checkpoints as train.save_total_limit and train.keep_every of the run say, unless the last step's loss or norm was not finite.
  * -2 where the disk is full. Loading takes such a folder and checks its sizes and checksums: -2 where it is damaged. */
 int barellm_save(barellm *session, const char *folder, double seconds);
 int barellm_load(barellm *session, const char *path);
