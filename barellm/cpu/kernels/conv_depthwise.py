@@ -53,19 +53,19 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Bloc
     columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
     max_tile_m = 4 if gradient or isa.registers < 32 else 8
     tile_m = ceil_div(P, ceil_div(P, max_tile_m))
-    line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], height(geometry))
+    line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], window_height(geometry))
     tiles = min(max(1, LINE_BYTES // (line * tile_m)), ceil_div(P, tile_m))
     return Blocking(ceil_div(ceil_div(P, tile_m), ceil_div(ceil_div(P, tile_m), tiles)) * tile_m, columns, tile_m)
 
 
-def height(geometry: ConvGeometry) -> int:
+def window_height(geometry: ConvGeometry) -> int:
     """Lines of x from the first to the last that one output line sees."""
     return max(geometry.row_offsets) - min(geometry.row_offsets) + 1
 
 
 def input_lines(geometry: ConvGeometry, blocking: Blocking) -> int:
     """Lines of x that a block sees."""
-    return (blocking.lines - 1) * geometry.stride[0] + height(geometry)
+    return (blocking.lines - 1) * geometry.stride[0] + window_height(geometry)
 
 
 def scratch_nbytes(isa: ISA, geometry: ConvGeometry, blocking: Blocking, sums: int) -> int:
@@ -92,7 +92,7 @@ class LineBlock:
         self.column = k.int(column)
         self.num_lines, self.columns = k.min(P - self.line, b.lines), k.min(Q - self.column, b.columns)
         first = self.line * self.geometry.stride[0] + min(self.geometry.row_offsets)
-        with k.loop(0, (self.num_lines - 1) * self.geometry.stride[0] + height(self.geometry)) as i:
+        with k.loop(0, (self.num_lines - 1) * self.geometry.stride[0] + window_height(self.geometry)) as i:
             self.lines.fill(i, plane * (H * W), first + i, column)
 
     def tiles(self) -> Iterator[tuple[Value, int, Value, Any]]:
@@ -100,9 +100,8 @@ class LineBlock:
         are an int where they are known: a full vector, or the line's tail."""
         k, tile_m = self.k, self.blocking.tile_m
         full_lines, full_columns = self.num_lines - self.num_lines % tile_m, self.columns & -k.lanes
-        for begin, end, lines in ((k.int(0), full_lines, tile_m), (full_lines, self.num_lines, 1))[
-            : 1 if tile_m == 1 else 2
-        ]:
+        kinds = ((k.int(0), full_lines, tile_m), (full_lines, self.num_lines, 1))[: 1 if tile_m == 1 else 2]
+        for begin, end, lines in kinds:
             with k.loop(begin, end, lines) as line:
                 with k.loop(0, full_columns, k.lanes) as j:
                     yield line, lines, j, k.lanes

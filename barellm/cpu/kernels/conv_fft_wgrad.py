@@ -98,8 +98,5 @@ def append_fft_wgrad(
         sizes = {"rows": rows, "columns": columns, "positions": planes, "outputs": outputs, **images}
         tensors = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}
         c.call(winograd_wgrad_gemm, tensors, sizes, writes="products")
-    flip = geometry.row_offsets[:2] != tuple(sorted(geometry.row_offsets[:2])) or geometry.column_offsets[:2] != tuple(
-        sorted(geometry.column_offsets[:2])
-    )
-    sizes = {"size": groups * rows * columns, "F": F, "R": R, "S": S, "flip": flip, "mode": mode}
+    sizes = {"size": groups * rows * columns, "F": F, "R": R, "S": S, "flip": geometry.flipped, "mode": mode}
     c.call(fft_wgrad_output, {"dw": dw, "products": products}, sizes, writes="dw")

@@ -45,15 +45,9 @@ def geometry_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> ConvGeo
 
 
 def winograd_tile(
-    isa: ISA,
-    which: str,
-    algorithm: str,
-    geometry: ConvGeometry,
-    target: OutputMap,
-    rows: int,
-    images: int,
+    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int,
     bf16: Bf16MicroKernel | None,
-) -> int:
+) -> int:  # fmt: skip
     """The m of Winograd's m x m tiles for a pass of a convolution, 0 for the direct algorithm. With "auto" the cost model selects
     it; `bf16`: the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
     is_supported = len(geometry.row_offsets) == len(geometry.column_offsets) == 3 and is_plain(geometry, target)
@@ -89,124 +83,67 @@ def append_conv(
     target: OutputMap, mode: str, transposed: bool = False, taps: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """One convolution of x. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is
-    read with input and output channels exchanged, as dgrad does. `taps`: the taps of w that are used."""
-    flip = geometry.row_offsets[:2] != tuple(sorted(geometry.row_offsets[:2])) or geometry.column_offsets[:2] != tuple(
-        sorted(geometry.column_offsets[:2])
-    )
-    options: dict[str, Any] = {
-        "size": target.size,
-        "groups": groups,
-        "rows": rows,
-        "transposed": transposed,
-        "flip": flip,
-        "mode": mode,
-    }
-    if algorithm in ("auto", "direct") and conv_depthwise.is_supported(geometry, rows):
-        append_depthwise(c, out=out, a=a(), x=x, groups=groups, rows=rows, geometry=geometry, target=target, mode=mode)
-        return
+    read with input and output channels exchanged, as dgrad does. `taps`: the elements of w that are used."""
     is_direct = algorithm in ("auto", "direct")
+    sizes: dict[str, Any] = {"groups": groups, "geometry": geometry, "target": target, "mode": mode, **images_of(x)}
+    if is_direct and conv_depthwise.is_supported(geometry, rows):
+        append_depthwise(c, out, a(), x, rows=rows, **sizes)
+        return
     bf16 = conv_algorithm.select_fprop_bf16(c.isa, x.dtype, geometry, rows) if is_direct else None
     images, which = int(x.shape[0]), "dx" if transposed else "forward"
+    tiled: dict[str, Any] = {
+        "out": out, "w": w, "x": x, "size": target.size, "groups": groups, "rows": rows, "transposed": transposed,
+        "geometry": geometry, "flip": geometry.flipped, "mode": mode, **images_of(x),
+    }  # fmt: skip
     use_fft = (
         algorithm == "auto" and bf16 is None and select_fft(c.isa, "images", geometry, target, rows, images, groups)
     )
     if algorithm == "fft" or use_fft:
-        append_fft(c, out=out, w=w, x=x, geometry=geometry, **options, **images_of(x))
-        return
-    if m := winograd_tile(c.isa, which, algorithm, geometry, target, rows, images, bf16):
-        offset = min(geometry.row_offsets), min(geometry.column_offsets)
-        append_winograd(c, m=m, out=out, w=w, x=x, geometry=geometry, offset=offset, **options, **images_of(x))
-        return
-    if bf16:
-        append_bf16(
-            c,
-            bf16,
-            out=out,
-            w=w,
-            x=x,
-            groups=groups,
-            rows=rows,
-            geometry=geometry,
-            target=target,
-            mode=mode,
-            transposed=transposed,
-            taps=taps,
-        )
-        return
-    append_direct(c, out=out, a=a(), x=x, groups=groups, rows=rows, geometry=geometry, target=target, mode=mode)
+        append_fft(c, **tiled)
+    elif m := winograd_tile(c.isa, which, algorithm, geometry, target, rows, images, bf16):
+        append_winograd(c, m=m, offset=(min(geometry.row_offsets), min(geometry.column_offsets)), **tiled)
+    elif bf16:
+        append_bf16(c, bf16, out, w, x, rows=rows, taps=taps, transposed=transposed, **sizes)
+    else:
+        append_direct(c, out, a(), x, rows=rows, **sizes)
 
 
 def append_bf16(
-    c: Lowering, bf16: Bf16MicroKernel, *, out: Any, w: Tensor, x: Tensor, groups: int, rows: int, geometry: ConvGeometry,
-    target: OutputMap, mode: str, taps: tuple[int, ...], transposed: bool,
+    c: Lowering, bf16: Bf16MicroKernel, out: Any, w: Tensor, x: Tensor, *, groups: int, rows: int, geometry: ConvGeometry,
+    target: OutputMap, taps: tuple[int, ...], transposed: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     """The direct algorithm in bf16, with filters that are rounded to bf16."""
     blocking = conv_implicit_gemm_bf16.select_blocking(
         c.isa, bf16.tile, bf16.use_amx, geometry, rows, int(x.shape[0]), groups, c.threads
     )
     size = int(w.shape[2]) * int(w.shape[3])
-    taps = taps or tuple(range(size))
-    packing = FilterPacking(
-        groups, geometry.channels, rows, size, taps, blocking.pairs, blocking.tile.span(c.isa), transposed
-    )
-    layout = conv_implicit_gemm_bf16.ScratchLayout(
-        c.isa, geometry, blocking, dense=target == OutputMap(geometry.output_size)
-    )
+    tile_n, taps = blocking.tile.span(c.isa), taps or tuple(range(size))
+    packing = FilterPacking(groups, geometry.channels, rows, size, taps, blocking.pairs, tile_n, transposed)
+    dense = target == OutputMap(geometry.output_size)
+    layout = conv_implicit_gemm_bf16.ScratchLayout(c.isa, geometry, blocking, dense=dense)
     c.private(max(layout.nbytes, packing.scratch_nbytes(c.isa)))
     a = part(c.scratch("filters", packing.nbytes)), "bf16"
     c.call(pack_filters, {"a": a, "w": w}, {"packing": packing}, writes="a")
-    sizes = {
-        "groups": groups,
-        "columns": rows,
-        "geometry": geometry,
-        "target": target,
-        "blocking": blocking,
-        "mode": mode,
-    }
-    c.call(
-        conv_implicit_gemm_bf16.conv_implicit_gemm_bf16,
-        {"out": out, "a": a, "x": x},
-        {**images_of(x), **sizes},
-        writes="out",
-    )
+    sizes |= {"groups": groups, "columns": rows, "geometry": geometry, "target": target, "blocking": blocking}
+    c.call(conv_implicit_gemm_bf16.conv_implicit_gemm_bf16, {"out": out, "a": a, "x": x}, sizes, writes="out")
 
 
-def append_depthwise(
-    c: Lowering,
-    *,
-    out: Any,
-    a: Any,
-    x: Tensor,
-    groups: int,
-    rows: int,
-    geometry: ConvGeometry,
-    target: OutputMap,
-    mode: str,
-) -> None:
+def append_depthwise(c: Lowering, out: Any, a: Any, x: Tensor, *, geometry: ConvGeometry, **sizes: Any) -> None:
     """A depthwise convolution: each group has one channel of x."""
     blocking = conv_depthwise.select_blocking(c.isa, geometry, gradient=False)
     c.private(conv_depthwise.scratch_nbytes(c.isa, geometry, blocking, 1))
-    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "target": target, "blocking": blocking, "mode": mode}
-    c.call(conv_depthwise.conv_depthwise, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
+    sizes |= {"geometry": geometry, "blocking": blocking}
+    c.call(conv_depthwise.conv_depthwise, {"out": out, "a": a, "x": x}, sizes, writes="out")
 
 
 def append_direct(
-    c: Lowering,
-    *,
-    out: Any,
-    a: Any,
-    x: Tensor,
-    groups: int,
-    rows: int,
-    geometry: ConvGeometry,
-    target: OutputMap,
-    mode: str,
+    c: Lowering, out: Any, a: Any, x: Tensor, *, groups: int, rows: int, geometry: ConvGeometry, **sizes: Any
 ) -> None:
     """The direct algorithm in fp32, with filters `a`."""
     blocking = conv_implicit_gemm.select_blocking(c.isa, geometry, rows, int(x.shape[0]), groups, c.threads)
     c.private(conv_implicit_gemm.ScratchLayout(c.isa, geometry, blocking, rows).nbytes)
-    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "target": target, "blocking": blocking, "mode": mode}
-    c.call(conv_implicit_gemm.conv_implicit_gemm, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
+    sizes |= {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking}
+    c.call(conv_implicit_gemm.conv_implicit_gemm, {"out": out, "a": a, "x": x}, sizes, writes="out")
 
 
 def filters_to_fp32(k: KernelBuilder, y, x, *, width: int) -> None:

@@ -42,6 +42,11 @@ class ConvGeometry:
         return len(self.row_offsets) * len(self.column_offsets)
 
     @property
+    def flipped(self) -> bool:
+        """Whether the filter is read from its end."""
+        return any(offsets[:2] != tuple(sorted(offsets[:2])) for offsets in (self.row_offsets, self.column_offsets))
+
+    @property
     def first_column(self) -> int:
         """The input column at which the line of a block from output column 0 on begins."""
         return min(self.column_offsets, default=0)

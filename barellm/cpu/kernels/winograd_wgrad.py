@@ -121,6 +121,5 @@ def append_winograd_wgrad(
         sizes = {"rows": rows, "columns": columns, "positions": n * n, "outputs": outputs, **images}
         operands = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}
         c.call(winograd_wgrad_gemm, operands, sizes, writes="products")
-    flip = geometry.row_offsets[0] > geometry.row_offsets[1]
-    sizes = {"size": groups * rows * columns, "m": m, "flip": flip, "mode": mode}
+    sizes = {"size": groups * rows * columns, "m": m, "flip": geometry.flipped, "mode": mode}
     c.call(winograd_wgrad_output, {"dw": dw, "products": products}, sizes, writes="dw")
