@@ -15,8 +15,8 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from barellm.cpu.isa import host
-from barellm.cpu.kernels.conv_choice import COSTS, PAIRS, tile_for
-from barellm.cpu.kernels.winograd import tile_of_products
+from barellm.cpu.kernels.conv_algorithm import BF16_COSTS, FP32_COSTS, select_winograd_tile
+from barellm.cpu.kernels.winograd import gemm_tile
 from benchmarks.convolution import ALGORITHMS, LAYERS, PASSES
 
 TITLES = {"forward": "forward", "dx": "input's gradient", "dw": "filters' gradient"}
@@ -36,9 +36,11 @@ def taken(row: dict[str, Any], dtype: str) -> str:
     if layer.groups == layer.C:
         return "direct"
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
-    span = tile_of_products(host()).nr(host())
-    costs = PAIRS if dtype == "bf16" and host().dot else COSTS
-    m = tile_for(costs[which], C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), span)
+    tile_n = gemm_tile(host()).nr(host())
+    costs = BF16_COSTS if dtype == "bf16" and host().dot else FP32_COSTS
+    m = select_winograd_tile(
+        costs[which], C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), tile_n
+    )
     return f"winograd{m}" if m else "direct"
 
 

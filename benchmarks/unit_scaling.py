@@ -41,19 +41,24 @@ FORMATS = ("e4m3", "e5m2")
 def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> float:
     """Nats per token of the whole validation part after a run, which looks at its first and its last step where `rows` is given."""
     t = config.train
-    with open_model(
-        replace(config, train=replace(t, exponent_stats=t.steps if rows else 0)), device="cpu"
-    ) as compiled:
+    with open_model(replace(config, train=replace(t, exponent_stats=t.steps if rows else 0)), device="cpu") as compiled:
         session, steps = compiled.session, course(config)
         compiled.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
         watch = rows and ranges.Watch(rows, compiled, every=t.steps)
         for index in range(t.steps):
             plan = steps.step(index, t.steps)
-            for name, array in zip(("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True):
+            for name, array in zip(
+                ("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True
+            ):
                 session.write(name, array)
             due = watch is not None and watch.due(index + 1)
-            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
+            scalars = {
+                "seed": seed,
+                "step": index + 1,
+                "sample": index * t.micro_batch_size,
+                "inv_targets": plan.inv_targets,
+            }
             session.run(
                 "forward_backward_stats" if due else "forward_backward",
                 batch=t.micro_batch_size,

@@ -196,7 +196,10 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
         programs = build_programs(config)
         stored = sum(t.size for t in programs["init"].store.of_role("parameter"))
         assert count == pytest.approx(stored, rel=0.04), name
-        step = programs["forward_backward"].flops * config.train.gradient_accumulation_steps + programs["optimizer_step"].flops
+        step = (
+            programs["forward_backward"].flops * config.train.gradient_accumulation_steps
+            + programs["optimizer_step"].flops
+        )
         assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 

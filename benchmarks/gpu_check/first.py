@@ -135,7 +135,9 @@ def hoppers(parts: int = 1) -> Iterator[None]:
         yield
 
 
-def product(scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> GemmProblem:
+def product(
+    scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = ""
+) -> GemmProblem:
     """Hopper's kernel does it, or on another card Triton's. In a rehearsal a quarter of each size: the interpreter takes a second
     for what a GPU does in a microsecond."""
     kernel = "hopper" if target.hopper else "triton"

@@ -108,7 +108,9 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
 def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     text.write_text(text.read_text() * 20)
-    process = started("runs forward_backward", *LONG_STEP, "--train.signal_grace_period", "1", program=("-c", TELLS_WHEN_IT_RUNS))
+    process = started(
+        "runs forward_backward", *LONG_STEP, "--train.signal_grace_period", "1", program=("-c", TELLS_WHEN_IT_RUNS)
+    )
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143

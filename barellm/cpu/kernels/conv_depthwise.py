@@ -1,8 +1,8 @@
-"""Convolutions whose groups have one channel of x each ("depthwise"), and the gradients of their filters.
+"""Depthwise convolutions, whose groups have one channel of x each, and the gradients of their filters.
 
-A pixel is multiplied by as many numbers as its few filters have elements, so a matrix product would spend its time on making its
-operand. Here a thread copies the lines that some lines of the output see to its first cache, with what lies beyond the image filled
-in. Lanes are pixels of a line. A vector of them is loaded once for all lines of the output that see it, and sums stay in registers.
+The arithmetic intensity is too low for a GEMM: it would spend its time on im2col. Here a work item is some output lines of one
+channel; the thread copies the input lines that these see to its scratch (L1) with the padding filled in (im2col.py). Lanes are
+pixels of a line. A vector of them is loaded once for all output lines of a register tile that see it, and sums stay in registers.
 """
 
 from __future__ import annotations
@@ -13,105 +13,111 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.conv_lines import Grid, Lines
-from barellm.cpu.kernels.conv_product import Target
+from barellm.cpu.kernels.conv_implicit_gemm import OutputMap
+from barellm.cpu.kernels.im2col import ConvGeometry, LineBuffer
 from barellm.cpu.kernels.loops import added, put_added
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
-MOST_FILTERS = 3  # of a channel: a product is faster with more of them
-MOST_COLUMNS = 64  # of a filter: they are unrolled
-UNROLLED = 400  # multiply-adds of a tile that are written without a loop over the filter's rows
-LONGEST = 1024  # outputs of a line that is not cut into pieces
-SCRATCH = 20 << 10  # bytes of lines, about: they stay in the first cache
-GRAIN = 1 << 16  # multiply-adds of a claim, about
+MAX_FILTERS = 3  # of a channel: an implicit GEMM is faster with more of them
+MAX_FILTER_COLUMNS = 64  # they are unrolled
+MAX_UNROLLED = 400  # multiply-adds of a tile that are unrolled over the filter's rows too
+MAX_COLUMNS = 1024  # outputs of a line that is one block
+LINE_BYTES = 20 << 10  # of lines, about: they stay in L1
+GRAIN = 1 << 16  # multiply-adds of a work item, about
 
 
-def suits(grid: Grid, filters: int) -> bool:
-    """Whether these kernels do convolutions with so many filters for each group."""
-    return grid.channels == 1 and filters <= MOST_FILTERS and 0 < len(grid.columns) <= MOST_COLUMNS and bool(grid.rows)
+def is_supported(geometry: ConvGeometry, filters: int) -> bool:
+    """Whether these kernels do convolutions with so many filters per group."""
+    return (
+        geometry.channels == 1
+        and filters <= MAX_FILTERS
+        and 0 < len(geometry.column_offsets) <= MAX_FILTER_COLUMNS
+        and bool(geometry.row_offsets)
+    )
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A turn has `lines` lines of the output, or pieces of `columns` columns of them; a tile has `tall` of these lines."""
+class Blocking:
+    """A block has `lines` lines of the output, or `columns` columns of them; a register tile has `tile_m` of these lines."""
 
     lines: int
     columns: int
-    tall: int
+    tile_m: int
 
 
-def blocks_of(isa: ISA, grid: Grid, *, gradient: bool) -> Blocks:
-    """Tiles whose sums, or of the filters' `gradient` whose lines of dy, fit into the registers beside the rest; and turns whose
-    lines fit into the first cache."""
-    P, Q = grid.outputs
-    columns = Q if Q <= LONGEST else LONGEST
-    most = 4 if gradient or isa.registers < 32 else 8
-    tall = ceil_div(P, ceil_div(P, most))
-    line = 4 * grid.pitch(columns, isa.lanes) * min(grid.stride[0], height(grid))
-    tiles = min(max(1, SCRATCH // (line * tall)), ceil_div(P, tall))
-    return Blocks(ceil_div(ceil_div(P, tall), ceil_div(ceil_div(P, tall), tiles)) * tall, columns, tall)
+def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Blocking:
+    """Register tiles whose sums, or of the filters' `gradient` whose vectors of dy, fit into the registers; blocks whose lines fit
+    into L1."""
+    P, Q = geometry.output_size
+    columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
+    max_tile_m = 4 if gradient or isa.registers < 32 else 8
+    tile_m = ceil_div(P, ceil_div(P, max_tile_m))
+    line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], window_height(geometry))
+    tiles = min(max(1, LINE_BYTES // (line * tile_m)), ceil_div(P, tile_m))
+    return Blocking(ceil_div(ceil_div(P, tile_m), ceil_div(ceil_div(P, tile_m), tiles)) * tile_m, columns, tile_m)
 
 
-def height(grid: Grid) -> int:
-    """Lines of x from the first to the last that one line of the output sees."""
-    return max(grid.rows) - min(grid.rows) + 1
+def window_height(geometry: ConvGeometry) -> int:
+    """Lines of x from the first to the last that one output line sees."""
+    return max(geometry.row_offsets) - min(geometry.row_offsets) + 1
 
 
-def lines_of(grid: Grid, blocks: Blocks) -> int:
-    """Lines of x that a turn sees."""
-    return (blocks.lines - 1) * grid.stride[0] + height(grid)
+def input_lines(geometry: ConvGeometry, blocking: Blocking) -> int:
+    """Lines of x that a block sees."""
+    return (blocking.lines - 1) * geometry.stride[0] + window_height(geometry)
 
 
-def nbytes(isa: ISA, grid: Grid, blocks: Blocks, sums: int) -> int:
-    """Bytes of a thread's scratch: the lines of a turn, and behind them `sums` vectors."""
-    return 4 * (lines_of(grid, blocks) * grid.pitch(blocks.columns, isa.lanes) + sums * isa.lanes)
+def scratch_nbytes(isa: ISA, geometry: ConvGeometry, blocking: Blocking, sums: int) -> int:
+    """Bytes of a thread's scratch: the lines of a block, and behind them `sums` vectors."""
+    return 4 * (input_lines(geometry, blocking) * geometry.pitch(blocking.columns, isa.lanes) + sums * isa.lanes)
 
 
-class Turn:
-    """What some lines of the output see of one channel of one image, and the tiles that these lines are cut into."""
+class LineBlock:
+    """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
 
-    def __init__(self, k: KernelBuilder, x: Pointer, grid: Grid, blocks: Blocks) -> None:
-        self.k, self.grid, self.blocks = k, grid, blocks
-        self.lines = Lines(k, grid, x, k.thread_scratch(), blocks.columns)
-        self.behind = self.lines.at.at(lines_of(grid, blocks) * self.lines.pitch)
-        self.blocks_of_lines, self.pieces = (
-            ceil_div(n, m) for n, m in zip(grid.outputs, (blocks.lines, blocks.columns), strict=True)
+    def __init__(self, k: KernelBuilder, x: Pointer, geometry: ConvGeometry, blocking: Blocking) -> None:
+        self.k, self.geometry, self.blocking = k, geometry, blocking
+        self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
+        self.sums = self.lines.at.at(input_lines(geometry, blocking) * self.lines.pitch)
+        self.line_blocks, self.column_blocks = (
+            ceil_div(n, m) for n, m in zip(geometry.output_size, (blocking.lines, blocking.columns), strict=True)
         )
 
-    def begin(self, plane: Value, number: Value) -> None:
-        """Turn `number` of the image's channel `plane`."""
-        k, b, (P, Q), (H, W) = self.k, self.blocks, self.grid.outputs, self.grid.size
-        self.line = number // self.pieces * b.lines
-        column = number % self.pieces * b.columns if self.pieces > 1 else 0
+    def load_lines(self, plane: Value, number: Value) -> None:
+        """Load block `number` of the image's channel `plane`."""
+        k, b, (P, Q), (H, W) = self.k, self.blocking, self.geometry.output_size, self.geometry.input_size
+        self.line = number // self.column_blocks * b.lines
+        column = number % self.column_blocks * b.columns if self.column_blocks > 1 else 0
         self.column = k.int(column)
-        self.many, self.columns = k.min(P - self.line, b.lines), k.min(Q - self.column, b.columns)
-        first = self.line * self.grid.stride[0] + min(self.grid.rows)
-        with k.loop(0, (self.many - 1) * self.grid.stride[0] + height(self.grid)) as i:
+        self.num_lines, self.columns = k.min(P - self.line, b.lines), k.min(Q - self.column, b.columns)
+        first = self.line * self.geometry.stride[0] + min(self.geometry.row_offsets)
+        with k.loop(0, (self.num_lines - 1) * self.geometry.stride[0] + window_height(self.geometry)) as i:
             self.lines.fill(i, plane * (H * W), first + i, column)
 
     def tiles(self) -> Iterator[tuple[Value, int, Value, Any]]:
-        """(the first line, how many lines, the first column, how many columns) of each kind of tile, within loops over all of that
-        kind. A whole vector of columns, or what is left of the line, is an int where it is known."""
-        k, tall = self.k, self.blocks.tall
-        whole, full = self.many - self.many % tall, self.columns & -k.lanes
-        for begin, end, lines in ((k.int(0), whole, tall), (whole, self.many, 1))[: 1 if tall == 1 else 2]:
+        """(first line, lines, first column, columns) of each kind of register tile, within loops over all of that kind. The columns
+        are an int where they are known: a full vector, or the line's tail."""
+        k, tile_m = self.k, self.blocking.tile_m
+        full_lines, full_columns = self.num_lines - self.num_lines % tile_m, self.columns & -k.lanes
+        kinds = ((k.int(0), full_lines, tile_m), (full_lines, self.num_lines, 1))[: 1 if tile_m == 1 else 2]
+        for begin, end, lines in kinds:
             with k.loop(begin, end, lines) as line:
-                with k.loop(0, full, k.lanes) as j:
+                with k.loop(0, full_columns, k.lanes) as j:
                     yield line, lines, j, k.lanes
-                if self.pieces > 1:
-                    with k.when(full < self.columns):
-                        yield line, lines, full, self.columns - full
-                elif rest := self.grid.outputs[1] % k.lanes:
-                    yield line, lines, full, rest
+                if self.column_blocks > 1:
+                    with k.when(full_columns < self.columns):
+                        yield line, lines, full_columns, self.columns - full_columns
+                elif tail := self.geometry.output_size[1] % k.lanes:
+                    yield line, lines, full_columns, tail
 
-    def seen(
+    def input_vectors(
         self, line: Value, lines: int, j: Value, rows: range | Value, columns: range
     ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
-        """Vectors of what a tile of `lines` lines sees through these elements of the filter, and for each of them (line of the
-        output, number of the element) of all that see it. `rows`: all that are wanted, or one that is known at run time."""
-        grid, stride = self.grid, self.grid.stride[0]
-        offsets = [row - min(grid.rows) for row in grid.rows]
+        """Vectors of what a tile of `lines` lines sees through these taps, and for each of them (line of the output, number of the
+        tap) of all that read it. `rows`: filter rows, or one that is known at run time."""
+        geometry, stride = self.geometry, self.geometry.stride[0]
+        offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
         if isinstance(rows, Value):
             step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
             for t in range(lines):
@@ -128,87 +134,88 @@ class Turn:
 
 
 def conv_depthwise(
-    k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, grid: Grid, target: Target, blocks: Blocks, mode: str
+    k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, target: OutputMap,
+    blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
-    """out (N, groups rows, `target` size) from filters a (groups rows, taps), fp32, and x (N, groups, H, W)."""
-    Q, dense = grid.outputs[1], target == Target(grid.outputs)
-    R, S = range(len(grid.rows)), range(len(grid.columns))
-    turn = Turn(k, x, grid, blocks)
-    turns = turn.blocks_of_lines * turn.pieces
-    work = blocks.lines * round_up(blocks.columns, k.lanes) * grid.taps * rows
-    unrolled = grid.taps * blocks.tall <= UNROLLED
+    """out (N, groups rows, *target.size) from filters a (groups rows, taps), fp32, and x (N, groups, H, W)."""
+    Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
+    R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
+    block = LineBlock(k, x, geometry, blocking)
+    blocks = block.line_blocks * block.column_blocks
+    work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows
+    unrolled = geometry.taps * blocking.tile_m <= MAX_UNROLLED
     with (
-        k.parallel_range(k.num_elements(dims, count) * (groups * turns), max(1, GRAIN // work)) as span,
-        k.loop(*span) as unit,
+        k.parallel_range(k.num_elements(dims, count) * (groups * blocks), max(1, GRAIN // work)) as items,
+        k.loop(*items) as item,
     ):
-        plane = unit // turns
-        turn.begin(plane, unit % turns)
+        plane = item // blocks
+        block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:
-            of = a.at((plane % groups * rows + filter_) * grid.taps)
+            of = a.at((plane % groups * rows + filter_) * geometry.taps)
             to = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
-            factors = [k.splat(of.get(i)) for i in range(grid.taps)] if unrolled else []
-            for line, lines, j, wide in turn.tiles():
+            factors = [k.splat(of.get(i)) for i in range(geometry.taps)] if unrolled else []
+            for line, lines, j, wide in block.tiles():
                 mask = None if wide == k.lanes else k.mask_first(wide)
                 sums = [k.var_vec(0.0) for _ in range(lines)]
                 if unrolled:
-                    for v, users in turn.seen(line, lines, j, R, S):
+                    for v, users in block.input_vectors(line, lines, j, R, S):
                         for t, i in users:
                             sums[t].value = k.fma(factors[i], v, sums[t].value)
                 else:
                     with k.loop(0, len(R)) as r:
                         row_of = of.at(r * len(S))
-                        for v, [(t, i)] in turn.seen(line, lines, j, r, S):
+                        for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
                             sums[t].value = k.fma(k.splat(row_of.get(i)), v, sums[t].value)
                 for t, total in enumerate(sums):
-                    y, x_ = turn.line + line + t, turn.column + j
+                    y, x_ = block.line + line + t, block.column + j
                     if dense:
                         to.store(added(k, to, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
                         continue
-                    y = (y * target.step[0] + target.first[0]) * target.size[1] + target.first[1]
+                    y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
                     if isinstance(wide, int):
                         for q in range(wide):
-                            put_added(k, to, y + (x_ + q) * target.step[1], k.lane(total.value, q), mode)
+                            put_added(k, to, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
                         continue
-                    turn.behind.store(total.value)
+                    block.sums.store(total.value)
                     with k.loop(0, wide) as q:
-                        put_added(k, to, y + (x_ + q) * target.step[1], turn.behind.get(q), mode)
+                        put_added(k, to, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
 
 
-def conv_depthwise_gradient(
-    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, grid: Grid, blocks: Blocks, mode: str
+def conv_depthwise_wgrad(
+    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
-    """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). Lanes of sums are added at the very end;
-    a claim owns a filter and walks through all images in order."""
-    (P, Q), R, S = grid.outputs, range(len(grid.rows)), range(len(grid.columns))
-    turn = Turn(k, x, grid, blocks)
-    together = k.isa.registers - blocks.tall - 2  # sums in registers
+    """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter and goes
+    through all images in order; lanes of sums are added at the very end."""
+    (P, Q), R, S = geometry.output_size, range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
+    block = LineBlock(k, x, geometry, blocking)
+    max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
 
     def add(of: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
-        """What all tiles of a turn add to the sums of these elements, which lie from `first` on."""
-        many = len(columns) * (1 if isinstance(rows, Value) else len(rows))
-        held = [k.var(first.load(i * k.lanes)) for i in range(many)]
-        for line, lines, j, wide in turn.tiles():
+        """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
+        count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
+        acc = [k.var(first.load(i * k.lanes)) for i in range(count)]
+        for line, lines, j, wide in block.tiles():
             mask = None if wide == k.lanes else k.mask_first(wide)
-            g = [of.load((turn.line + line + t) * Q + turn.column + j, mask) for t in range(lines)]
-            for v, users in turn.seen(line, lines, j, rows, columns):
-                pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line may be anything
+            g = [of.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
+            for v, users in block.input_vectors(line, lines, j, rows, columns):
+                pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
                 for t, i in users:
-                    held[i].value = k.fma(g[t], pixels, held[i].value)
-        for i, total in enumerate(held):
+                    acc[i].value = k.fma(g[t], pixels, acc[i].value)
+        for i, total in enumerate(acc):
             first.store(total.value, i * k.lanes)
 
     with k.parallel_for(groups * rows) as filter_:
-        sums = turn.behind
-        with k.loop(0, grid.taps) as i:
+        sums = block.sums
+        with k.loop(0, geometry.taps) as i:
             sums.store(0.0, i * k.lanes)
-        with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, turn.blocks_of_lines * turn.pieces) as number:
-            turn.begin(n * groups + filter_ // rows, number)
+        with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
+            block.load_lines(n * groups + filter_ // rows, number)
             of = dy.at((n * (groups * rows) + filter_) * (P * Q))
-            if grid.taps <= together:
+            if geometry.taps <= max_sums:
                 add(of, sums, R, S)
             else:
                 with k.loop(0, len(R)) as r:
-                    for s in S[::together]:
-                        add(of, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + together])
-        with k.loop(0, grid.taps) as i:
-            put_added(k, dw, filter_ * grid.taps + i, k.sum(sums.load(i * k.lanes)), mode)
+                    for s in S[::max_sums]:
+                        add(of, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
+        with k.loop(0, geometry.taps) as i:
+            put_added(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)

@@ -161,7 +161,9 @@ def offset_from_q(q: Tensor, x: Tensor) -> int | None:
 
 def operands_of(op: Any) -> dict[str, Any]:
     """q, k and v, of which those that lie behind q are absent, and the starts of documents."""
-    three = {"q": op.q} | {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    three = {"q": op.q} | {
+        name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))
+    }
     return three | {"starts": op.starts}
 
 

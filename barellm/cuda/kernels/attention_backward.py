@@ -152,7 +152,10 @@ def attention_dkv(
         unit = softmax_scale_of(scalars, HEAT, LOG2_E)
     keys, values = None, None
     if DC == DP:
-        keys, values = load_rows(k, n0, seq, K_ROW, BN, D, DP, K_APART), load_rows(v, n0, seq, V_ROW, BN, D, DP, K_APART)
+        keys, values = (
+            load_rows(k, n0, seq, K_ROW, BN, D, DP, K_APART),
+            load_rows(v, n0, seq, V_ROW, BN, D, DP, K_APART),
+        )
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
     begin, stop = 0, seq
     if CAUSAL:

@@ -77,7 +77,9 @@ def binary_mma(
     row = (m + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, SUMS))).to(gl.int64)
     column = n + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, SUMS))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(column < N, 0)
-    store_or_add(y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE)
+    store_or_add(
+        y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE
+    )
 
 
 @gluon

@@ -51,9 +51,7 @@ def append(
 ) -> None:  # fmt: skip
     """Appends what `matmul.product` would, as a call of the library."""
     (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
-    spec = GemmSpec(
-        role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
-    )
+    spec = GemmSpec(role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32)
     extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
     c.launches.append(LibraryGemm(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
 

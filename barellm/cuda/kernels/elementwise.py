@@ -89,7 +89,9 @@ def lower_add(op: Any, c: Lowering) -> None:
 
 @lowering("rescale", starts="y")
 def lower_rescale(op: Any, c: Lowering) -> None:
-    launch_elementwise(c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward))
+    launch_elementwise(
+        c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward)
+    )
 
 
 @lowering("cast", starts="y", views="y")

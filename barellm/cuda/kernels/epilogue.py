@@ -41,7 +41,9 @@ def epilogue_tile(
             OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
     else:
-        epilogue_subtile(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW)
+        epilogue_subtile(
+            out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW
+        )
 
 
 @device

@@ -83,7 +83,9 @@ def columns_backward(
         for n in range(N):
             by = tl.load(dz + row * N + n, mask=live, other=0.0)
             total += by[:, None] * weights(weight, n, FIRST, WIDTH, K, BC)
-        store_or_add(dx + row[:, None] * DX_ROW + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE)
+        store_or_add(
+            dx + row[:, None] * DX_ROW + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
+        )
     for n in range(N):
         sums = tl.zeros((BR, BC), tl.float32)
         for first in range(begin, end, BR):
@@ -230,7 +232,9 @@ def gated_backward(
         by = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + (row - SHIFT)[:, None] * X_ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
         sums += by * v
-        store_or_add(dx + (row - SHIFT)[:, None] * DX_ROW + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE)
+        store_or_add(
+            dx + (row - SHIFT)[:, None] * DX_ROW + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE
+        )
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
             to = dx + row[:, None] * DX_ROW + column[None, :]

@@ -12,9 +12,9 @@ import pytest
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.kernel import KernelBuilder, Specialisation
-from barellm.cpu.kernels import conv_pairs, conv_pairs_gradient, conv_ways
-from barellm.cpu.kernels.conv_lines import Grid
-from barellm.cpu.kernels.conv_planes import Planes
+from barellm.cpu.kernels import conv_algorithm, conv_implicit_gemm_bf16, conv_wgrad_bf16
+from barellm.cpu.kernels.conv_polyphase import PolyphaseLayout
+from barellm.cpu.kernels.im2col import ConvGeometry
 from barellm.cpu.step import lower_and_plan
 from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
@@ -46,8 +46,8 @@ def pairs_in_fp32(k, acc, a, b):
 def machine(name: str, monkeypatch: pytest.MonkeyPatch) -> isas.ISA:
     """An ISA whose convolutions take products of pairs of this kind whatever their shape."""
     tiles = name.endswith("tiles")
-    monkeypatch.setattr(conv_ways, "TILES", 1e9 if tiles else 0.0)
-    monkeypatch.setattr(conv_ways, "DOTS", 1e6)
+    monkeypatch.setattr(conv_algorithm, "AMX_SPEEDUP", 1e9 if tiles else 0.0)
+    monkeypatch.setattr(conv_algorithm, "DOT_SPEEDUP", 1e6)
     if name == "emulated tiles":
         monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
         return amx_emulator.ISA_EMULATED
@@ -85,11 +85,11 @@ CUT: tuple[Any, ...] = ((3, 38, 6, 5), (35, 3, 3), {"padding": (1, 1)})
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("on", [on for on in MACHINES if "real" in on] or MACHINES[-1:])
 def test_bits_do_not_depend_on_how_a_product_is_cut(on, name, monkeypatch):
-    """One line at a time, a part of the depth and of the output's channels."""
+    """One line at a time, a K block and a split of the output channels."""
     isa = machine(on, monkeypatch)
     whole = check_op(isa=isa, threads=(1,), **case(name, CUT, "bf16"))
-    changed(monkeypatch, conv_pairs, POSITIONS=6, SUMS=4 * 32 * 6, DEPTH=1, LINES=6)
-    monkeypatch.setattr(conv_pairs_gradient, "SUMS", 1)  # its POSITIONS are part of the result's definition
+    changed(monkeypatch, conv_implicit_gemm_bf16, MAX_POSITIONS=6, SUM_BYTES=4 * 32 * 6, KC=1, PACK_POSITIONS=6)
+    monkeypatch.setattr(conv_wgrad_bf16, "SUM_BYTES", 1)  # its KC is part of the result's definition
     cut = check_op(isa=isa, threads=(1, 5), **case(name, CUT, "bf16"))
     for output, values in whole.items():
         assert np.array_equal(values.view(np.uint8), cut[output].view(np.uint8)), output
@@ -100,7 +100,7 @@ def test_blocks_of_several_lines_and_images(on, monkeypatch):
     """A gradient of filters whose blocks are of two lines, then of two images."""
     isa = machine(on, monkeypatch)
     for positions in (12, 80):
-        monkeypatch.setattr(conv_pairs_gradient, "POSITIONS", positions)
+        monkeypatch.setattr(conv_wgrad_bf16, "KC", positions)
         check_op(isa=isa, **case("conv2d_dw", CUT, "bf16"))
 
 
@@ -109,24 +109,27 @@ def test_the_way_follows_from_the_shape():
     lines and for outputs of few pixels."""
     amx, dots = (isas.cross(name, X86_TRIPLE) for name in ("amx_bf16", "avx512_bf16"))
 
-    def grid(channels: int, size: int = 28, dilation: int = 1, outputs: int | None = None) -> Grid:
+    def geometry(channels: int, size: int = 28, dilation: int = 1, outputs: int | None = None) -> ConvGeometry:
         offsets = (-dilation, 0, dilation)
-        return Grid((size, size), channels, (outputs or size, outputs or size), (1, 1), offsets, offsets)
+        return ConvGeometry((size, size), channels, (outputs or size, outputs or size), (1, 1), offsets, offsets)
 
-    def tiled(isa: isas.ISA, g: Grid, width: int) -> list[bool | None]:
-        ways = conv_ways.forward_way(isa, "bf16", g, width), conv_ways.gradient_way(isa, "bf16", g, width)
-        return [way and way.tiled for way in ways]
+    def use_amx(isa: isas.ISA, g: ConvGeometry, width: int) -> list[bool | None]:
+        kernels = (
+            conv_algorithm.select_fprop_bf16(isa, "bf16", g, width),
+            conv_algorithm.select_wgrad_bf16(isa, "bf16", g, width),
+        )
+        return [kernel and kernel.use_amx for kernel in kernels]
 
-    assert tiled(amx, grid(64), 64) == [True, True]
-    assert tiled(amx, grid(4), 48) == [False, None]
-    assert tiled(dots, grid(64), 64) == [False, False]
-    assert tiled(amx, grid(1), 1) == [None, None]
-    assert tiled(amx, grid(64, 8, 40), 64) == [None, None]
-    assert tiled(amx, grid(64, 3, 1, 1), 64) == [None, None]
-    assert tiled(amx, grid(64, 5000), 64) == [None, None]
+    assert use_amx(amx, geometry(64), 64) == [True, True]
+    assert use_amx(amx, geometry(4), 48) == [False, None]
+    assert use_amx(dots, geometry(64), 64) == [False, False]
+    assert use_amx(amx, geometry(1), 1) == [None, None]
+    assert use_amx(amx, geometry(64, 8, 40), 64) == [None, None]
+    assert use_amx(amx, geometry(64, 3, 1, 1), 64) == [None, None]
+    assert use_amx(amx, geometry(64, 5000), 64) == [None, None]
     assert (
-        conv_ways.forward_way(amx, "fp32", grid(64), 64)
-        is conv_ways.forward_way(isas.X86["avx512"], "bf16", grid(64), 64)
+        conv_algorithm.select_fprop_bf16(amx, "fp32", geometry(64), 64)
+        is conv_algorithm.select_fprop_bf16(isas.X86["avx512"], "bf16", geometry(64), 64)
         is None
     )
 
@@ -155,24 +158,25 @@ def y_attrs(p: Program) -> dict[str, Any]:
     return next(op.attrs for op in p.ops if op.name == "conv2d")
 
 
-def shared_is_zero(planes: Planes, pitch: int) -> bool:
+def shared_is_zero(layout: PolyphaseLayout, pitch: int) -> bool:
     """Whether every position that a line of `pitch` shares with the next one lies behind the image's columns for it, and before
     them for the next, in all planes."""
-    (remainders, first, reach), grid = planes.columns, planes.grid
+    (phases, first, reach), geometry = layout.columns, layout.geometry
 
-    def column(position: int, remainder: int) -> int:
-        return (position + first) * grid.stride[1] + remainder
+    def column(position: int, phase: int) -> int:
+        return (position + first) * geometry.stride[1] + phase
 
-    shared = [(position, i) for position in range(pitch, grid.outputs[1] + reach) for i in remainders]
-    return all(column(p, i) >= grid.size[1] and column(p - pitch, i) < 0 for p, i in shared)
+    shared = [(position, i) for position in range(pitch, geometry.output_size[1] + reach) for i in phases]
+    return all(column(p, i) >= geometry.input_size[1] and column(p - pitch, i) < 0 for p, i in shared)
 
 
 def test_lines_are_as_near_each_other_as_the_zeros_between_them_allow():
     shorter, sizes = 0, ((1, 2, 5, 8), (1, 3, 4, 7), (1, 2, 4), (1, 2, 3), range(-5, 3))
     for width, outputs, filters, stride, first in product(*sizes):
         columns = tuple(first + i for i in range(filters))
-        planes = Planes(Grid((1, width), 1, (1, outputs), (1, stride), (0,), columns), lines=2, together=16)
-        assert shared_is_zero(planes, planes.pitch)
-        assert not any(shared_is_zero(planes, pitch) for pitch in range(outputs, planes.pitch))
-        shorter += planes.pitch < outputs + planes.columns[2]
+        geometry = ConvGeometry((1, width), 1, (1, outputs), (1, stride), (0,), columns)
+        layout = PolyphaseLayout(geometry, lines=2, tile_m=16)
+        assert shared_is_zero(layout, layout.pitch)
+        assert not any(shared_is_zero(layout, pitch) for pitch in range(outputs, layout.pitch))
+        shorter += layout.pitch < outputs + layout.columns.reach
     assert shorter > 100

@@ -13,9 +13,9 @@ import pytest
 
 from barellm import kernels
 from barellm.cpu.isa import ISA, cross, host
-from barellm.cpu.kernels.conv_choice import COSTS, PAIRS, Costs, tile_for
-from barellm.cpu.kernels.conv_fft import fft_pays
-from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.kernels.conv_algorithm import BF16_COSTS, FP32_COSTS, Costs, select_winograd_tile
+from barellm.cpu.kernels.conv_fft import fft_is_faster
+from barellm.cpu.kernels.im2col import ConvGeometry
 from barellm.cpu.step import lower_and_plan
 from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
@@ -24,7 +24,7 @@ from benchmarks.convolution import EVERY
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "xeon-amx"  # other machines' lie beside
 NAMES = {0: "direct", 2: "winograd2", 4: "winograd4"}
-SPAN = 32  # tiles of a block where they were measured
+TILE_N = 32  # tiles of a block where they were measured
 
 
 def rows_of(file: str, machine: str = RESULTS.name) -> list[dict[str, Any]]:
@@ -32,16 +32,16 @@ def rows_of(file: str, machine: str = RESULTS.name) -> list[dict[str, Any]]:
     return [row for row in rows if "winograd4" in row["samples_s"] and EVERY[row["layer"]].groups == 1]
 
 
-def lost(row: dict[str, Any], span: int = SPAN, costs: dict[str, dict[int, Costs]] = COSTS) -> float:
+def lost(row: dict[str, Any], tile_n: int = TILE_N, costs: dict[str, dict[int, Costs]] = FP32_COSTS) -> float:
     """The time of the algorithm that is taken, over that of the best one."""
     layer, which = EVERY[row["layer"]], row.get("pass", "forward")
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
     times = {m: median(row["samples_s"][name]) for m, name in NAMES.items() if name in row["samples_s"]}
-    m = tile_for(costs[which], C, K, row["batch"], (layer.outputs, layer.outputs), span)
+    m = select_winograd_tile(costs[which], C, K, row["batch"], (layer.outputs, layer.outputs), tile_n)
     return times[m] / min(times.values())
 
 
-@pytest.mark.parametrize("which", COSTS)
+@pytest.mark.parametrize("which", FP32_COSTS)
 @pytest.mark.parametrize(
     "file, most, mean", [("convolution-fp32.json", 1.25, 1.01), ("convolution-unseen.json", 1.25, 1.03)]
 )
@@ -58,7 +58,7 @@ def test_what_is_taken_loses_little_on_zen_3():
     assert len(found) == 18 and max(found) <= 1.25 and sum(found) / len(found) <= 1.02
 
 
-@pytest.mark.parametrize("which", PAIRS)
+@pytest.mark.parametrize("which", BF16_COSTS)
 @pytest.mark.parametrize(
     "file, count, most, mean",
     [("convolution-bf16.json", 24, 1.15, 1.02), ("convolution-bf16-unseen.json", 20, 1.26, 1.03)],
@@ -66,25 +66,25 @@ def test_what_is_taken_loses_little_on_zen_3():
 def test_what_images_of_bf16_take_without_amx_loses_little(which, file, count, most, mean):
     """On the layers that the costs were fitted to, and on others: less than pairs alone lose."""
     rows = [row for row in rows_of(file, "zen4") if row["pass"] == which]
-    found = [lost(row, costs=PAIRS) for row in rows]
-    pairs = [lost(row, costs={which: {0: PAIRS[which][0]}}) for row in rows]
+    found = [lost(row, costs=BF16_COSTS) for row in rows]
+    pairs = [lost(row, costs={which: {0: BF16_COSTS[which][0]}}) for row in rows]
     assert len(found) == count
     assert max(found) <= most and max(found) < max(pairs)
     assert sum(found) / count <= mean < sum(pairs) / count
 
 
-@pytest.mark.parametrize("which, made", [("forward", "images"), ("dw", "filters")])
-def test_large_filters_lose_little(which, made):
+@pytest.mark.parametrize("which, result", [("forward", "images"), ("dw", "filters")])
+def test_large_filters_lose_little(which, result):
     rows = json.loads((RESULTS / "convolution-large.json").read_text())["rows"]
     found = []
     for row in rows:
         if row["pass"] == which:
             layer, half = EVERY[row["layer"]], EVERY[row["layer"]].size // 2
             offsets = tuple(range(-half, half + 1))
-            grid = Grid((layer.side,) * 2, layer.C, (layer.side,) * 2, (1, 1), offsets, offsets)
+            geometry = ConvGeometry((layer.side,) * 2, layer.C, (layer.side,) * 2, (1, 1), offsets, offsets)
             fft, direct = (median(row["samples_s"][name]) for name in ("fft", "direct"))
-            pays = fft_pays(cross("avx512", X86_TRIPLE), made, grid, layer.K, row["batch"], 1)
-            found.append((fft if pays else direct) / min(fft, direct))
+            use_fft = fft_is_faster(cross("avx512", X86_TRIPLE), result, geometry, layer.K, row["batch"], 1)
+            found.append((fft if use_fft else direct) / min(fft, direct))
     assert len(found) >= 12 and max(found) <= 1.2 and sum(found) / len(found) <= 1.02
 
 
@@ -106,18 +106,18 @@ def test_large_filters_lose_little(which, made):
     ],
 )
 def test_layers_have_the_algorithm_that_was_the_fastest(which, C, K, images, side, m):
-    assert tile_for(COSTS[which], C, K, images, (side, side), SPAN) == m
+    assert select_winograd_tile(FP32_COSTS[which], C, K, images, (side, side), TILE_N) == m
 
 
 @pytest.mark.parametrize(
     "channels, pixels, filters, images, names",
     [
-        (512, 14, 3, 1, ("winograd_product 2", "winograd_product 2", "winograd_gradient_output 2")),
-        (256, 56, 3, 1, ("winograd_product 4", "winograd_product 4", "winograd_gradient_output 4")),
+        (512, 14, 3, 1, ("winograd_gemm 2", "winograd_gemm 2", "winograd_wgrad_output 2")),
+        (256, 56, 3, 1, ("winograd_gemm 4", "winograd_gemm 4", "winograd_wgrad_output 4")),
         (8, 14, 3, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "conv_wgrad")),
-        (128, 56, 9, 1, ("fft_product", "fft_product", "fft_gradient_output")),
+        (128, 56, 9, 1, ("fft_gemm", "fft_gemm", "fft_wgrad_output")),
         (128, 56, 5, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "conv_wgrad")),
-        (128, 56, 7, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "fft_gradient_output")),
+        (128, 56, 7, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "fft_wgrad_output")),
     ],
 )
 def test_kernels_of_each_pass(channels, pixels, filters, images, names):
@@ -137,29 +137,29 @@ def kernels_of(channels: int, pixels: int, filters: int, images: int, dtype: str
     products = (
         "conv_implicit_gemm",
         "conv_wgrad",
-        "conv_pairs",
-        "conv_pairs_gradient",
-        "fft_product",
-        "fft_gradient_output",
+        "conv_implicit_gemm_bf16",
+        "conv_wgrad_bf16",
+        "fft_gemm",
+        "fft_wgrad_output",
     )
     found: dict[str, str] = {}
     for call in lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"]:
         constants = dict(call.spec.constants)
-        if call.spec.name == "winograd_product":
-            found[call.op.name] = f"winograd_product {constants['form'].m}"
-        elif call.spec.name == "winograd_gradient_output":
-            found[call.op.name] = f"winograd_gradient_output {constants['m']}"
+        if call.spec.name == "winograd_gemm":
+            found[call.op.name] = f"winograd_gemm {constants['conv'].m}"
+        elif call.spec.name == "winograd_wgrad_output":
+            found[call.op.name] = f"winograd_wgrad_output {constants['m']}"
         elif call.spec.name in products:
             found[call.op.name] = call.spec.name
     return tuple(found.values())
 
 
 @pytest.mark.parametrize("isa, channels, pixels, images, names", [
-    ("avx512_bf16", 256, 56, 16, ("winograd_product 4", "winograd_product 4", "winograd_gradient_output 4")),
-    ("avx512_bf16", 512, 14, 1, ("conv_pairs", "conv_pairs", "conv_pairs_gradient")),
-    ("avx512_bf16", 64, 56, 16, ("conv_pairs", "conv_pairs", "winograd_gradient_output 4")),
-    ("amx_bf16", 256, 56, 16, ("conv_pairs", "conv_pairs", "conv_pairs_gradient")),
-    ("avx512", 64, 56, 16, ("winograd_product 4", "winograd_product 4", "winograd_gradient_output 4")),
+    ("avx512_bf16", 256, 56, 16, ("winograd_gemm 4", "winograd_gemm 4", "winograd_wgrad_output 4")),
+    ("avx512_bf16", 512, 14, 1, ("conv_implicit_gemm_bf16", "conv_implicit_gemm_bf16", "conv_wgrad_bf16")),
+    ("avx512_bf16", 64, 56, 16, ("conv_implicit_gemm_bf16", "conv_implicit_gemm_bf16", "winograd_wgrad_output 4")),
+    ("amx_bf16", 256, 56, 16, ("conv_implicit_gemm_bf16", "conv_implicit_gemm_bf16", "conv_wgrad_bf16")),
+    ("avx512", 64, 56, 16, ("winograd_gemm 4", "winograd_gemm 4", "winograd_wgrad_output 4")),
 ])  # fmt: skip
 def test_kernels_of_images_of_bf16(isa, channels, pixels, images, names):
     assert kernels_of(channels, pixels, 3, images, "bf16", cross(isa, X86_TRIPLE)) == names

@@ -1,0 +1,129 @@
+"""Packing of convolution filters for the bf16 implicit GEMM: VNNI layout [column block][chunk][tap][pairs][tile_n][2].
+
+A column is an output channel, a pair is of two input channels. In filters (K, C, R, S) a channel's taps are adjacent, so vectors of
+as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose
+from barellm.program.integers import ceil_div, round_up
+
+
+@dataclass(frozen=True)
+class FilterPacking:
+    """Filters of each of `groups` groups from `channels` to `columns` channels, in chunks of `pairs` pairs of channels and
+    blocks of `tile_n` columns. `taps` are the elements of a filter of `size` elements that are packed. They are read from (groups
+    columns, channels, size) or, `transposed`, from (groups channels, columns, size)."""
+
+    groups: int
+    channels: int
+    columns: int
+    size: int
+    taps: tuple[int, ...]
+    pairs: int
+    tile_n: int
+    transposed: bool
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.channels, 2 * self.pairs)
+
+    @property
+    def step_nbytes(self) -> int:
+        """Of a tap and a chunk of channels, for a column block."""
+        return 4 * self.pairs * self.tile_n
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.chunks * len(self.taps) * self.step_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.groups * ceil_div(self.columns, self.tile_n) * self.block_nbytes
+
+    @property
+    def pitch(self) -> int:
+        """Elements from a channel to the next in a thread's scratch, where a chunk lies as pairs of adjacent taps."""
+        return round_up(self.size, 2) if self.transposed else self.size
+
+    def scratch_nbytes(self, isa: ISA) -> int:
+        """Of a thread: a chunk of a vector of filters."""
+        return 4 * isa.lanes * (self.pairs * self.pitch + isa.lanes)
+
+
+def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
+    f, lanes = packing, k.lanes
+    vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)
+    buffer = k.thread_scratch("i32")
+    with k.parallel_for(f.groups * vectors * f.chunks) as item:
+        chunk, rest = item % f.chunks, item // f.chunks
+        vector, group = rest % vectors, rest // vectors
+        first, channel = vector * lanes, chunk * (2 * f.pairs)
+        count = k.min(k.int(f.channels) - channel, 2 * f.pairs)
+        with k.loop(count * f.pitch // 2, f.pairs * f.pitch) as i:
+            buffer.store_raw(0, i * lanes)
+        _transpose(k, f, buffer, w, group, first, channel, count)
+        block = vector // (f.tile_n // lanes)
+        begin = (group * ceil_div(f.columns, f.tile_n) + block) * f.block_nbytes + chunk * (len(f.taps) * f.step_nbytes)
+        to = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)
+        with k.loop(0, f.pairs) as pair:
+            of = buffer.at(pair * (f.pitch * lanes))
+            for t, tap in enumerate(f.taps):
+                offsets = tap, f.pitch + tap
+                rows = [k.bitcast(of.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in offsets]
+                halves = [x for i in range(lanes) for x in (2 * i + offsets[0] % 2, 2 * (lanes + i) + offsets[1] % 2)]
+                to.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
+
+
+def _transpose(
+    k: KernelBuilder,
+    f: FilterPacking,
+    buffer: Pointer,
+    w: Pointer,
+    group: Value,
+    first: Value,
+    channel: Value,
+    count: Value,
+) -> None:
+    """buffer (channels of the chunk x taps, in pairs) x filters. Filters behind the last one are read as the last one."""
+    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
+    if not f.transposed:
+        rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]
+        total = count * f.size
+        full = total - total % (2 * k.lanes)
+        with k.loop(0, full, 2 * k.lanes) as e:
+            _transpose_square(k, buffer.at(e * (k.lanes // 2)), [p.at(e) for p in rows])
+        with k.when(full < total):
+            _transpose_square(k, buffer.at(full * (k.lanes // 2)), [p.at(full) for p in rows], total - full)
+        return
+    with k.loop(0, count) as c:
+        of = w.at((group * f.channels + channel + c) * (f.columns * f.size))
+        to = buffer.at(c * (f.pitch // 2 * k.lanes))
+        if f.size == 1:
+            bits = _as_bf16(k, of.at(first), k.mask_first(k.int(f.columns) - first))
+            to.store_raw(k.op(k.ivec, f"zext {bits.typed} to {k.ivec}"))
+        for e in range(0, f.size if f.size > 1 else 0, 2 * k.lanes):
+            rows = [of.at(column * f.size + e) for column in columns]
+            _transpose_square(k, to.at(e * (k.lanes // 2)), rows, None if e + 2 * k.lanes <= f.size else f.size - e)
+
+
+def _transpose_square(k: KernelBuilder, to: Pointer, rows: list[Pointer], count: Any = None) -> None:
+    """to (pairs, lanes) = 2 lanes taps of each row, or the first `count` and zeros. What lies behind the run's end is overwritten
+    or not read."""
+    lanes = k.lanes
+    masks = [None if count is None else k.mask_first(count - i) for i in (0, lanes)]
+    pairs = [k.concat([_as_bf16(k, p.at(i), mask) for i, mask in zip((0, lanes), masks, strict=True)]) for p in rows]
+    for i, v in enumerate(transpose(k, [k.bitcast(v, k.ivec) for v in pairs])):
+        to.store_raw(v, i * lanes)
+
+
+def _as_bf16(k: KernelBuilder, p: Pointer, mask: Value | None) -> Value:
+    """A vector of elements as bf16."""
+    return p.load_raw(0, mask) if p.dtype == "bf16" else k.round_bf16(p.load(0, mask))

@@ -1,0 +1,311 @@
+"""im2col for convolutions: input lines with their padding, and the columns (depth, pixels) that are gathered from them, in fp32.
+
+A *line* is the part of an input row that a block of output columns sees. Its copy in the thread's scratch has the padding filled
+in, so every filter tap is a shift of the line: output j of a tap reads element offset + j stride. From lines are made
+
+    `Im2colTiles`   the columns of one register tile, when it needs them: they stay in L1, and the im2col matrix is in no memory
+    `Im2colPanel`   the im2col matrix of some output lines and some channels, for kernels whose lanes are pixels
+
+The depth is (channel, filter row, filter column).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import round_up
+
+UNROLLED_LINE = 16  # vectors of a line that is copied without loops
+UNROLLED_COPY = 8  # and of a line's copy into a panel
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """Which pixels of x (N, channels, H, W) output pixel (i, j) of P x Q sees: those at (i, j) stride + offset, for each row offset
+    and column offset of the filter's taps. Beyond the image is zero or, with `reflect`, its mirror image."""
+
+    input_size: tuple[int, int]
+    channels: int
+    output_size: tuple[int, int]
+    stride: tuple[int, int]
+    row_offsets: tuple[int, ...]
+    column_offsets: tuple[int, ...]
+    reflect: bool = False
+
+    @property
+    def taps(self) -> int:
+        return len(self.row_offsets) * len(self.column_offsets)
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the filter is read from its end."""
+        return any(offsets[:2] != tuple(sorted(offsets[:2])) for offsets in (self.row_offsets, self.column_offsets))
+
+    @property
+    def first_column(self) -> int:
+        """The input column at which the line of a block from output column 0 on begins."""
+        return min(self.column_offsets, default=0)
+
+    def line_length(self, outputs: int) -> int:
+        """Elements of the line of so many outputs of a row."""
+        return (outputs - 1) * self.stride[1] + 1 + max(self.column_offsets, default=0) - self.first_column
+
+    def pitch(self, outputs: int, lanes: int) -> int:
+        """Elements from a line to the next: what vectors reach beyond its end may be overwritten or read."""
+        return -(-self.line_length(outputs) // lanes) * lanes + (self.stride[1] + 1) * lanes
+
+
+class OutputLines:
+    """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have
+    for each of them the offset of its image's channels in x, and the input row at which its window begins."""
+
+    def __init__(
+        self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int, groups: int
+    ) -> None:
+        self.k, self.geometry, self.columns, self.groups = k, geometry, columns, groups
+        self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
+
+    def seek(self, group: Value, first_line: Value, num_lines: Value, first_column: Any) -> None:
+        """Fill the tables for the lines [first_line, first_line + num_lines) of all images' output, from `first_column` on."""
+        k, (P, _), (H, W) = self.k, self.geometry.output_size, self.geometry.input_size
+        self.num_lines, self.first_column = num_lines, first_column
+        with k.loop(0, num_lines) as line:
+            n, i = (first_line + line) // P, (first_line + line) % P
+            plane = (n * self.groups + group) * (self.geometry.channels * H * W)
+            for to, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
+                k.line(f"store {value.typed}, ptr {to.bytes(line * 8).ref}, align 8")
+
+    def source(self, line: Value) -> tuple[Value, Value]:
+        """(offset in x, input row) of a line."""
+        plane, row = (
+            self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8")
+            for p in (self.plane_table, self.row_table)
+        )
+        return plane, row
+
+
+class LineBuffer:
+    """Lines of `outputs` output columns at `at`, `pitch` elements from one to the next. Where that is less than what vectors need,
+    lines must be filled in ascending order."""
+
+    def __init__(
+        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, at: Pointer, outputs: int, pitch: int | None = None
+    ) -> None:
+        self.k, self.geometry, self.x, self.at, self.outputs = k, geometry, x, at, outputs
+        self.pitch = geometry.pitch(outputs, k.lanes) if pitch is None else pitch
+
+    def fill(self, number: Any, plane: Value, row: Value, first: Any) -> None:
+        """Line `number` = input row `row` of the channel at offset `plane` of x, for outputs from column `first` on. Rows outside
+        the image are zeros or mirror images."""
+        k, geometry = self.k, self.geometry
+        H, W = geometry.input_size
+        to, length = self.at.at(k.int(number) * self.pitch), geometry.line_length(self.outputs)
+        if isinstance(first, int) and not geometry.reflect and length <= UNROLLED_LINE * k.lanes:
+            self._fill_unrolled(to, plane, row, first * geometry.stride[1] + geometry.first_column, length)
+            return
+        begin = k.int(first) * geometry.stride[1] + geometry.first_column
+        if geometry.reflect:
+            row = reflect_index(k, row, H)
+        zero = k.to(0.0, k.vec)
+        with k.loop(0, length, k.lanes) as c:
+            to.store(zero, c)
+        inside = (row >= 0) & (row < H)
+        with k.when(inside):
+            source = self.x.at(plane + row * W)
+            low, high = k.max(begin, 0), k.min(begin + length, W)
+            vectors_end = low + ((k.max(high - low, 0)) & -k.lanes)
+            with k.loop(low, vectors_end, k.lanes) as c:
+                to.store(source.load(c), c - begin)
+            with k.when(vectors_end < high):
+                to.store(source.load(vectors_end, k.mask_first(high - vectors_end)), vectors_end - begin)
+            if geometry.reflect:
+                for low, high in ((begin, k.min(begin + length, 0)), (k.max(begin, W), begin + length)):
+                    with k.loop(low, high) as c:
+                        # With a stride, elements that no tap reads may lie far outside.
+                        at = k.max(k.min(reflect_index(k, c, W), W - 1), 0)
+                        to.put(source.get(at), c - begin)
+
+    def _fill_unrolled(self, to: Pointer, plane: Value, row: Value, begin: int, length: int) -> None:
+        """The same of a short line that begins at a known column: no loop exit to mispredict."""
+        k, (H, W) = self.k, self.geometry.input_size
+        low, high = max(begin, 0), min(begin + length, W)
+        inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
+        with k.otherwise(inside):
+            for c in range(0, length, k.lanes):
+                to.store(zero, c)
+        with k.when(inside):
+            for c in range(0, min(low - begin, length), k.lanes):
+                to.store(zero, c)
+            source = self.x.at(plane + row * W)
+            end = 0
+            for c in range(low, high, k.lanes):
+                full = c + k.lanes <= high
+                to.store(source.load(c, None if full else k.mask_first(high - c)), c - begin)
+                end = c - begin + k.lanes
+            for c in range(max(end, 0), length, k.lanes):
+                to.store(zero, c)
+
+    def tap(self, number: Any, column: int, first: Any) -> Value:
+        """What the filter's column `column` multiplies for the outputs [first, first + lanes) of a line."""
+        k, stride = self.k, self.geometry.stride[1]
+        start = self.geometry.column_offsets[column] - self.geometry.first_column
+        p = self.at.at(k.int(number) * self.pitch + start + k.int(first) * stride)
+        return load_strided(k, p, stride)
+
+
+def load_strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
+    """A vector of each `stride`-th element from `p` on."""
+    if stride == 1:
+        return p.load()
+    if stride in (2, 4):
+        vectors = [p.load(i * k.lanes) for i in range(stride)]
+        while len(vectors) > 1:
+            even = list(range(0, 2 * k.lanes, 2))
+            vectors = [k.shuffle(a, b, even) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+    v = k.to(0.0, k.vec)
+    for i in range(k.lanes):
+        v = k.op(k.vec, f"insertelement {v.typed}, {p.get(i * stride).typed}, i64 {i}")
+    return v
+
+
+def reflect_index(k: KernelBuilder, at: Value, size: int) -> Value:
+    """The index inside an axis of `size` that reflection padding maps `at` to."""
+    at = k.max(at, 0 - at)
+    return k.min(at, 2 * (size - 1) - at)
+
+
+def tiles_nbytes(isa: ISA, geometry: ConvGeometry, lines: int, columns: int, channels: int) -> int:
+    """Scratch bytes of `Im2colTiles` for `lines` lines of `columns` outputs and `channels` channels."""
+    elements = channels * len(geometry.row_offsets) * lines * geometry.line_length(columns)
+    return _head_nbytes(isa, geometry, lines) + round_up(4 * (elements + _slack(isa, geometry)), 64)
+
+
+def _slack(isa: ISA, geometry: ConvGeometry) -> int:
+    """Elements before and behind the lines that a vector may reach; their lanes are not used."""
+    return (geometry.stride[1] + 1) * isa.lanes
+
+
+def _head_nbytes(isa: ISA, geometry: ConvGeometry, lines: int) -> int:
+    """Bytes of the tables and the slack before the first line."""
+    return round_up(16 * lines + 4 * _slack(isa, geometry), 64)
+
+
+class Im2colTiles(OutputLines):
+    """The lines of some channels in scratch, and the im2col columns of a register tile gathered from them. A vector of pixels is a
+    shifted line or, where its pixels lie in several output lines, several of them blended by masks."""
+
+    def __init__(
+        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, groups: int
+    ) -> None:  # fmt: skip
+        super().__init__(k, geometry, scratch, lines, columns, groups)
+        self.max_lines = lines
+        self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
+        self.lines = LineBuffer(
+            k, geometry, x, scratch.bytes(_head_nbytes(k.isa, geometry, lines)), columns, self.pitch
+        )
+
+    def load_lines(self, channel: Value, last: Value) -> None:
+        """Copy the lines of the channels [channel, last): (channel, filter row, line). No tile is gathered before all are
+        written: store forwarding fails for a load that overlaps several stores in flight."""
+        k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
+        if not geometry.taps:
+            return
+        offsets = geometry.row_offsets
+        step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+        with k.loop(channel, last) as c, k.loop(0, len(offsets)) as r, k.loop(0, self.num_lines) as line:
+            plane, row = self.source(line)
+            number = ((c - channel) * len(offsets) + r) * self.max_lines + line
+            self.lines.fill(number, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
+
+    def gather(self, to: Pointer, channels: Value, pixel: Value, pixels: Value, vectors: int) -> None:
+        """`to` (channels, taps, vectors): the im2col columns of the pixels from `pixel` on, of `pixels` in all."""
+        k, geometry, lanes, stride = self.k, self.geometry, self.k.lanes, self.geometry.stride[1]
+        if not geometry.taps:
+            return
+        sources = []  # of each vector: (mask of the lanes that an earlier line fills, offset in the lines), ...
+        for v in range(vectors):
+            first = k.min(pixel + v * lanes, pixels - 1)
+            line, column = first // self.columns, first % self.columns
+            pieces = [(None, line * self.pitch + column * stride)]
+            for t in range(1, self._lines_per_vector()):
+                begins = t * self.columns - column
+                offset = (line + t) * self.pitch - begins * stride
+                pieces.append((k.mask_first(begins), k.select(line + t < self.num_lines, offset, pieces[0][1])))
+            sources.append(pieces)
+        S = len(geometry.column_offsets)
+        with k.loop(0, channels * len(geometry.row_offsets)) as row:
+            at = self.lines.at.at(row * (self.max_lines * self.pitch))
+            for s, column_offset in enumerate(geometry.column_offsets):
+                for v, pieces in enumerate(sources):
+                    value = None
+                    for earlier, offset in pieces:
+                        loaded = load_strided(k, at.at(offset + (column_offset - geometry.first_column)), stride)
+                        value = loaded if earlier is None or value is None else k.select(earlier, value, loaded)
+                    assert value is not None
+                    to.store(value, (row * S + s) * (vectors * lanes) + v * lanes)
+
+    def _lines_per_vector(self) -> int:
+        """Over how many lines a vector of pixels may reach."""
+        if self.columns % self.k.lanes == 0 or self.max_lines == 1:
+            return 1
+        return min((self.k.lanes - 2) // self.columns + 2, self.max_lines)
+
+
+def panel_pitch(pixels: int, multiple: int) -> int:
+    """Elements from one depth to the next: an odd number of cache lines, so that a column of vectors has no conflict misses in
+    L1."""
+    padded = round_up(pixels, max(multiple, 16))
+    return padded + 16 * (padded // 16 % 2 == 0)
+
+
+def panel_nbytes(isa: ISA, geometry: ConvGeometry, lines: int, columns: int, pitch: int, channels: int) -> int:
+    """Scratch bytes of an `Im2colPanel` with the lines that it is gathered from."""
+    line_bytes = round_up(16 * lines, 64) + round_up(4 * lines * geometry.pitch(columns, isa.lanes), 64)
+    return line_bytes + round_up(4 * (max(channels * geometry.taps, 1) * pitch + isa.lanes), 64)
+
+
+class Im2colPanel(OutputLines):
+    """The im2col matrix (depth, pixels) of at most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
+
+    def __init__(
+        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, pitch: int,
+        groups: int,
+    ) -> None:  # fmt: skip
+        super().__init__(k, geometry, scratch, lines, columns, groups)
+        self.pitch = pitch
+        tables = round_up(16 * lines, 64)
+        self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
+        self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
+
+    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zeros: int = 1) -> None:
+        """The channels [channel, last). `zeros` vectors of zeros follow the first `pixels` of each depth."""
+        k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
+        if not geometry.taps:
+            return
+        offsets, S = geometry.row_offsets, len(geometry.column_offsets)
+        step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+        with k.loop(channel, last) as c, k.loop(0, len(offsets)) as r:
+            with k.loop(0, self.num_lines) as line:
+                plane, row = self.source(line)
+                self.lines.fill(line, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
+            for s in range(S):
+                depth = (c - channel) * geometry.taps + r * S + s
+                to = self.at.at(depth * self.pitch)
+                # What a line's last vector writes too far, the next line or depth overwrites.
+                with k.loop(0, self.num_lines) as line:
+                    self._copy(line, s, to)
+                if pixels is not None:
+                    for v in range(zeros):
+                        to.store(0.0, pixels + v * k.lanes)
+
+    def _copy(self, line: Value, s: int, to: Pointer) -> None:
+        k, unrolled = self.k, self.columns <= UNROLLED_COPY * self.k.lanes
+        for q in range(0, self.columns, k.lanes) if unrolled else [0]:
+            with nullcontext(q) if unrolled else k.loop(0, self.columns, k.lanes) as first:
+                to.store(self.lines.tap(line, s, first), line * self.columns + first)
