@@ -185,11 +185,11 @@ class BoundGemm:
         if self.empty:
             return
         N, K = spec.N, spec.K
-        widths = {"nt": (N, K), "nn": (K, N), "tn": (K, N)}[spec.role]  # of out, a; that of b is K
-        out_rows, b_rows = (N, rows) if spec.role == "tn" else (rows, N)
+        widths = {"nt": (N, K), "nn": (K, N), "tn": (K, N)}[spec.gemm_kind]  # of out, a; that of b is K
+        out_rows, b_rows = (N, rows) if spec.gemm_kind == "tn" else (rows, N)
         values: list[tuple[int, Any]] = [
-            (TRANSA, c_int32(spec.role == "nt")),
-            (TRANSB, c_int32(spec.role == "tn")),
+            (TRANSA, c_int32(spec.gemm_kind == "nt")),
+            (TRANSB, c_int32(spec.gemm_kind == "tn")),
             (EPILOGUE, c_uint32(EPILOGUES[spec.epilogue, product.bias is not None])),
         ]
         if product.bias is not None:

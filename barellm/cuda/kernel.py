@@ -194,8 +194,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """A product of a library's, as `kernels.matmul.product` means it: roles, N and K are those there. `dtype`: of both operands;
-    `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
+    """A product of a library's, as `kernels.matmul.append_gemm` means it: roles, N and K are those there. `dtype`: of both
+    operands; `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
 
     role: str
     N: int

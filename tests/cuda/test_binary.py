@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.compile import compiled, triton_compile
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
@@ -58,7 +58,7 @@ FORMS = {
 
 def form(name: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     rows, N, K, wave = FORMS[name]
-    monkeypatch.setattr(choices, "WAVE", wave)
+    monkeypatch.setattr(gemm_config, "WAVE", wave)
     given = {
         "a": tokens(pack(signs(1, rows, K)), "i32"),
         "b": persistent(pack(signs(N, K, seed=2)), "i32", "state"),

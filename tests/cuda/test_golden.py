@@ -81,7 +81,8 @@ def one_of_each(found: dict[Specialisation, str]) -> dict[Specialisation, str]:
     """The first of those that differ in numbers only."""
     forms: dict[tuple, Specialisation] = {}
     for spec in found:
-        words = tuple((k, v) for k, v in spec.constants if v is None or isinstance(v, str | bool))
+        flat = [(k, v) for k, group in spec.constants for v in (group if isinstance(group, tuple) else (group,))]
+        words = tuple((k, v) for k, v in flat if v is None or isinstance(v, str | bool))
         forms.setdefault((spec.name, words, tuple(kind for _, kind in spec.signature)), spec)
     return {spec: found[spec] for spec in forms.values()}
 
@@ -253,7 +254,9 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"micro": p}, Target(90)).specs
-    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
+    return one_of_each(
+        {s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".group_norm"))}
+    )
 
 
 def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
@@ -277,7 +280,9 @@ def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
     saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute, distances=distances)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
-    return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("layout_")}
+    return {
+        s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("block_sparse_")
+    }
 
 
 def block_product_specs(compute: str) -> dict[Specialisation, str]:
@@ -454,9 +459,9 @@ def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNELS), ("keys", 4)):
-        subject = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
-        for t in subject.all_tiles(arch):
-            with tuning.forced(subject, t):
+        key = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        for t in key.all_configs(arch):
+            with tuning.forced(key, t):
                 specs = attention_specs(head, "bf16", arch, heads)
                 found |= {s: op for s, op in specs.items() if heads == 1 or s.name in KERNELS[role]}
     assert len(found) >= 8

@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Lowering, mode
 from barellm.cuda.kernels.common import pow2, store_or_add
 from barellm.cuda.lang import ampere, constant, device, gl, gluon
@@ -77,7 +77,9 @@ def binary_mma(
     row = (m + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, SUMS))).to(gl.int64)
     column = n + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, SUMS))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(column < N, 0)
-    store_or_add(y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE)
+    store_or_add(
+        y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE
+    )
 
 
 @gluon
@@ -124,7 +126,7 @@ def launch(op: Any, c: Lowering) -> None:
     """Append the product of a BinaryMatmul. Its integers do not depend on the tile."""
     N, W = (int(n) for n in op.b.shape)
     rows, most = c.rows(op.y), op.y.size // N
-    tile = next((t for t in TILES if ceil_div(most, t) * ceil_div(N, t) >= choices.WAVE), TILES[-1])
+    tile = next((t for t in TILES if ceil_div(most, t) * ceil_div(N, t) >= gemm_config.WAVE), TILES[-1])
     depth = min(ROW, max(STEP.value, pow2(W)))
     c.launch(
         binary_mma,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.split_k import SplitK, reduce_splits
@@ -118,7 +118,7 @@ def lower_block_matmul(op: Any, c: Lowering) -> None:
 
 @lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
-    product(op, c, op.dy, "dx", op.rows, op.layout.rows, turned=True)
+    product(op, c, op.dy, "dx", op.rows, op.layout.tile_m, turned=True)
 
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
@@ -127,7 +127,7 @@ def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size
     split = SplitK(rows, count)
-    partials = c.scratch("partials", (choices.most_splits(count, op.x.size // C), n))
+    partials = c.scratch("partials", (gemm_config.max_splits(count, op.x.size // C), n))
     c.launch(
         block_gradient, {"partials": partials, "x": op.x, "dy": op.dy, "places": op.places, "rows": rows, "chunk": split},
         {"C": C, "K": K, "ENTRIES": count} | padded(layout.block),

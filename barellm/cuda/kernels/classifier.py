@@ -15,7 +15,7 @@ from typing import Any
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels import softcap
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses, row_scores
-from barellm.cuda.kernels.matmul import product
+from barellm.cuda.kernels.matmul import append_gemm
 from barellm.cuda.kernels.quantized import append_numbers
 from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
@@ -86,7 +86,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         chunk, before = Chunk(rows, first, count), len(c.launches)
         sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
         x_rows = rows_of(x, first, count, C)
-        product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
+        append_gemm(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
         operands = {
             name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
             for name, held in of_rows.items()
@@ -97,10 +97,10 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         more, constants = loss.more(op, first)
         launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
         if gradients:
-            product(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            append_gemm(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
-            product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
+            append_gemm(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
         only_of_tokens(c, before, chunk)
     for name, total in totals.items():
         launch_total(c, total, of_rows[name], rows)
@@ -125,7 +125,7 @@ def lower_scores(c: Lowering) -> None:
     for first in range(0, most, count):
         chunk, before = Chunk(rows, first, count), len(c.launches)
         sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
-        product(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
+        append_gemm(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
         given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
         launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
         only_of_tokens(c, before, chunk)

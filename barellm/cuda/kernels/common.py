@@ -76,13 +76,13 @@ def pow2(n: int) -> int:
 
 
 def row_strides(**tensors: Tensor) -> dict[str, int]:
-    """Constants NAME_ROW: how many elements apart the rows of a tensor or view lie."""
-    return {f"{name.upper()}_ROW": t.row_stride for name, t in tensors.items()}
+    """Constants NAME_STRIDE: how many elements apart the rows of a tensor or view lie."""
+    return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
 
 
 def view_strides(**operands: Any) -> dict[str, int | None]:
-    """Constants NAME_ROW as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
-    return {f"{name.upper()}_ROW": view_stride(operand) for name, operand in operands.items()}
+    """Constants NAME_STRIDE as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
+    return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
 def launch_elementwise(

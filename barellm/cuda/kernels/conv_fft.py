@@ -170,4 +170,6 @@ def algorithms(R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
     tiles = _step(fft_tiles, F, SEEN=F, FILTER=False)
     filters, images = _step(fft_filters, F, R=R, S=S), _step(fft_images, F, STEP=m)
     dy, dw = _step(fft_tiles, F, SEEN=m, FILTER=True), _step(fft_wgrad, F, R=R, S=S)
-    return FpropAlgorithm(m, (R, S), positions, filters, tiles, images), WgradAlgorithm(m, (R, S), positions, dy, tiles, dw)
+    return FpropAlgorithm(m, (R, S), positions, filters, tiles, images), WgradAlgorithm(
+        m, (R, S), positions, dy, tiles, dw
+    )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Count, Lowering, Sizes
 from barellm.cuda.kernels.conv_gather import images_of
 from barellm.cuda.lang import DeviceFunction, device, tl
@@ -173,9 +173,11 @@ def product_constants(
     c: Lowering, rows: int, columns: int, depth: int, batches: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The constants of a product of `batches` at a time, and how to launch it."""
-    t = choices.tile("nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch)
-    constants = {"ROWS": rows, "TF32": c.target.tf32 or None, "BM": t.rows, "BN": t.cols, "BK": t.depth}
-    return constants, {"warps": t.warps, "stages": t.stages}
+    t = gemm_config.select_config(
+        "nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch
+    )
+    constants = {"ROWS": rows, "TF32": c.target.tf32 or None, "BM": t.tile_m, "BN": t.tile_n, "BK": t.tile_k}
+    return constants, {"warps": t.num_warps, "stages": t.num_stages}
 
 
 def append_forward(
@@ -225,7 +227,7 @@ def append_gradient(
     positions, room = plan.positions, tiling.room
     fixed, how = product_constants(c, rows, channels, tiling.whole, positions * groups)
     tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])
-    chunk = round_up(ceil_div(tiling.whole, choices.splits(tiles * positions * groups, tiling.whole)), BLOCK)
+    chunk = round_up(ceil_div(tiling.whole, gemm_config.num_splits(tiles * positions * groups, tiling.whole)), BLOCK)
     parts = ceil_div(room, chunk)
     made = {name: c.scratch(f"{name} tiles", (positions, int(t.shape[1]), room)) for name, t in (("dy", dy), ("x", x))}
     products = c.scratch("products", (parts, positions, groups * rows, channels))

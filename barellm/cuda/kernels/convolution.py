@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels import conv_fft, winograd
 from barellm.cuda.kernels.common import store_or_add
@@ -232,7 +232,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     constants |= {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH}
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, wide)
     split = SplitK(images_of(op.x, P * Q), tiles * groups)
-    parts = choices.most_splits(tiles * groups, int(op.x.shape[0]) * P * Q)
+    parts = gemm_config.max_splits(tiles * groups, int(op.x.shape[0]) * P * Q)
     partials = c.scratch("partials", (parts, op.dw.size))
     c.launch(
         conv_wgrad, {"out": partials, "dy": op.dy, "x": op.x, "images": images_of(op.x), "chunk": split}, constants,

@@ -40,14 +40,14 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 
 @device
 def cast_rows(
-    y, x, scalars, rows, C: tl.constexpr, Y_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
+    y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """Cast into rows that lie Y_ROW elements apart; zeros where there is no x."""
+    """Cast into rows that lie Y_STRIDE elements apart; zeros where there is no x."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
     if x is not None:
         value = tl.load(x + row[:, None] * C + column[None, :], mask=mask)
-    store_or_add(y + row[:, None] * Y_ROW + column[None, :], mask, value, scalars, MODE)
+    store_or_add(y + row[:, None] * Y_STRIDE + column[None, :], mask, value, scalars, MODE)
 
 
 @device
@@ -89,7 +89,9 @@ def lower_add(op: Any, c: Lowering) -> None:
 
 @lowering("rescale", starts="y")
 def lower_rescale(op: Any, c: Lowering) -> None:
-    launch_elementwise(c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward))
+    launch_elementwise(
+        c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward)
+    )
 
 
 @lowering("cast", starts="y", views="y")

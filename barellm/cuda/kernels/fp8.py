@@ -45,27 +45,27 @@ def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.con
 
 
 @device
-def turn(y, x, rows, COLUMNS: tl.constexpr, Y_ROW: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
-    """y (COLUMNS, rows), whose rows lie Y_ROW bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
+def turn(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
+    """y (COLUMNS, rows), whose rows lie Y_STRIDE bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     r0, c0 = tl.program_id(0) // ACROSS * TILE, tl.program_id(0) % ACROSS * TILE
     x += tl.cast(r0, tl.int64) * COLUMNS + c0
-    y += tl.cast(c0, tl.int64) * Y_ROW + r0
+    y += tl.cast(c0, tl.int64) * Y_STRIDE + r0
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
     within = c < COLUMNS - c0
     value = tl.load(x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & within[None, :], other=0.0)
     written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0
-    tl.store(y + c[:, None] * Y_ROW + r[None, :], tl.trans(value), mask=within[:, None] & written[None, :])
+    tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=within[:, None] & written[None, :])
 
 
 @device
 def eight_gemm(
     out, a, b, scale, other, scalars, M, depth,
-    N: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr, PER_TARGET: tl.constexpr,
-    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr,
+    PER_TARGET: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N) = a (M, depth) times b (N, depth) turned over, times both scales. NAME_ROW: elements from a row to the
-    next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
+    """One tile of out (M, N) = a (M, depth) times b (N, depth) turned over, times both scales. NAME_STRIDE: elements from a row to
+    the next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)
     first = pid // (GROUP * N_TILES) * GROUP
@@ -74,8 +74,8 @@ def eight_gemm(
     m0, n0 = (first + within % height) * BM, within // height * BN
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
-    a_at = a + tl.cast(m0, tl.int64) * A_ROW + (m[:, None] * A_ROW + k[None, :])
-    b_at = b + tl.cast(n0, tl.int64) * B_ROW + (n[None, :] * B_ROW + k[:, None])
+    a_at = a + tl.cast(m0, tl.int64) * A_STRIDE + (m[:, None] * A_STRIDE + k[None, :])
+    b_at = b + tl.cast(n0, tl.int64) * B_STRIDE + (n[None, :] * B_STRIDE + k[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
         if EVEN:
@@ -108,19 +108,19 @@ def turned(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
         there = rows if isinstance(rows, int) else rows(s)
         return (round_up(there, DEPTH) // TURNED * ceil_div(columns, TURNED),)
 
-    constants = {"COLUMNS": columns, "Y_ROW": row, "DEPTH": DEPTH, "TILE": TURNED}
+    constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TURNED}
     c.launch(turn, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
 
-def product(
+def append_gemm(
     c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other: Tensor,
     *, M: Size | int, depth: Size | int, mode: int, per_target: bool,
 ) -> None:  # fmt: skip
     """Append one product of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
     check(c, a)
     N, depth_of_tile = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
-    rows = {"A_ROW": int(a.shape[-1]), "B_ROW": int(b.shape[-1])}
+    rows = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}
     even = not any(row % depth_of_tile for row in rows.values())
     operands = {"out": out, "a": a, "b": b, "scale": scale, "other": other, "M": M, "depth": depth}
     constants = {"N": N, **rows, "EVEN": even, "EIGHT": a.dtype in LARGEST, "PER_TARGET": per_target, "MODE": mode}
@@ -143,13 +143,13 @@ def lower_quantise(op: Any, c: Lowering) -> None:
 def lower_scaled_matmul(op: Any, c: Lowering) -> None:
     depth = int(op.weight.shape[0])
     how = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
-    product(c, op.y, op.x, turned(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
+    append_gemm(c, op.y, op.x, turned(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
 
 
 @lowering("scaled_matmul_dx", starts="dx", also={"dy": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul_dx(op: Any, c: Lowering) -> None:
     how = {"M": c.rows(op.dy), "depth": int(op.weight.shape[1]), "mode": mode(op, "dx"), "per_target": True}
-    product(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **how)
+    append_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **how)
 
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
@@ -157,4 +157,4 @@ def lower_scaled_matmul_dw(op: Any, c: Lowering) -> None:
     rows = c.rows(op.x)
     a, b = turned(c, "x", op.x, rows), turned(c, "dy", op.dy, rows)
     how = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
-    product(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)
+    append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)

@@ -94,9 +94,9 @@ def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr,
     NORMAL: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
-    X_ROW: gl.constexpr, OUT_ROW: gl.constexpr, PRE_ROW: gl.constexpr, OTHER_ROW: gl.constexpr,
+    X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PRE_STRIDE: gl.constexpr, OTHER_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_ROW: elements from a
+    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_STRIDE: elements from a
     row to the next, of x words."""
     # (warp, odd column, pair of columns, lane of four, one of two): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
@@ -114,7 +114,7 @@ def quantized_mma(
     word_block, word = i // 32 * TURN + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
     j = gl.arange(0, 64 * WARPS, layout=PAIR)
     x_block, x_row = j // 64 * TURN + j % 8 // 4, j % 64 // 8
-    x_at = x_row * X_ROW + j // 2 % 2 + j % 2 * 2
+    x_at = x_row * X_STRIDE + j // 2 % 2 + j % 2 * 2
     c = gl.arange(0, 16 * WARPS, layout=SCALE)
     scale_block = c // 16 * TURN
     codes += tile.to(gl.int64) * (BLOCKS * 16)
@@ -146,11 +146,11 @@ def quantized_mma(
     if bias is not None:
         y += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)
     if pre is not None:
-        gl.store(pre + (row * PRE_ROW + column), y, mask=inside)
+        gl.store(pre + (row * PRE_STRIDE + column), y, mask=inside)
         y = value_of(y, EPILOGUE)
     elif other is not None:  # a residual
-        y += gl.load(other + (row * OTHER_ROW + column), mask=inside, other=0.0).to(gl.float32)
-    store_or_add(out + (row * OUT_ROW + column), inside, y, scalars, MODE)
+        y += gl.load(other + (row * OTHER_STRIDE + column), mask=inside, other=0.0).to(gl.float32)
+    store_or_add(out + (row * OUT_STRIDE + column), inside, y, scalars, MODE)
 
 
 @gluon
@@ -187,8 +187,8 @@ def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: An
     constants = {
         "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK,
         "HALF": op.x.dtype == "fp16", "NORMAL": how.table != INTEGERS,
-        "EPILOGUE": epilogue, "MODE": mode, "X_ROW": (view_stride(op.x) or K) // 2,
-        **{f"{name.upper()}_ROW": stride.get(name) for name in ("out", "pre", "other")},
+        "EPILOGUE": epilogue, "MODE": mode, "X_STRIDE": (view_stride(op.x) or K) // 2,
+        **{f"{name.upper()}_STRIDE": stride.get(name) for name in ("out", "pre", "other")},
     }  # fmt: skip
     words = operands | {"x": (part(op.x), "i32")}
     c.launch(quantized_mma, words, constants, grid=grid, writes="out pre", warps=WARPS.value)

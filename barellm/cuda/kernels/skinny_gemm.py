@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes
 from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, view_strides
 from barellm.cuda.kernels.epilogue import epilogue_operands, epilogue_subtile
@@ -23,10 +23,10 @@ from barellm.program.integers import ceil_div
 def skinny_gemm(
     out, pre, x, weight, bias, other, scalars, rows,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of out, all rows. NAME_ROW: elements from a row of a view to the next, None where rows lie side by side."""
-    x_row: tl.constexpr = X_ROW if X_ROW is not None else K
+    """BN columns of out, all rows. NAME_STRIDE: elements from a row of a view to the next, None where rows lie side by side."""
+    x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     n0 = tl.program_id(0) * BN
     n, k = tl.arange(0, BN), tl.arange(0, BK)
     k_in = k < K
@@ -37,7 +37,7 @@ def skinny_gemm(
         total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
         epilogue_subtile(
             out, pre, bias, other, scalars, total[None, :], row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
-            OUT_ROW, PRE_ROW, OTHER_ROW,
+            OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class RowsIfSkinny:
 
     def __call__(self, sizes: Sizes) -> int:
         rows = self.rows(sizes)
-        return rows if rows <= choices.FEW else 0
+        return rows if rows <= gemm_config.SKINNY_M else 0
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class RowsUnlessSkinny:
 
     def __call__(self, sizes: Sizes) -> int:
         rows = self.rows(sizes)
-        return rows if rows > choices.FEW else 0
+        return rows if rows > gemm_config.SKINNY_M else 0
 
 
 def fits(c: Lowering, *, most: int, K: int) -> bool:
     """Whether a product y = x weight^T gets this kernel, for the runs that have few rows: where there are no others, and in
     programs that go on from a cache."""
-    return (most <= choices.FEW or c.decodes) and K <= choices.FEW_LONGEST
+    return (most <= gemm_config.SKINNY_M or c.decodes) and K <= gemm_config.SKINNY_MAX_K
 
 
 def launch_gemm(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Does what `matmul.product` does in its role "nt"; nothing in runs of more rows."""
+    """Does what `matmul.append_gemm` does in its role "nt"; nothing in runs of more rows."""
     few, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
-    BN, warps = choices.few_rows_tile(BK)
+    BN, warps = gemm_config.skinny_tile(BK)
     written, other = epilogue_operands(pre, residual, epilogue)
     operands = {"out": out, "pre": written, "x": a, "weight": b, "bias": bias, "other": other, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}

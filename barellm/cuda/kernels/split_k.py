@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Lowering, Size, Sizes
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
@@ -36,7 +36,7 @@ class SplitK:
 
     def __call__(self, sizes: Sizes) -> int:
         rows = self.rows(sizes)
-        return ceil_div(ceil_div(rows, choices.splits(self.tiles, rows)), 64) * 64
+        return ceil_div(ceil_div(rows, gemm_config.num_splits(self.tiles, rows)), 64) * 64
 
     def count(self, sizes: Sizes) -> int:
         return ceil_div(self.rows(sizes), self(sizes))

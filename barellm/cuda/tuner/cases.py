@@ -62,7 +62,9 @@ class Case(ABC):
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
         """The values of every persistent tensor before a run."""
-        return {name: random_normal(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
+        return {
+            name: random_normal(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())
+        }
 
     @abstractmethod
     def program(self) -> Program:

@@ -30,9 +30,9 @@ MOST_CALLS = 200
 def built(case: Case, work: Problem, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
     """The case's program, and what it becomes with the work done in the candidate's way."""
     p = case.program()
-    with tuning.forced(work.subject, candidate.choice), tuning.watching() as asked:
+    with tuning.forced(work.tuning_key, candidate.choice), tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
-    assert asked[work.subject] == 1, f"{p.ops} asked for {list(asked)}, not for {work.subject}"
+    assert requested[work.tuning_key] == 1, f"{p.ops} asked for {list(requested)}, not for {work.tuning_key}"
     if function := candidate.function():
         for launch in made.lowered["op"].launches:
             if isinstance(launch, Launch) and launch.spec.function is gemm:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.cuda import choices, tuning
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import gemm_config, tuning
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Call, Launch, Target
 from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES
 from barellm.cuda.lang import DeviceFunction
@@ -31,7 +31,7 @@ class GemmProblem(tuning.GemmKey):
     """A product with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.GemmKey:
+    def key(self) -> tuning.GemmKey:
         return tuning.GemmKey(**vars(self))
 
     @property
@@ -63,7 +63,7 @@ class AttentionProblem(tuning.AttentionKey):
     """A kernel of attention with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.AttentionKey:
+    def key(self) -> tuning.AttentionKey:
         return tuning.AttentionKey(**vars(self))
 
     @property
@@ -96,7 +96,7 @@ class Candidate:
     """A way to cut the work, and by name a kernel other than its own where a self-test injects one (faults.py). `other_bits`: than
     the default's, so that it is never kept, only told."""
 
-    choice: tuning.Choice
+    choice: tuning.Config
     fault: str = ""
     other_bits: bool = False
 
@@ -111,33 +111,33 @@ class Candidate:
 
 def works_of(programs: dict[str, Program], target: Target) -> list[Problem]:
     """The pieces of work of these programs that a bed can make; those that take longest come first."""
-    with tuning.watching() as found:
+    with tuning.counting() as found:
         lower_and_plan(programs, target)
 
     def seconds(work: Problem) -> float:
-        return found[work.subject] * work.flops / (1.0 if isinstance(work, GemmProblem) else ATTENTION_RATE)
+        return found[work.tuning_key] * work.flops / (1.0 if isinstance(work, GemmProblem) else ATTENTION_RATE)
 
     works: list[Problem] = []
-    for subject in found:
-        if isinstance(subject, tuning.AttentionKey):
-            works.append(AttentionProblem(**vars(subject)))
-        elif subject.epilogue in EPILOGUES_BY_KIND[subject.role]:
-            works.append(GemmProblem(**vars(subject)))
+    for key in found:
+        if isinstance(key, tuning.AttentionKey):
+            works.append(AttentionProblem(**vars(key)))
+        elif key.epilogue in EPILOGUES_BY_KIND[key.role]:
+            works.append(GemmProblem(**vars(key)))
     return sorted(works, key=seconds, reverse=True)
 
 
 def candidates(work: Problem, target: Target) -> list[Candidate]:
     """The default first. All have its bits."""
     default = work.default(target.arch)
-    others = [t for t in work.choices(target.arch) if t != default]
+    others = [t for t in work.configs(target.arch) if t != default]
     return [Candidate(t) for t in (default, *others)]
 
 
 def refined(best: Candidate) -> list[Candidate]:
     """The candidates to try when the best tile or form is known: its tiles in another order."""
-    if isinstance(best.choice, AttentionTile):
+    if isinstance(best.choice, AttentionConfig):
         return []
-    return [Candidate(t) for t in choices.orders(best.choice)[1:]]
+    return [Candidate(t) for t in gemm_config.rasterizations(best.choice)[1:]]
 
 
 def rivals(work: Problem, target: Target) -> list[Candidate]:

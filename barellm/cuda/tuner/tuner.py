@@ -71,7 +71,7 @@ class Ahead:
 
 def keep(verdict: Verdict, target: Target) -> None:
     """Write the winner into the database, or nothing if the default is as good."""
-    tuning.database().change({tuning.key(target, verdict.work.subject): entry_of(verdict)})
+    tuning.database().change({tuning.entry_name(target, verdict.work.tuning_key): entry_of(verdict)})
 
 
 def entry_of(verdict: Verdict) -> dict[str, Any] | None:
