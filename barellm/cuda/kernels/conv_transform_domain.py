@@ -1,16 +1,17 @@
-"""Convolutions over positions: what algorithms share that transform tiles, multiply and transform back (winograd.py, conv_fft.py).
+"""Convolution in a transform domain: what Winograd's algorithm (winograd.py) and the FFT (conv_fft.py) share. Tiles and filters are
+transformed, multiplied by a batched GEMM with one batch for each position of the transform, and transformed back.
 
 The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + the filter's size - 1. Four steps:
 
-    u[position, row, channel]     of every filter
-    v[position, channel, tile]    of every tile that a channel sees
-    products = u v                one product for each position                    `multiply_positions`
-    y                             of what all positions have
+    u[position, row, channel]     filter transform
+    v[position, channel, tile]    input transform of every tile
+    products = u v                `batched_gemm`, one GEMM for each position
+    y                             output transform
 
-The last three take turns over passes of so many tiles that what one writes is still in the second cache when the next reads it.
-For the gradient of the filters the tiles of dy, m x m, are the filters, and the filter's size is the result's: both operands are
-transformed by tiles, and products sum over tiles, in parts that are added in order. Everything is fp32, whatever images are
-stored in: 8 bits of a fraction are too few for the transforms.
+The last three alternate over passes of so many tiles that what one writes is still in L2 when the next reads it. For wgrad the
+tiles of dy, m x m, are the filters, and the filter's size is the result's: both operands are transformed by tiles, and the GEMMs
+sum over tiles, with split-K. Everything is fp32, whatever images are stored in: 8 bits of a fraction are too few for the
+transforms.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.tensor import Tensor
 
-PASS = 6 << 20  # numbers of a pass's operands and products: 24 MB, about half of an H100's second cache
-BLOCK = 128  # tiles of which a pass has a multiple, and so a product columns
+PASS = 6 << 20  # numbers of a pass's operands and products: 24 MB, about half of an H100's L2
+BLOCK = 128  # tiles of which a pass has a multiple, and so a GEMM columns
 
 
 @device
@@ -34,7 +35,7 @@ def batched_gemm(
     out, a, b, first, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
     TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one position's and group's product, of a (.., ROWS, DEPTH): with CHUNK None out (.., ROWS, COLUMNS) = a b, with
+    """One tile of one position's and group's GEMM, of a (.., ROWS, DEPTH): with CHUNK None out (.., ROWS, COLUMNS) = a b, with
     `count` columns that matter, of a multiple of BN. Otherwise out (part, .., ROWS, COLUMNS) = a b^T, where a part has CHUNK of the
     depth, of which `count` matter; it is added to what is there but for the first pass."""
     m = tl.program_id(0) % tl.cdiv(ROWS, BM) * BM + tl.arange(0, BM)
@@ -169,10 +170,10 @@ def append_tiles(
     )  # fmt: skip
 
 
-def product_constants(
+def batched_gemm_constants(
     c: Lowering, rows: int, columns: int, depth: int, batches: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constants of a product of `batches` at a time, and how to launch it."""
+    """The constants of a GEMM of `batches` at a time, and how to launch it."""
     t = gemm_config.select_config(
         "nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch
     )
@@ -183,7 +184,7 @@ def product_constants(
 def append_forward(
     c: Lowering, plan: FpropAlgorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
-    """`constants`: of `conv_product`, whose place this takes."""
+    """`constants`: of `conv_implicit_gemm`, whose place this takes."""
     groups, channels, size = constants["GROUPS"], constants["CHANNELS"], (constants["OUT_H"], constants["OUT_W"])
     (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
     strides = {n: constants[n] for n in ("A_GROUP", "A_ROW", "A_CHANNEL", "A_FIRST", "A_R", "A_S")}
@@ -200,7 +201,7 @@ def append_forward(
         plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
         warps=plan.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
     )  # fmt: skip
-    fixed, how = product_constants(c, rows, room, channels, positions * groups)
+    fixed, how = batched_gemm_constants(c, rows, room, channels, positions * groups)
     fixed |= {"COLUMNS": room, "DEPTH": channels, "CHUNK": None}
     to = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns, "ROOM": room}
     to |= {"MODE": constants["MODE"], "BLOCK": plan.images.block}
@@ -220,12 +221,12 @@ def append_forward(
 def append_gradient(
     c: Lowering, plan: WgradAlgorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
 ) -> None:
-    """`constants`: of `conv_weight_gradient`, whose place this takes."""
+    """`constants`: of `conv_wgrad`, whose place this takes."""
     groups, rows, channels = constants["GROUPS"], constants["M"], constants["CHANNELS"]
     (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
     tiling = Tiling.of(plan, x, (constants["P"], constants["Q"]), groups * (channels + rows))
     positions, room = plan.positions, tiling.room
-    fixed, how = product_constants(c, rows, channels, tiling.whole, positions * groups)
+    fixed, how = batched_gemm_constants(c, rows, channels, tiling.whole, positions * groups)
     tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])
     chunk = round_up(ceil_div(tiling.whole, gemm_config.num_splits(tiles * positions * groups, tiling.whole)), BLOCK)
     parts = ceil_div(room, chunk)

@@ -1,16 +1,16 @@
-"""Matrix products on Hopper: operands of bf16 or fp16, fp32 accumulators, every byte moved by the tensor memory accelerator.
+"""GEMM on Hopper: wgmma with operands of bf16 or fp16 and fp32 accumulators, every byte moved by the tensor memory accelerator
+(TMA).
 
-Shapes: out (M, N) = a b over depth K, row-major, in three roles:
+Shapes: out (M, N) = a b over depth K, row-major, by gemm_kind (BLAS's transposes of a and b):
 
-    nt  a (M, K)  b stored (N, K)    forward: M tokens
-    nn  a (M, K)  b stored (K, N)    input gradient
-    tn  a stored (K, M)  b stored (K, N)    weight gradient: K tokens, in parts that are added in order afterwards
+    nt  a (M, K)  b stored (N, K)    forward (fprop): M tokens
+    nn  a (M, K)  b stored (K, N)    input gradient (dgrad)
+    tn  a stored (K, M)  b stored (K, N)    weight gradient (wgrad): K tokens, split-K, slices added in order afterwards
 
-A block of 384 threads does tiles of 128 x COLS, one after the other. Two warpgroups of 232 registers multiply 64 rows each: 128
-registers hold 64 x 256 sums. One warp fills a ring of operands, and goes on with the next tile's while a tile is on its way out.
-Operands lie in shared memory as they lie in global memory; what is stored along the other dimension is read transposed by the
-product itself. Edges need no masks: loads beyond a matrix give zeros, stores beyond it are dropped. What each warp does:
-hopper_warp_specialized.py. What it should reach, by arithmetic: docs/cuda_gemm.md.
+A persistent thread block of 384 threads does tiles of 128 x TILE_N one after the other, warp-specialized: the protocol of its warps
+is in hopper_warp_specialized.py. Operands lie in shared memory as in global memory, with 128-byte swizzle; what is stored along the
+other dimension is read transposed by wgmma. Edges need no masks: TMA loads beyond a matrix give zeros, stores beyond it are
+dropped. What it should reach, by arithmetic: docs/cuda_gemm.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def hopper_gemm(
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     TILE_N: gl.constexpr, STAGES: gl.constexpr, EPI_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out (M, N) = a (M, K) times b (K, N), or part p of K, `chunk` long, into rows p M onwards. Persistent: a block does every
-    (number of blocks)-th tile. `sums`, where it is given: (parts, M), the sums of the rows of a over each part of K."""
+    """out (M, N) = a (M, K) times b (K, N), or split-K slice p of K, `k_per_split` long, into rows p M onwards. `sums`, if given:
+    (slices, M), the row sums of a over each slice."""
     a_ring = gl.allocate_shared_memory(
         a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
     )
@@ -104,8 +104,8 @@ def fits(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, most: int, N: int, K: int,
     residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `launch_product` takes this product, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of
-    a multiple of 16 bytes, one thing at most that the epilogue reads, and at least half a wave of small tiles."""
+    """Whether `launch_gemm` takes this GEMM, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of a
+    multiple of 16 bytes, at most one matrix that the epilogue reads, and at least half a wave of small tiles."""
     operands = [operand_of(v) for v in (out, a, b, residual, pre) if v is not None]
     if not c.target.hopper or operands[1][1] not in HALF_DTYPES or operands[2][1] != operands[1][1]:
         return False
@@ -137,16 +137,14 @@ def launch_gemm(
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
     dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one product that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of role "tn": the sum of the
-    rows of a, from the tiles that are multiplied."""
+    """Append one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
+    the tiles that are multiplied."""
     height, width, depth = _sizes(gemm_kind, most, N, K)
     usual = gemm_config.select_tile_n(gemm_kind, height, width, depth)
-    tiles = ceil_div(height, TILE_M.value) * ceil_div(
-        width, usual
-    )  # by the default's columns: bits do not depend on tuning
-    parts = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
+    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, usual)  # of the default: bits do not depend on tuning
+    slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
     written, other = epilogue_operands(pre, residual, epilogue)
-    if not epilogue and mode != MODES["store"] and parts == 1:
+    if not epilogue and mode != MODES["store"] and slices == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     f = tuning.select_config(
         c.target, tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
@@ -154,14 +152,14 @@ def launch_gemm(
     M: Size | int = height if gemm_kind == "tn" else rows
     target, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None
-    if parts > 1:
+    if slices > 1:
         split = SplitK(rows, tiles)
         target, out_rows, k_per_split = (
-            c.scratch("partials", (parts, height, width)),
+            c.scratch("partials", (slices, height, width)),
             _Times(split.count, height),
             split,
         )
-    sums = c.scratch("sums", (parts, height)) if dbias is not None else None
+    sums = c.scratch("sums", (slices, height)) if dbias is not None else None
     c.launch(
         hopper_gemm,
         {
@@ -199,7 +197,7 @@ def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> Te
 
 
 def _block(value: Any) -> tuple[int, int]:
-    """The box of what goes out or comes in past the products: 128 bytes wide, as one slot is."""
+    """The TMA box of what the epilogue stores or loads: 128 bytes wide, an epilogue buffer."""
     return WG_M.value, 128 // ITEMSIZE[operand_of(value)[1]]
 
 
@@ -221,8 +219,10 @@ class _Grid:
     sms: int
     rows: Size | int
     n_tiles: int
-    parts: Size | None
+    slices: Size | None
 
     def __call__(self, sizes: Any) -> tuple[int, ...]:
         rows = self.tile_m if isinstance(self.tile_m, int) else self.tile_m(sizes)
-        return (min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.parts(sizes) if self.parts else 1)),)
+        return (
+            min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),
+        )

@@ -1,19 +1,26 @@
-"""Causal attention on Hopper, forward, by warps with roles: one fills rings of queries, keys and values through the tensor memory
-accelerator, two warpgroups multiply and do the softmax (Shah et al. 2024, FlashAttention-3).
+"""Warp-specialized causal attention on Hopper, forward (FlashAttention-3: Shah et al. 2024).
 
-Shapes: q, out (B, T, H * D), k, v (B, T, G * D), D 64 or 128; lse (B, H, T) fp32; each of the G heads of keys and values serves
-SHARE = H / G heads of queries. A tile is BLOCK queries of one head, 64 for each warpgroup. A block of threads stays: it does every
-(number of blocks)-th tile, and the next tile's operands arrive while this one's result goes out. Rings in shared memory:
+Shapes: q, out (B, T, H * D), k, v (B, T, G * D), D 64 or 128; lse (B, H, T) fp32; GROUP_SIZE = H / G query heads share a KV head. A
+tile is BLOCK queries of one head, 64 for each of two consumer warpgroups. A thread block is persistent: it does every (number of
+blocks)-th tile, and the next tile's operands are loaded during this one's epilogue.
 
-    q_ring (2 x 2, 64, D)            asked[t]: a tile's queries have arrived, answered[t]: both halves are done with them
-    k_ring, v_ring (S, BLOCK, D)     keys, values: arrived; keys_free, values_free: both halves have multiplied them
+    warps                   registers  what they do
+    2 consumer warpgroups   240        `consumer`: scores and output accumulators (64, D), row maxima and sums in registers
+    1 producer warp         24         `producer`: TMA loads of queries, keys and values into every free stage
 
-Keys are visited from the diagonal back, so that the first block has the mask and no later one. A turn of a half: the scores of the
-next keys and the sums of these keys' values are both under way, then come the exponentials of the next scores while the sums are
-multiplied, and the other half's products (`turn`) before its own next ones. Tensor maps end with the batch and not with a sequence:
-beyond a last, partial block lie the next sequence's keys, whose probability is zero, so they must be finite.
+In shared memory, with mbarriers:
 
-It computes what attention.py does, scaled at other blocks of keys, so that bits differ.
+    q_ring (2 x 2, 64, D)            q_full[t]: a tile's queries are loaded; q_empty[t]: both consumers are done with them
+    k_ring, v_ring (S, BLOCK, D)     k_full, v_full[s]: a block is loaded; k_empty, v_empty[s]: both consumers' wgmma have read it
+    pingpong[h]                      consumer h may issue its wgmmas: each arrives at the other's after issuing its own (FA3's
+                                     pingpong scheduling), so that the softmax of one overlaps the matmuls of the other
+
+Keys are visited from the diagonal back, so that the first block has the mask and no later one. In each step a consumer has Q K^T of
+the next keys and P V of these keys in flight together, then computes the softmax of the next scores while P V is multiplied. Tensor
+maps end with the batch and not with a sequence: beyond a last, partial block lie the next sequence's keys, whose probability is
+zero, so they must be finite.
+
+It computes what attention.py does, with the online softmax rescaled at other blocks of keys, so that bits differ.
 """
 
 from __future__ import annotations
@@ -36,8 +43,8 @@ LOWEST = constant(-1e30)  # of a score that is not seen; every query sees a key 
 
 @gluon
 def tile_at(w, seq):
-    """Work item w: its head, of all sequences', and its first query. The heads of one sequence are done together, so that their
-    keys stay in the second cache; each begins at another tile, or some blocks of threads would have only long ones."""
+    """The tile scheduler: head, of all sequences', and first query of work item w. The heads of one sequence are done together, so
+    that their keys stay in L2; each begins at another tile, or some thread blocks would have only long ones."""
     tiles = gl.cdiv(seq, BLOCK)
     head = w // tiles
     return head, (tiles - 1 - (w + head) % tiles) * BLOCK
@@ -47,7 +54,7 @@ def tile_at(w, seq):
 def producer(
     q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr
 ):
-    """Fill the rings as far ahead as they have room: also with the next tile's."""
+    """TMA loads into every free stage: also of the next tile."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -80,7 +87,7 @@ def consumer(
     out, lse, queries, keys, values, pingpong, seq, items,
     WG: gl.constexpr, SCALE_LOG2: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile. `i` counts blocks of keys, `t` tiles."""
+    """WG_M queries of each tile. `i` counts blocks of keys, `t` tiles."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -120,13 +127,13 @@ def consumer(
             rescale = gl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + gl.sum(p, 1)
             row_max = new_max
-            # The values that come next. Here, since ptxas puts the wait for the sums before all exponentials if nothing lies
-            # between, and a wait for a barrier begins another block of its code.
+            # The next block of values. Here, since ptxas puts the wait for P V before all exponentials if nothing lies between,
+            # and a wait for a barrier begins another basic block.
             hopper.mbarrier.wait(v_full.index(next_i % STAGES), next_i // STAGES & 1)
             acc, p = hopper.warpgroup_mma_wait(0, deps=(sums, p))
             weights = register_operand(
                 p, v_ring.dtype, SUMS
-            )  # not before: the product reads the last ones from registers
+            )  # not before: the wgmma reads the last ones from registers
             hopper.mbarrier.arrive(v_empty.index(i % STAGES))
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, SUMS), assert_trivial=True), 1)
             i += 1
@@ -141,7 +148,7 @@ def consumer(
 
 @gluon
 def start_qk(q, k, SCORES: gl.constexpr):
-    """Start q (64, D) times k, transposed."""
+    """Issue the wgmma q (64, D) k^T."""
     KEYS: gl.constexpr = k.shape[0]
     none = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
     return hopper.warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -149,7 +156,7 @@ def start_qk(q, k, SCORES: gl.constexpr):
 
 @gluon
 def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """Probabilities as a product takes them from registers; in these layouts they are there already."""
+    """Probabilities as a register operand of wgmma; in these layouts they are there already."""
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
@@ -168,7 +175,7 @@ def write_tile(
     H: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Write the queries of a half that are in the sequence."""
+    """Epilogue: divide by the row sums, write those queries of a consumer that are in the sequence."""
     m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse + head * seq + m, (row_max + gl.log2(row_sum)) * LN_2, mask=m < seq)
     scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, SUMS), assert_trivial=True)
@@ -178,7 +185,8 @@ def write_tile(
 
 @gluon
 def store_rows(to, y, first, seq, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Write the rows of y (HALF, D), from `first` on, that are in the sequence. Rows of the matrix lie ROW apart."""
+    """Write the rows of y (WG_M, D), from `first` on, that are in the sequence; STRIDE: elements from a row of the matrix to the
+    next."""
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     y = gl.convert_layout(y.to(to.dtype.element_ty), STORE_LAYOUT)
     m = gl.expand_dims(first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, STORE_LAYOUT)), 1)
@@ -245,5 +253,5 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The rows of q, k or v, where they lie, in boxes of `rows` of one head."""
+    """The tensor map of q, k or v, where they lie, with boxes of `rows` of one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

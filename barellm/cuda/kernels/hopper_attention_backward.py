@@ -1,22 +1,24 @@
-"""Causal attention on Hopper, backward, by warps with roles as in hopper_attention.py: one kernel, for dk and dv or for dq.
+"""Warp-specialized causal attention on Hopper, backward (FlashAttention-3): one kernel, for dk and dv (DKV) or for dq.
 
-Shapes as in attention_backward.py, whose sums it computes in the same order. A tile is BLOCK keys of one head (KEYS), or as many
-queries, 64 for each of two warpgroups; blocks of STEP rows of the other kind stream past it. With x, y for what a tile has and a, b
-for what streams (k, v and q, dout; or q, dout and k, v), a turn of a half is
+Shapes as in attention_backward.py, whose sums it computes in the same order. A tile is BLOCK keys of one KV head (DKV), or as many
+queries of a head, 64 for each of two consumer warpgroups; blocks of STREAM_ROWS rows of the other kind stream past it. With x, y
+for the stationary and a, b for the streamed operands (k, v and q, dout; or q, dout and k, v), a step of a consumer is
 
-    s = x a^T,  g = y b^T,  p = exp2(s unit - lse),  dv += p b (KEYS only),  dk or dq += (p (g - delta)) a
+    s = x a^T,  g = y b^T,  p = exp2(s scale - lse),  dv += p b (DKV only),  dk or dq += (p (g - delta)) a
 
-in shared memory
+with s, g, p and the sums (64, D) in registers (240 of a thread), and in shared memory, with mbarriers:
 
-    x_ring, y_ring (2 x 2, 64, D)    asked[t]: a tile's have arrived, answered[t]: both halves are done with them
-    a_ring, b_ring (S, STEP, D)      arrived[s], free[s]: both halves have multiplied them; with KEYS also
-    stats_ring (S, STEP, 4)          lse and delta of the queries
+    x_ring, y_ring (2 x 2, 64, D)           tile_full[t]: a tile is loaded; tile_empty[t]: both consumers are done with it
+    a_ring, b_ring (S, STREAM_ROWS, D)      full[s]: a block is loaded; empty[s]: both consumers' wgmma have read it; with DKV:
+    stats_ring (S, STREAM_ROWS, 4)          lse and delta of the streamed queries
 
-The exponentials are computed while g is multiplied, and what follows while dv is. The last product is waited for in its own turn:
-it reads registers, and ptxas lets no product overlap anything if such a one is under way across a loop. Streams go up, so that dq's
-last block has the mask and of dk's the first. Blocks beyond the diagonal of one half only are given back unread. Tensor maps end
-with the batch and not with a sequence: the next sequence's queries in a last, partial block get the probability zero, so they and
-their dout must be finite.
+One producer warp (24 registers) issues all TMA loads, into every free stage, also of the next tile. The softmax is recomputed while
+g is multiplied, and ds while dv is. The last wgmma is waited for in its own step: it reads registers, and ptxas serializes all
+wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that dq's last block has the mask and dk's first. Blocks
+beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
+the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
+
+Groups of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: rows of dx and dy.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 STATS = constant(4)  # numbers of a query in the scratch, of which two are used, or three where queries are bounded
-STREAM_ROWS = constant(64)  # rows that stream past a tile in one turn
+STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 
 @gluon
 def streamed_rows(tile_row, seq, DKV: gl.constexpr):
-    """The rows that stream past the tile from `own` on: from its first key to the last query, or from the first key to its last
-    query, in whole blocks."""
+    """The rows that stream past the tile at `tile_row`: from its first key to the last query, or from the first key to its last
+    query."""
     if DKV:
         return tile_row, seq
     else:
@@ -59,7 +61,7 @@ def producer(
     x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
     DKV: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings as far ahead as they have room: also with the next tile's."""
+    """TMA loads into every free stage: also of the next tile."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -103,7 +105,7 @@ def consumer(
     dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
     WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile. `i` counts blocks that stream, `t` tiles."""
+    """WG_M rows of each tile. `i` counts streamed blocks, `t` tiles."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -175,8 +177,8 @@ def consumer(
 
 @gluon
 def skip_block(full, empty, i):
-    """Give the i-th block back, which only the other half needs. Not before it has arrived: then the other half has given back the
-    stage's last block, and the two returns of this block are not counted with that one's."""
+    """Release the i-th block, which only the other consumer needs. Not before it is full: then the other consumer has released the
+    stage's last block, and the two arrivals for this block are not counted with those for that one."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     hopper.mbarrier.arrive(empty.index(i % STAGES))
@@ -185,15 +187,15 @@ def skip_block(full, empty, i):
 
 @gluon
 def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
-    """A number of each query that streams, (1, STEP), in the registers of its scores: lse (0) or delta (1)."""
-    THEIRS: gl.constexpr = gl.DistributedLinearLayout(
+    """A statistic of each streamed query, (1, STREAM_ROWS), in the registers of its scores: lse (0) or delta (1)."""
+    STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]],
         [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
         [[0, 0], [0, 0]],
         [],
         [STREAM_ROWS, 1],
     )
-    found = block.slice(which, 1, dim=1).load(THEIRS).reshape([STREAM_ROWS])
+    found = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
     return gl.expand_dims(gl.convert_layout(found, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
 
 

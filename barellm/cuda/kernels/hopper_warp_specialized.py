@@ -1,13 +1,28 @@
-"""The roles of the warps of a Hopper product. Shapes: out (M, N) = a b over depth K, in tiles of (ROWS, cols); names as in
-hopper.py.
+"""Warp-specialized mainloop and epilogue of Hopper's GEMM (hopper.py): producer warps issue TMA loads, consumer warpgroups run
+wgmma.
 
-One block has two warpgroups that multiply (`multiply`), the upper and the lower 64 rows of a tile; one warp that loads operands
-(`load`); where the epilogue reads a matrix, one warp for each half that fetches it (`fetch`). They meet in rings in shared memory:
+Shapes: out (M, N) = a b over depth K, in tiles of (TILE_M, TILE_N), TILE_K of the depth per step. A thread block is persistent: it
+does every (number of blocks)-th tile, and all warps count the same steps i and the same tiles.
 
-    a_ring (2 S, 64 rows, DEPTH), b_ring (S, cols, DEPTH)    full[s]: loaded, empty[s]: both halves have multiplied it
-    slots (2 L, 64 rows, 128 bytes)                          the way out; arrived[l], free[l] where it is a way in as well
+    warps                   registers  what they do
+    2 consumer warpgroups   232        `consumer`: WG_M = 64 rows of the tile each: wgmma into fp32 accumulators in registers, then
+                                       the epilogue, through shared memory and TMA stores
+    1 producer warp         40         `producer`: TMA loads of a and b into every free stage, also of the next tile
+    2 load_c warps          40         `load_c`, one for each consumer, only where the epilogue reads a matrix C (residual,
+                                       pre-activation, or the gradient that is added to)
 
-A barrier's phase is the parity of how often its ring has gone round. Waiting for the phase before the first passes at once.
+In shared memory, STAGES and EPI_STAGES deep, with mbarriers that say what a stage holds:
+
+    a_ring (2 STAGES, 64, TILE_K), b_ring (STAGES, TILE_N, TILE_K)
+        full[s]    TMA has written a step's operands: 1 arrival (the producer's expect) and their bytes; consumers wait for it
+        empty[s]   both consumers' wgmma have read them: 2 arrivals; the producer waits for it
+    c_buffers (2 EPI_STAGES, 64, 128 bytes): subtiles on their way out by TMA store, and in where load_c is
+        c_full[l]  TMA has written a subtile of C: its consumer waits for it
+        c_empty[l] the store that read the buffer is done: load_c waits for it
+    stagger[0]     the second consumer starts when the first has issued its first wgmma
+
+A barrier's phase is the parity of how often its ring has gone round; waiting for the phase before the first passes at once. Within
+a consumer, Triton's barriers order its four warps' writes to a c_buffer before fence.proxy.async and the TMA store.
 """
 
 from __future__ import annotations
@@ -17,15 +32,15 @@ from barellm.cuda.kernels.activations import slope_of, value_of
 from barellm.cuda.kernels.common import ACCUMULATE
 from barellm.cuda.lang import constant, gl, gluon, hopper
 
-WG_M = constant(64)  # rows that one warpgroup multiplies
+WG_M = constant(64)  # rows of a consumer warpgroup
 TILE_M = constant(gemm_config.TILE_M)
 TILE_K = constant(gemm_config.TILE_K)  # 128 bytes of bf16: the widest swizzle
-ONES_N = constant(8)  # columns of the narrowest product
+ONES_N = constant(8)  # columns of the narrowest wgmma
 
 
 @gluon
 def tile_counts(sizes, TILE_N: gl.constexpr):
-    """Tiles, and how many tiles and parts of K are to do."""
+    """The number of tiles, and of work items: tiles times split-K slices."""
     M, N, K, k_per_split, _ = sizes
     tiles = gl.cdiv(M, TILE_M) * gl.cdiv(N, TILE_N)
     return tiles, tiles * gl.cdiv(K, k_per_split)
@@ -33,8 +48,8 @@ def tile_counts(sizes, TILE_N: gl.constexpr):
 
 @gluon
 def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
-    """Work item w: its first row, first column, start and end in K. All tiles of one part of K come before the next part; within
-    it `group` rows of tiles are walked together, column by column."""
+    """The tile scheduler: first row, first column, start and end in K of work item w. All tiles of a split-K slice come before the
+    next slice; within it tiles are rasterized in groups of `group` rows, column by column."""
     M, N, K, k_per_split, group = sizes
     m_tiles, n_tiles = gl.cdiv(M, TILE_M), gl.cdiv(N, TILE_N)
     t = w % tiles
@@ -50,7 +65,7 @@ def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
 def producer(
     a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr
 ):
-    """Fill the ring, as far ahead as it has room: also with the next tile while this one goes out."""
+    """TMA loads of a and b into every free stage: also of the next tile during this one's epilogue."""
     a_ring, b_ring, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
@@ -73,7 +88,7 @@ def producer(
 
 @gluon
 def load_c(c_map, scalars, c_pipeline, sizes, WG: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr):
-    """Bring what the epilogue of half H reads into its slots, as soon as they are free."""
+    """TMA loads of what the epilogue of consumer WG reads, into its free buffers."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
@@ -97,11 +112,11 @@ def consumer(
     out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, sums, sizes,
     WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr,
 ):  # fmt: skip
-    """Multiply half H of each tile and send it out. The tensor cores serve both halves in turn, or the one that is not in its
-    epilogue. In step they would be in it at once, so the lower half starts when the upper has done its first product: nothing
-    evens out such a lead, and a longer one would leave too little of the ring for loads on their way.
+    """Mainloop and epilogue of WG_M rows of each tile. The tensor cores serve both consumers in turn, or the one that is not in its
+    epilogue. In step they would be in it at once, so the second starts when the first has issued its first wgmma: nothing evens out
+    such a lead, and a longer one would leave too few stages for loads in flight.
 
-    `sums`: where the sums of a's rows go, (parts, M), and ones to multiply them by; the tiles of the first columns do that."""
+    `sums`: where the row sums of a go, (slices, M), and ones to multiply it by; the tiles of the first columns do that."""
     empty = pipeline[3]
     M, N, _, k_per_split, _ = sizes
     STAGES: gl.constexpr = empty.shape[0]
@@ -142,7 +157,7 @@ def consumer(
             acc, i = mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
         hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
 
-        if m + WG * WG_M < M:  # a half without rows has nothing to send; with parts of K the next part's rows lie there
+        if m + WG * WG_M < M:  # no rows, no store; with split-K the next slice's rows lie there
             stored = epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, n, N, stored, WG, EPILOGUE)
     if WG == 0:
         hopper.mbarrier.arrive(stagger.index(0), pred=i < 2)
@@ -151,7 +166,7 @@ def consumer(
 
 @gluon
 def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
-    """Half H of a, and b, of the i-th turn, as a product takes them."""
+    """The wgmma operands of step i: rows of consumer WG of a, and b."""
     s = i % pipeline[2].shape[0]
     a, b = pipeline[0].index(2 * s + WG), pipeline[1].index(s)
     if A_TRANSPOSED:
@@ -163,8 +178,8 @@ def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_T
 
 @gluon
 def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
-    """After the i-th turn's product is on its way: give the stage back of the one before, of the same tile if there is `another`;
-    it is done with."""
+    """When the wgmma of step i is issued, that of step i - 1 is done: arrive at its stage's empty barrier, if it is `another` step
+    of the same tile."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=another)
     if WG == 0:
@@ -175,7 +190,7 @@ def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
 def mainloop(
     acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr
 ):
-    """Multiply a tile over [start, stop). One product stays in flight, so the tensor cores never wait for this loop."""
+    """Accumulate over [start, stop) of K. One wgmma stays in flight, so the tensor cores never wait for this loop."""
     for k in range(start, stop, TILE_K):
         hopper.mbarrier.wait(pipeline[2].index(i % pipeline[2].shape[0]), i // pipeline[2].shape[0] & 1)
         a, b = smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED)
@@ -190,7 +205,8 @@ def mainloop(
 def epilogue(
     acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N, stored, WG: gl.constexpr, EPILOGUE: gl.constexpr
 ):  # fmt: skip
-    """Send half H of a tile out through the epilogue, in blocks as wide as a slot. `sent`: blocks so far; gives the new count."""
+    """Epilogue and TMA store of the rows of consumer WG, in subtiles as wide as a buffer. `stored`: subtiles so far; gives the new
+    count."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
@@ -210,17 +226,17 @@ def epilogue(
             tma_store(pre_map, c_buffers.index(WG * EPI_STAGES + stored % EPI_STAGES), value, row, column + c * WIDTH)
             stored += 1
             value = value_of(value, EPILOGUE)
-        slot = c_buffers.index(WG * EPI_STAGES + stored % EPI_STAGES)
+        buffer = c_buffers.index(WG * EPI_STAGES + stored % EPI_STAGES)
         if LOADS_C:
             if adding:
                 hopper.mbarrier.wait(c_full.index(WG * EPI_STAGES + stored % EPI_STAGES), stored // EPI_STAGES & 1)
-                other = slot.load(LAYOUT).to(gl.float32)
+                other = buffer.load(LAYOUT).to(gl.float32)
                 value = value + other if ADDS_C else value * slope_of(other, EPILOGUE)
         else:
             hopper.tma.store_wait(EPI_STAGES - 1)
-        tma_store(out_map, slot, value, row, column + c * WIDTH)
+        tma_store(out_map, buffer, value, row, column + c * WIDTH)
         if LOADS_C:
-            # The block before has left its slot by now: the next may be fetched into it. The tile's last leaves below.
+            # The store before has read its buffer by now: the next subtile of C may be loaded into it. The tile's last is below.
             hopper.tma.store_wait(1)
             hopper.mbarrier.arrive(c_empty.index(WG * EPI_STAGES + (stored + EPI_STAGES - 1) % EPI_STAGES), pred=c > 0)
         stored += 1
@@ -232,7 +248,7 @@ def epilogue(
 
 @gluon
 def split_columns(x, COUNT: gl.constexpr):
-    """x (rows, cols) as COUNT blocks of columns. Nothing moves: in the layout of products, registers count columns beyond 8."""
+    """x (rows, cols) as COUNT subtiles. Nothing moves: in the layout of wgmma's results, registers count columns beyond 8."""
     if COUNT == 1:
         return (x,)
     else:
@@ -245,8 +261,8 @@ def split_columns(x, COUNT: gl.constexpr):
 
 
 @gluon
-def tma_store(out_map, slot, value, row, column):
-    """Write a block of the result to its slot and start its way out."""
-    slot.store(value.to(out_map.dtype))
+def tma_store(out_map, buffer, value, row, column):
+    """Write a subtile to its buffer and start its TMA store."""
+    buffer.store(value.to(out_map.dtype))
     hopper.fence_async_shared()
-    hopper.tma.async_copy_shared_to_global(out_map, [row, column], slot)
+    hopper.tma.async_copy_shared_to_global(out_map, [row, column], buffer)

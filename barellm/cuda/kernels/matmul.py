@@ -1,14 +1,19 @@
-"""Matrix products, with what follows them in the table of fusions done on the accumulators.
+"""GEMM in Triton, for any shape and architecture, with the fused operations that follow it done on the accumulators (epilogue.py).
 
-Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. Three roles, one kernel over out (M, N) = a b, depth K:
+Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. One kernel over out (M, N) = a b, depth K, by gemm_kind (BLAS's
+transposes):
 
-    nt  y = x weight^T       a (M, K)             b stored (N, K)
-    nn  dx = dy weight       a (M, K)             b stored (K, N)
-    tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    K: tokens
+    nt  y = x weight^T       a (M, K)             b stored (N, K)    forward
+    nn  dx = dy weight       a (M, K)             b stored (K, N)    input gradient
+    tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    weight gradient; K: tokens, split-K (split_k.py)
 
 bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says
-tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. A product moves
-(M K + K N + M N) elements at least and does 2 M N K operations; what is fused adds its own operand and no other pass over y.
+tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. It moves (M K + K N + M N) elements at least and does 2
+M N K operations; what is fused adds its own operand and no other pass over y.
+
+Protocol of a program: a tile (BM, BN) of fp32 accumulators stays in registers. All warps load blocks of a and b with cp.async into
+`num_stages` buffers of shared memory; Triton places the waits and barriers. Programs are rasterized in groups of GROUP rows of
+tiles.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ def gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out. With `chunk`, axis 1 of the grid counts parts of K of that many, and part s writes the s-th (M, N) of out. A
+    """One tile of out. With `k_per_split`, axis 1 of the grid counts split-K slices, and slice s writes the s-th (M, N) of out. A
     tile starts at a 64-bit address; within it offsets are 32-bit. NAME_STRIDE: elements from a row of a view to the next, None
     where rows lie side by side."""
     pid = tl.program_id(0)
@@ -90,15 +95,15 @@ def append_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one product. The weight is (N, K); `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor
-    or (Region, dtype).
+    """Append one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K);
+    `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor or (Region, dtype).
 
-    "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the product and out the activation of it; with "residual",
-          out is the sum of `residual` and the product
+    "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the pre-activation and out the activation; with "residual",
+          out is `residual` plus it
     "nn"  out (rows, K)
     "tn"  out (N, K) fp32, the sum over rows
 
-    With an activation's slope as `epilogue` of "nt" or "nn", out is the product times that slope at `pre`.
+    With an activation's slope as `epilogue` of "nt" or "nn", it is multiplied by that slope at `pre`.
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
@@ -143,8 +148,7 @@ def append_gemm(
 
 
 def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
-    """Append a weight gradient. If the result has too few tiles, parts of the tokens are summed apart in fp32 and then added in
-    order."""
+    """Append a weight gradient, with split-K if the result has too few tiles: fp32 partial sums, then added in order."""
     append_gemm = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.select_config(c.target, append_gemm), append_gemm.default(c.target.arch)
     tiles, counted = (
@@ -187,7 +191,7 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
 @lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
 @lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_matmul(op: Any, c: Lowering) -> None:
-    """A product with a weight or the gradient of its input, with what follows it."""
+    """A matmul with a weight or the gradient of its input, with its epilogue."""
     follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
     assert len(follows) <= 1, follows
     weight, more = weight_operand(op.weight), {"epilogue": "".join(follows)}
