@@ -338,7 +338,7 @@ def test_four_long_sequences_are_all_hopper_s():
         calls = made.calls["micro"]
         session = SimpleNamespace(calls={"micro": calls}, target=made.target)
         plays[seq] = [row["met"] for row in correct.played(session, config)]
-        assert correct.warp_specialized(calls) >= {"tn"}
+        assert correct.roles(calls) >= {"tn"}
         if seq == correct.LONG:
             calls[:] = [c for c in calls if not dict(c.spec.constants).get("A_TRANSPOSED")]
             assert [row["met"] for row in correct.played(session, config)] == [False]

@@ -118,7 +118,7 @@ def lower_block_matmul(op: Any, c: Lowering) -> None:
 
 @lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
-    product(op, c, op.dy, "dx", op.rows, op.layout.tile_m, turned=True)
+    product(op, c, op.dy, "dx", op.rows, op.layout.rows, turned=True)
 
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})

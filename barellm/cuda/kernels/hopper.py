@@ -222,7 +222,7 @@ class _Grid:
     slices: Size | None
 
     def __call__(self, sizes: Any) -> tuple[int, ...]:
-        rows = self.tile_m if isinstance(self.tile_m, int) else self.tile_m(sizes)
+        rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
         return (
             min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),
         )
