@@ -1,5 +1,5 @@
-"""The tuning database as the CUDA backend uses it: tiles of Triton's products, forms of Hopper's, blocks of attention's kernels. A
-key has the card's name."""
+"""The tuning database as the CUDA backend uses it: configurations of Triton's GEMM, of Hopper's and of
+attention's kernels. An entry's name has the card's."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ LOADS_C = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 @dataclass(frozen=True)
 class GemmKey:
-    """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
-    of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or "hopper", whose forms depend
-    on the `epilogue` too."""
+    """`rows` x `cols` of a result from a contraction of `depth`. `role`: BLAS's transposes: "nt": y = x weight^T, "nn": dx = dy
+    weight; "tn": gradient of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or
+    "hopper", whose configurations depend on the `epilogue` too."""
 
     role: str
     dtype: str
@@ -57,7 +57,7 @@ class GemmKey:
 
     @property
     def name(self) -> str:
-        """The name of this subject in a key of the database."""
+        """Its name in an entry of the database."""
         what = f"hopper {self.epilogue}".strip() + " " if self.kernel == "hopper" else ""
         return f"{what}{self.role} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
 
@@ -68,13 +68,13 @@ class GemmKey:
         return gemm_config.select_config(self.role, self.rows, self.cols, self.depth, self.dtype, arch)
 
     def configs(self, arch: int) -> tuple[Config, ...]:
-        """Every tile or form, in the usual order of tiles."""
+        """Every configuration, with the default rasterization."""
         return gemm_config.hopper_configs() if self.kernel == "hopper" else gemm_config.gemm_configs(self.dtype, arch)
 
 
 @dataclass(frozen=True)
 class AttentionKey:
-    """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
+    """An attention kernel over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
     backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
     role: str
@@ -92,14 +92,14 @@ class AttentionKey:
 
     @property
     def name(self) -> str:
-        """The name of this subject in a key of the database."""
+        """Its name in an entry of the database."""
         rest = ", dropout" if self.dropout else ""
         heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
         return f"attention {self.role} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
 
     @property
     def config_role(self) -> str:
-        """The role under which `choices` has its tiles: a sum over several heads needs more registers."""
+        """The role in attention_config: a sum over a group of query heads needs more registers."""
         return "shared keys" if self.role == "keys" and self.kv_heads else self.role
 
     @property
@@ -113,12 +113,12 @@ class AttentionKey:
         return attention_config.without_register_limit(t) if self.register_bound else t
 
     def configs(self, arch: int) -> tuple[Config, ...]:
-        """Every tile with the default's bits."""
+        """Every configuration that is bitwise equal to the default."""
         usual = self.default(arch)
         return tuple(t for t in self.all_configs(arch) if attention_config.bitwise_equal(self.role, t, usual))
 
     def rivals(self, arch: int) -> tuple[AttentionConfig, ...]:
-        """Tiles that would give other bits: only the default, which is the architecture's, could become one of them."""
+        """Configurations with other bits, which only a new default of the architecture could choose."""
         usual = self.default(arch)
         return tuple(t for t in self.all_configs(arch) if not attention_config.bitwise_equal(self.role, t, usual))
 
@@ -174,8 +174,8 @@ def entry_name(target: Target, key: Key) -> str:
 
 
 def from_entry(entry: Any, key: Key, arch: int) -> Config:
-    """The choice that an entry stands for. It is a ValueError if it is no choice for this architecture, or gives other bits than
-    the default."""
+    """The configuration of an entry. It is a ValueError if this architecture has no such one, or if it has other bits than the
+    default."""
     kind, name = key.kind, NAMES[key.kind]
     try:
         config = kind(**{OLD_FIELDS.get(field, field): value for field, value in entry[name].items()})
@@ -194,7 +194,7 @@ def to_entry(choice: Config) -> dict[str, Any]:
 
 
 def select_config(target: Target, key: Key) -> Any:
-    """How a piece of work is cut: as it was tuned, else by default. Tokens are the planned ones."""
+    """The configuration of a kernel: tuned, else the default. Tokens are the planned ones."""
     for found in _counters:
         found[key] += 1
     if key in _forced:
@@ -222,7 +222,7 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 
 @contextmanager
 def forced(key: Key, choice: Config) -> Iterator[None]:
-    """Within the context, this piece of work is cut like this wherever it is lowered."""
+    """Within the context, this key has this configuration wherever it is lowered."""
     _forced[key] = choice
     try:
         yield
@@ -232,7 +232,7 @@ def forced(key: Key, choice: Config) -> Iterator[None]:
 
 @contextmanager
 def counting() -> Iterator[Counter[Key]]:
-    """Count the pieces of work that are lowered within the context."""
+    """Count the keys that are lowered within the context."""
     found: Counter[Key] = Counter()
     _counters.append(found)
     try:

@@ -194,7 +194,7 @@ def sides(scale: Scale) -> dict[str, Any]:
     the predictions."""
     rows, bars = [], []
     for work, tiles in sides_of(scale, Target.of(driver.device())):
-        both = harness.Harness(work, calls=1 if scale.mock else harness.MOST_CALLS)
+        both = harness.Harness(work, calls=1 if scale.mock else harness.MAX_CALLS)
         usual = work.default(both.target.arch)
         ways = [Candidate(t, other_bits=not attention_config.bitwise_equal(work.role, t, usual)) for t in tiles]
         ratios = both.time([both.check(way) for way in ways], ROUNDS)

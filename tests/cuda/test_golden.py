@@ -505,6 +505,6 @@ def test_products_that_ptxas_ran_one_at_a_time_are_flagged(monkeypatch):
         return wrong("keys", row_of(cuda_compile.code_of(spec, cuda_compile.triton_compile(spec, 90), 90)))
 
     assert not problems()
-    monkeypatch.setattr(cuda_compile, "drained", lambda ptx: ptx)
+    monkeypatch.setattr(cuda_compile, "with_wgmma_waits", lambda ptx: ptx)
     (problem,) = problems()
     assert "serialized" in problem

@@ -1,11 +1,12 @@
-"""Decoding: attention of T new tokens over a cache of keys and values, split over the keys so that one token fills the card.
+"""Attention over a KV cache, for decoding (Flash-Decoding: Dao et al. 2023): T new tokens, split over the keys so that one token
+fills the GPU.
 
 Shapes: q, out (B, T, H * D), k and v (B, T, G * D), caches (B, L, G * D). The new tokens are at positions pos .. pos + T, pos a
 run-time scalar: the grid covers all L positions, and programs beyond the last key return at once. A step moves 2 G D (pos + T)
 elements of each sequence's caches and does 4 H D (pos + T) operations a token.
 
-The SHARE = H / G heads of queries that share a head of keys are rows of one block, so that its keys are read once for all of them:
-row i of a sequence is head i % SHARE of the group for token i // SHARE.
+The GROUP_SIZE = H / G query heads of a KV head are rows of one block, so that its keys are read once for all of them:
+row i of a sequence is head i % GROUP_SIZE of the group for token i // GROUP_SIZE.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
 FEW = 16  # new tokens up to which the keys are split
-PART = 128  # keys of a program where there are so few tokens
+PART = 128  # keys of a split where there are so few tokens
 COPY = 1024
 
 
@@ -64,8 +65,8 @@ def attention_split_kv(
     SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of a group over the keys of one part: partials (parts, B, T, H, D) not yet divided, stats (parts, B, T, H, 2) the
-    greatest score, in units of ln 2, and the sum. Grid: blocks of rows, groups of all sequences, parts."""
+    """BM rows of a group over the keys of one split: partials (splits, B, T, H, D) not yet divided, stats (splits, B, T, H, 2) the
+    greatest score, in units of ln 2, and the sum. Grid: blocks of rows, groups of all sequences, splits."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)
@@ -114,7 +115,7 @@ def combine_split_kv(
     out, partials, stats, scalars, seq, part,
     BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """out = what the parts found, in their order. Grid: tokens, heads."""
+    """out = the splits' partial results combined, in their order. Grid: tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
     last = seen(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)

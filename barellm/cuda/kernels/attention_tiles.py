@@ -1,5 +1,5 @@
-"""Blocks of a head's rows, as attention loads and stores them: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a
-power of two, or DC of them. Of paired heads two rows, APART from each other, share a STRIDE; such blocks begin at an even row."""
+"""Loads and stores of blocks of a head's rows: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a power of two, or
+DC of them. Of paired heads two rows, PAIR_STRIDE from each other, share a STRIDE; such blocks begin at an even row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_rows(
 def load_columns(
     base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """The same as `rows_of`, for DC columns, of which a run-time number is `left`."""
+    """The same as `load_rows`, for DC columns, of which a run-time number is `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
     at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
@@ -68,7 +68,7 @@ def store_rows(
     base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     PAIR_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Write (ROWS, DP) where `rows_of` reads, of `left` columns."""
+    """Write (ROWS, DP) where `load_rows` reads, of `left` columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     store_or_add(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)

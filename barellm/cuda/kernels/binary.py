@@ -1,7 +1,7 @@
-"""Signs in words of 32 bits, and their products. Shapes: x, signs (rows, K), words (rows, W), b (N, W), y (rows, N), with W =
-ceil(K / 32).
+"""Binary matmul (XNOR-popcount) of signs packed in 32-bit words, packing and unpacking. Shapes: x, signs (rows, K), words (rows,
+W), b (N, W), y (rows, N), with W = ceil(K / 32).
 
-Products are done by tensor cores where they multiply single bits (binary_mma.py), from sm_80 to sm_90. Later cards have no such
+It runs on tensor cores with 1-bit instructions (binary_mma.py), from sm_80 to sm_90. Later cards have no such
 instruction, and ptxas would make a call of it. There ones are counted by popc, 16 words a clock and multiprocessor.
 """
 
@@ -19,7 +19,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.ops.binary import BITS
 from barellm.runtime.lowering import weight_operand
 
-TILE = 64  # rows and columns of a product's program
+TILE = 64  # rows and columns of a matmul's program
 WORDS = 4  # of a row, that one program packs
 ELEMENTS = 2048  # of x, that one program packs
 COLUMNS = 128  # of a row, that one program unpacks

@@ -1,4 +1,4 @@
-"""Products of signs on tensor cores: y = COLUMNS - 2 ones(a xor b). Shapes: a (rows, W), b (N, W) words of 32 signs; y (rows, N).
+"""Binary matmul on tensor cores: y = COLUMNS - 2 ones(a xor b). Shapes: a (rows, W), b (N, W) words of 32 signs; y (rows, N).
 
 An instruction, mma.m16n8k256, counts the ones of `a and b` for 16 rows, 8 columns and 8 words of each. The xor follows from it:
 

@@ -1,4 +1,5 @@
-"""The classifier in chunks of tokens: logits, loss, logit gradients in their place, input gradient, weight gradient.
+"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, logit gradients in their place, input
+gradient, weight gradient.
 
 Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
 for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and beside the products' operands the logits are written,

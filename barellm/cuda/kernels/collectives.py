@@ -75,9 +75,9 @@ def lower_add_ranks(op: Any, c: Lowering) -> None:
     c.launch(add_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
-def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, beside: bool = False) -> None:
+def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
-    c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, beside))
+    c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
 
 @lowering("exchange", floats="fp32", spans="*")
@@ -87,7 +87,7 @@ def lower_exchange(op: Any, c: Lowering) -> None:
 
 @lowering("begin_exchange", floats="fp32", spans="*")
 def lower_begin_exchange(op: Any, c: Lowering) -> None:
-    _travel(op, c, lambda t: [part(t)], beside=True)
+    _travel(op, c, lambda t: [part(t)], overlapped=True)
 
 
 @lowering("end_exchange", floats="fp32")

@@ -1,4 +1,4 @@
-"""The parts that kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
+"""What kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Convolutions with large filters by the discrete Fourier transform of tiles of F x F pixels, F = 16 or 32 (fourier.py).
 
 A tile's transform times the conjugate of the filter's is the transform of m x m outputs, m = F + 1 - the filter's size, and of
-others that wrapped around and are left out. Neighbouring tiles overlap, so nothing is added up. For the gradient of the filters a
-tile of dy is the filter. A complex product (c + i d)(a + i b) takes three real ones (Gauss): with
+others that wrapped around and are left out. Neighbouring tiles overlap, so nothing is added up. For wgrad a tile of dy is the
+filter. A complex product (c + i d)(a + i b) takes three real ones (Gauss): with
 
     k1 = c (a + b), k2 = (d - c) a, k3 = (c + d) b      its parts are k1 - k3 and k1 + k2,
 
@@ -164,7 +164,7 @@ def _step(function: DeviceFunction, F: int, **constants: int) -> TransformKernel
 
 
 def algorithms(R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
-    """How y or dx, and dw, are computed with filters of R x S."""
+    """The algorithms for y or dx, and for dw, with filters of R x S."""
     F = size_of(R, S)
     m, positions = F + 1 - max(R, S), 3 * F * F // 2
     tiles = _step(fft_tiles, F, SEEN=F, FILTER=False)

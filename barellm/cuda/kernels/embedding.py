@@ -4,7 +4,8 @@ The gradient of the token embedding needs every token's row in the order of the 
 sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by
 merging, where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted
 keys each, whatever their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's
-keys is written at once; of a token that reaches over a border each program keeps its part, and those are added in order.
+keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
+reduction).
 """
 
 from __future__ import annotations

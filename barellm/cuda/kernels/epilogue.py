@@ -1,4 +1,4 @@
-"""The operations that follow a product, done on its accumulators: bias, an activation or its slope, the residual.
+"""GEMM epilogues, done on the accumulators: bias, an activation or its slope, the residual.
 
 Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_STRIDE, PRE_STRIDE and OTHER_STRIDE are the elements
 from a row of a view to the next, None where rows lie side by side."""
@@ -27,8 +27,8 @@ def epilogue_tile(
     EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the accumulators of the tile at (m0, n0), the element `at` of a matrix (M, N), with what the table of fusions adds to a
-    product: in SUBTILES, one after the other, so that what is added finds registers."""
+    """Store the accumulators of the tile at (m0, n0), the element `at` of a matrix (M, N), with what the fusion table adds to a
+    GEMM: in SUBTILES, one after the other, so that what is added finds registers."""
     if SUBTILES > 1:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         half = acc.shape[1] // 2
@@ -70,6 +70,6 @@ def epilogue_subtile(
 
 
 def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
-    """The matrices that an epilogue writes beside the result, and that it reads: an activation leaves its input, which its slope
-    reads."""
+    """The matrix that an epilogue writes besides the result (an activation's input), and the one that it reads (a slope's input, or
+    a residual)."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

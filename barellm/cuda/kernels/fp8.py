@@ -3,7 +3,7 @@ numbers that other ways to round to 8 bits leave.
 
 Shapes: x (tokens, K), weight (K, N), y (tokens, N), row-major; scales (1,). Tensor cores want both operands with the depth of the
 product as their last axis. So one kernel does out (M, N) = a b^T with a (M, depth) and b (N, depth), and what lies the other way
-round is turned over first: the weight for y, x and dy for dweight. A code is a byte to read and a byte to write there.
+round is transposed first: the weight for y, x and dy for dweight. A code is a byte to read and a byte to write there.
 
 Hopper's tensor cores keep few bits of a sum over e4m3 or e5m2: after each DEPTH of them it is added to one in fp32.
 """
@@ -24,7 +24,7 @@ FIRST = 89  # the compute capability that has these formats
 ROWS, COLUMNS = 128, 128  # of a tile of the result
 DEPTH = 128  # bytes of a tile of the operands, and the codes in the sums that a tensor core makes by itself
 GROUP = 8  # rows of tiles that blocks of neighbouring numbers share
-TURNED = 64  # side of the tiles that are turned over
+TRANSPOSE_TILE = 64  # side of the tiles that are transposed
 
 
 @device
@@ -64,7 +64,7 @@ def eight_gemm(
     N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr,
     PER_TARGET: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N) = a (M, depth) times b (N, depth) turned over, times both scales. NAME_STRIDE: elements from a row to
+    """One tile of out (M, N) = a (M, depth) times b (N, depth) transposed, times both scales. NAME_STRIDE: elements from a row to
     the next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)
@@ -98,7 +98,7 @@ def check(c: Lowering, codes: Tensor) -> None:
         raise ValueError(f"{c.op.name} needs a GPU of compute capability 8.9 or later, found {found}")
 
 
-def turned(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
+def transposed(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
     """The codes (..., columns) as (columns, rows), in scratch, with zeros behind each row up to a multiple of DEPTH."""
     columns = int(codes.shape[-1])
     row = round_up(codes.size // columns, DEPTH)
@@ -106,9 +106,9 @@ def turned(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
 
     def grid(s: Any) -> tuple[int, ...]:
         there = rows if isinstance(rows, int) else rows(s)
-        return (round_up(there, DEPTH) // TURNED * ceil_div(columns, TURNED),)
+        return (round_up(there, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
 
-    constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TURNED}
+    constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
     c.launch(turn, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
@@ -143,7 +143,7 @@ def lower_quantise(op: Any, c: Lowering) -> None:
 def lower_scaled_matmul(op: Any, c: Lowering) -> None:
     depth = int(op.weight.shape[0])
     how = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
-    append_gemm(c, op.y, op.x, turned(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
+    append_gemm(c, op.y, op.x, transposed(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
 
 
 @lowering("scaled_matmul_dx", starts="dx", also={"dy": EIGHTS, "weight": EIGHTS})
@@ -155,6 +155,6 @@ def lower_scaled_matmul_dx(op: Any, c: Lowering) -> None:
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
 def lower_scaled_matmul_dw(op: Any, c: Lowering) -> None:
     rows = c.rows(op.x)
-    a, b = turned(c, "x", op.x, rows), turned(c, "dy", op.dy, rows)
+    a, b = transposed(c, "x", op.x, rows), transposed(c, "dy", op.dy, rows)
     how = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
     append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)

@@ -1,5 +1,5 @@
-"""Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows, which lie as many elements apart as their
-constants say; weight (N, K); z, dz (rows, N) fp32; base, y, dy, dx (rows, C), of which N divides C.
+"""Sigmoid gates: logits, gating and gradients. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows, which lie as
+many elements apart as their constants say; weight (N, K); z, dz (rows, N) fp32; base, y, dy, dx (rows, C), of which N divides C.
 """
 
 from __future__ import annotations

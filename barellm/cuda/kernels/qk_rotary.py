@@ -15,8 +15,8 @@ from barellm.program.integers import ceil_div
 
 
 @device
-def turned(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """v (BR, BC) with its planes turned by the angles of `position` (BR,); those from D / 4 on stay."""
+def transposed(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """v (BR, BC) with its planes rotated by the angles of `position` (BR,); those from D / 4 on stay."""
     plane = tl.arange(0, BC // 2)
     at = position[:, None] * (D // 4) + plane[None, :]
     turning = mask & (plane < D // 4)[None, :]
@@ -54,7 +54,7 @@ def qk_rotary(
     )
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)
     tl.store(rstd + unit, inverse, mask=live)
-    n = turned(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
+    n = transposed(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
     i = unit[:, None] * D + column[None, :]
     if SHIFT:
         moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
@@ -71,7 +71,7 @@ def qk_rotary_backward(
     X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
     PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - n mean(dn n)), dn being dy turned back."""
+    """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
     unit, live, row, head, t, position = place(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -83,7 +83,7 @@ def qk_rotary_backward(
         given += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
     else:
         given = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    dn = turned(given, cos, sin, position, live[:, None], D, True, BR, BC)
+    dn = transposed(given, cos, sin, position, live[:, None], D, True, BR, BC)
     within = (head * D)[:, None] + column[None, :]
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
     n = tl.load(x + row[:, None] * X_STRIDE + within, mask=mask, other=0.0).to(tl.float32) * inverse

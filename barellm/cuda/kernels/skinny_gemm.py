@@ -1,9 +1,9 @@
-"""Products of a few rows of activations, as decoding has them: one row for each sequence that grows by a token.
+"""Skinny GEMM (GEMV), M <= 8, at memory bandwidth: decoding has one row for each sequence.
 
-Shapes: x (rows, K), weight (N, K), y (rows, N); rows is 1 to FEW. The weight is all that counts: N K elements are read for
-2 rows N K operations. So a program reads whole rows of it, once, every load under way before the first product, and keeps them
-in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone: no row's bits depend on how
-many there are.
+Shapes: x (rows, K), weight (N, K), y (rows, N); rows is 1 to FEW. The roofline is bandwidth: N K elements are read for 2 rows N
+K operations. So a program reads whole rows of the weight, once, every load in flight before the first multiplication, and keeps
+them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone: results are
+batch-invariant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def skinny_gemm(
 
 @dataclass(frozen=True)
 class RowsIfSkinny:
-    """A `Size`: the rows where they are few, else none."""
+    """A `Size`: the rows if they are at most SKINNY_M, else 0."""
 
     rows: Size
 
@@ -54,7 +54,7 @@ class RowsIfSkinny:
 
 @dataclass(frozen=True)
 class RowsUnlessSkinny:
-    """A `Size`: the rows where they are more than a few, else none."""
+    """A `Size`: the rows if they are more than SKINNY_M, else 0."""
 
     rows: Size
 
@@ -64,8 +64,8 @@ class RowsUnlessSkinny:
 
 
 def fits(c: Lowering, *, most: int, K: int) -> bool:
-    """Whether a product y = x weight^T gets this kernel, for the runs that have few rows: where there are no others, and in
-    programs that go on from a cache."""
+    """Whether y = x weight^T gets this kernel, for the runs that have few rows: where there are no others, and in programs with a
+    KV cache."""
     return (most <= gemm_config.SKINNY_M or c.decodes) and K <= gemm_config.SKINNY_MAX_K
 
 
@@ -73,7 +73,7 @@ def launch_gemm(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Does what `matmul.append_gemm` does in its role "nt"; nothing in runs of more rows."""
+    """Does what `matmul.append_gemm` does with gemm_kind "nt"; nothing in runs of more rows."""
     few, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
     BN, warps = gemm_config.skinny_tile(BK)
     written, other = epilogue_operands(pre, residual, epilogue)

@@ -1,4 +1,4 @@
-"""Sums over tokens in parts: each part's partial result apart in fp32, then added in order. How many parts: choices.py."""
+"""Split-K: fp32 partial results of slices of a sum over tokens, then added in order. How many slices: gemm_config.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.cons
 
 @dataclass(frozen=True)
 class SplitK:
-    """How many tokens each part of a weight gradient sums, by the tokens of the run."""
+    """How many tokens each split-K slice of a weight gradient has, by the tokens of the run."""
 
     rows: Size
     tiles: int

@@ -1,4 +1,5 @@
-"""Convolutions with 3 x 3 filters by Winograd's F(2x2, 3x3) and F(4x4, 3x3): 2.25 and 4 times fewer products (program/winograd.py).
+"""Convolutions with 3 x 3 filters by Winograd's F(2x2, 3x3) and F(4x4, 3x3): 2.25 and 4 times fewer multiplications
+(program/winograd.py).
 
 Positions (conv_transform_domain.py) are the n^2 elements of a transformed tile, n = m + 2. In a transform each thread has one tile,
 or one filter.
@@ -138,7 +139,7 @@ def _step(function: DeviceFunction, values: Matrix) -> TransformKernel:
 
 
 def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
-    """How y or dx, and dw, are computed in tiles of m x m."""
+    """The algorithms for y or dx, and for dw, in tiles of m x m."""
     n = m + 2
     tiles = _step(winograd_tiles, input_matrix(n))
     filters, images = _step(winograd_filters, filter_matrix(m, 3)), _step(winograd_images, output_matrix(m, 3))

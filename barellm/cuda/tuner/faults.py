@@ -17,7 +17,7 @@ def wrong_values(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right product, and its first element is 1 more."""
+    """The right result, and its first element is 1 more."""
     gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
          BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
     if tl.program_id(0) == 0:
@@ -32,7 +32,7 @@ def writes_beyond(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right product, and its first element a second time over what is read."""
+    """The right result, and its first element a second time over what is read."""
     gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
          BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
     if tl.program_id(0) == 0:

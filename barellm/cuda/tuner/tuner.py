@@ -42,7 +42,7 @@ def tune(works: Iterable[Problem], target: Target, *, seconds: float, each: Call
 
 
 class Ahead:
-    """Compiles candidates before the child asks for them, of as many pieces of work at once as keep every core busy."""
+    """Compiles candidates before the child asks for them, of as many problems at once as keep every core busy."""
 
     def __init__(self, works: list[Problem], target: Target) -> None:
         self.left, self.target = list(works), target
