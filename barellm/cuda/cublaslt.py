@@ -171,12 +171,7 @@ class BoundGemm:
     call; where a graph is captured, what it launches is kept with its numbers."""
 
     def __init__(
-        self,
-        product: LibraryGemm,
-        cublas: Cublas,
-        sizes: Sizes,
-        address: Callable[[Region], int],
-        accumulate: bool,
+        self, product: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
     ) -> None:
         spec = product.spec
         self.op, self.cublas = product.op, cublas

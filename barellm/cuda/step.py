@@ -68,11 +68,7 @@ class Lowered(LoweredProgram[Lowering]):
 
         cached = decodes(program)
         super().__init__(
-            program,
-            table=FUSIONS,
-            registry=REGISTRY,
-            groups=GROUPS,
-            lowering=lambda op: Lowering(op, target, cached),
+            program, table=FUSIONS, registry=REGISTRY, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached)
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels import binary_mma
 from barellm.cuda.kernels.binary_mma import ones
-from barellm.cuda.kernels.common import flat_indices, launch_elementwise, pow2, store_or_add
+from barellm.cuda.kernels.common import elementwise, flat_indices, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
@@ -87,7 +87,7 @@ def straight_through(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.co
 @lowering("straight_through", starts="dx", also={"x": PLANES})
 def lower_straight_through(op: Any, c: Lowering) -> None:
     operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
-    launch_elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
+    elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
 
 
 @device

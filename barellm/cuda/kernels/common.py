@@ -85,7 +85,7 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
     return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
-def launch_elementwise(
+def elementwise(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
@@ -100,7 +100,7 @@ def launch_elementwise(
     )
 
 
-def launch_rowwise(
+def rowwise(
     c: Lowering,
     function: DeviceFunction,
     like: Tensor,

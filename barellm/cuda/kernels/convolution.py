@@ -241,11 +241,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     P, Q = (int(n) for n in op.dy.shape[2:])
     wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 products hold their operands in registers
     constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
-    constants |= {
-        "GROUPS": groups,
-        "M": K,
-        "CHANNELS": C,
-    }
+    constants |= {"GROUPS": groups, "M": K, "CHANNELS": C}
     if found := algorithms(op.algorithm, R, S):
         append_gradient(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
         return

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import POS, launch_rowwise, pow2, store_or_add, tile_indices
+from barellm.cuda.kernels.common import POS, pow2, rowwise, store_or_add, tile_indices
 from barellm.cuda.kernels.storage import load_weight, weight_operands
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
@@ -43,7 +43,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= weight_operands("wte", op.wte)
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
-    launch_rowwise(c, embedding, op.y, operands, writes="y")
+    rowwise(c, embedding, op.y, operands, writes="y")
 
 
 @device
@@ -64,7 +64,7 @@ def embedding_dwpe(
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
     operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
-    launch_rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
+    rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
 
 
 @device
@@ -206,7 +206,7 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
     constants: dict[str, Any] = {"C": C, "MODE": written}
     if op.modes["dweight"] != "add":
         clear = operands | {"steps": steps}
-        launch_rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
+        rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
         add_token_rows,

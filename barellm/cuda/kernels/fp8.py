@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
+from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES, itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -136,7 +136,7 @@ def append_gemm(
 def lower_quantise(op: Any, c: Lowering) -> None:
     check(c, op.y)
     operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
-    launch_elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
+    elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
 
 
 @lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})

@@ -127,13 +127,7 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     constants = logits_constants(op) | row_strides(dx=op.dx) | {"DEXTRA_STRIDE": op.dextra.row_stride if two else None}
     constants |= {"BR": min(16, constants["BR"])}
     constants |= {"DX_MODE": mode(op, "dx"), "DEXTRA_MODE": mode(op, "dextra") if two else None}
-    c.launch(
-        gate_logits_backward,
-        operands,
-        constants,
-        grid=lambda s: (chunks.count(s),),
-        writes="dx dextra partials",
-    )
+    c.launch(gate_logits_backward, operands, constants, grid=lambda s: (chunks.count(s),), writes="dx dextra partials")
     lower_combine(c, partials, ["dweight"], chunks)
 
 

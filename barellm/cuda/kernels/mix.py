@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, flat_indices, launch_elementwise, store_or_add, unit_of
+from barellm.cuda.kernels.common import BLOCK, elementwise, flat_indices, store_or_add, unit_of
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -59,7 +59,7 @@ def numbers_of(op: Any) -> tuple[float | None, ...]:
 @lowering("mix", starts="y", views=" ".join(COEFFICIENTS))
 def lower_mix(op: Any, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in (*TERMS, *COEFFICIENTS)}
-    launch_elementwise(c, mix, op.y, {"y": op.y, **operands}, writes="y", MODE=mode(op, "y"), NUMBERS=numbers_of(op))
+    elementwise(c, mix, op.y, {"y": op.y, **operands}, writes="y", MODE=mode(op, "y"), NUMBERS=numbers_of(op))
 
 
 @device

@@ -7,7 +7,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import launch_rowwise, row_strides, store_or_add, tile_indices
+from barellm.cuda.kernels.common import row_strides, rowwise, store_or_add, tile_indices
 from barellm.cuda.lang import constant, device, tl
 
 EXPONENT = constant(-log2(e))
@@ -53,7 +53,7 @@ def swiglu_backward(
 def lower_swiglu(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "gate": op.gate, "up": op.up}
     strides = row_strides(gate=op.gate, up=op.up)
-    launch_rowwise(c, swiglu, op.y, operands, writes="y", MODE=mode(op, "y"), **strides)
+    rowwise(c, swiglu, op.y, operands, writes="y", MODE=mode(op, "y"), **strides)
 
 
 @lowering("swiglu_backward", starts="dgate dup", views="gate up dgate dup")
@@ -61,4 +61,4 @@ def lower_swiglu_backward(op: Any, c: Lowering) -> None:
     operands = {"dgate": op.dgate, "dup": op.dup, "dy": op.dy, "gate": op.gate, "up": op.up}
     strides = row_strides(gate=op.gate, up=op.up, dgate=op.dgate, dup=op.dup)
     modes = {"DGATE_MODE": mode(op, "dgate"), "DUP_MODE": mode(op, "dup")}
-    launch_rowwise(c, swiglu_backward, op.dy, operands, writes="dgate dup", **strides, **modes)
+    rowwise(c, swiglu_backward, op.dy, operands, writes="dgate dup", **strides, **modes)
