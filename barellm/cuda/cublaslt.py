@@ -171,11 +171,11 @@ class BoundGemm:
     call; where a graph is captured, what it launches is kept with its numbers."""
 
     def __init__(
-        self, product: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
+        self, gemm: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
     ) -> None:
-        spec = product.spec
-        self.op, self.cublas = product.op, cublas
-        rows = product.rows(sizes)
+        spec = gemm.spec
+        self.op, self.cublas = gemm.op, cublas
+        rows = gemm.rows(sizes)
         self.empty = rows == 0
         if self.empty:
             return
@@ -185,26 +185,26 @@ class BoundGemm:
         values: list[tuple[int, Any]] = [
             (TRANSA, c_int32(spec.gemm_kind == "nt")),
             (TRANSB, c_int32(spec.gemm_kind == "tn")),
-            (EPILOGUE, c_uint32(EPILOGUES[spec.epilogue, product.bias is not None])),
+            (EPILOGUE, c_uint32(EPILOGUES[spec.epilogue, gemm.bias is not None])),
         ]
-        if product.bias is not None:
-            values.append((BIAS, c_void_p(address(product.bias))))
-        if product.pre is not None:
-            values += [(AUX, c_void_p(address(product.pre))), (AUX_LD, c_int64(widths[0]))]
+        if gemm.bias is not None:
+            values.append((BIAS, c_void_p(address(gemm.bias))))
+        if gemm.pre is not None:
+            values += [(AUX, c_void_p(address(gemm.pre))), (AUX_LD, c_int64(widths[0]))]
         operation = cublas.operation(COMPUTE_TF32 if spec.tf32 else COMPUTE_FP32, values)
         a = cublas.matrix(spec.dtype, rows, widths[1])
         b = cublas.matrix(spec.dtype, b_rows, K)
         out = cublas.matrix(spec.out, out_rows, widths[0])
         layouts = [b, a, out, out]
-        adds = product.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
-        room = address(product.workspace)
+        adds = gemm.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
+        room = address(gemm.workspace)
         scratch = -(-room // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
-        workspace = product.workspace.stop - product.workspace.start - WORKSPACE_ALIGN
-        key = spec, rows, product.bias is not None
+        workspace = gemm.workspace.stop - gemm.workspace.start - WORKSPACE_ALIGN
+        key = spec, rows, gemm.bias is not None
         algorithm = cublas.algorithm(key, f"{spec.symbol()} of {rows} tokens", operation, layouts, workspace)
-        out_at = address(product.out)
-        added_at = out_at if product.residual is None else address(product.residual)
-        b_at, a_at = address(product.b), address(product.a)
+        out_at = address(gemm.out)
+        added_at = out_at if gemm.residual is None else address(gemm.residual)
+        b_at, a_at = address(gemm.b), address(gemm.a)
         assert not any(at % ALIGN for at in (b_at, a_at, out_at, added_at)), spec
         self._one, self._beta = c_float(1.0), c_float(adds)
         self._keep = [operation, *layouts, algorithm]

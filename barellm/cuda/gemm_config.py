@@ -97,7 +97,7 @@ def max_splits(tiles: int, K: int) -> int:
     return max(num_splits(tiles, 1 << i) for i in range(max(K, 1).bit_length()))
 
 
-SKINNY_M = 8  # rows of activations up to which skinny_gemm does a product
+SKINNY_M = 8  # rows of activations up to which skinny_gemm is used
 SKINNY_MAX_K = 1 << 14  # columns of a weight whose rows fit in registers
 _PROGRAM_ELEMENTS = 4096  # elements of the weight in one program: 32 a thread, 64 bytes of bf16 in flight
 

@@ -182,13 +182,13 @@ class CudaSession(ArenaSession):
         codes = compiled(self.specs, self.device.arch, processes=processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
-        products = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
-        self._by_accumulate = {name for name, found in products.items() if any(p.by_accumulate for p in found)}
+        gemms = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
+        self._by_accumulate = {name for name, found in gemms.items() if any(p.by_accumulate for p in found)}
         collectives = {n: [c for c in calls if isinstance(c, CollectiveCall)] for n, calls in self.calls.items()}
         self._by_last = {name for name, found in collectives.items() if any(t.overlapped for t in found)}
-        self._by_library = {name for name in self.calls if products[name] or collectives[name]}
+        self._by_library = {name for name in self.calls if gemms[name] or collectives[name]}
         self._ran: set[Run] = set()
-        self.cublas = Cublas() if any(products.values()) else None
+        self.cublas = Cublas() if any(gemms.values()) else None
         self._communicator: Communicator | None = None
         self.seconds["load"] = lap()
         self._map_arena(built.tables)

@@ -100,9 +100,9 @@ EDITS = {
     "copies are under way at the end": ("binary_mma", ("wait_group(0)", "wait_group(1)"), "late"),
     "a group is not closed": ("binary_mma", ("DEPTH, W, COPY)\n        ampere.async_copy.commit_group()\n        a_words",
                                              "DEPTH, W, COPY)\n        a_words"), "late"),
-    "the row's edge": ("fetch", ("row < rows", "row <= rows"), "late"),
-    "the last word's edge": ("fetch", ("at < W", "at <= W"), "late"),
-    "the second row's words": ("fetch", ("to(gl.int64) * W", "to(gl.int64) * (W + 1)"), "late"),
+    "the row's edge": ("async_load", ("row < rows", "row <= rows"), "late"),
+    "the last word's edge": ("async_load", ("at < W", "at <= W"), "late"),
+    "the second row's words": ("async_load", ("to(gl.int64) * W", "to(gl.int64) * (W + 1)"), "late"),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-TOKENS = 64  # of a program, or of a turn
+TOKENS = 64  # of a program, or of an iteration
 
 
 @device

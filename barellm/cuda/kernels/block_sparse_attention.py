@@ -42,7 +42,7 @@ def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
 @device
 def seen(masks, kind, query, key, BLOCK: tl.constexpr):
     """Which queries see which keys, for places in a block that broadcast to a tile. Of kind 0 nothing is loaded; a branch would
-    have each product of tensor cores wait for the one before."""
+    make each wgmma wait for the one before."""
     WORDS: tl.constexpr = (BLOCK + 31) // 32
     at = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
     return (tl.load(at, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0

@@ -2,7 +2,7 @@
 gradient, weight gradient.
 
 Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
-for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and beside the products' operands the logits are written,
+for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written,
 read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
 summed in the order of the tokens.
 """
@@ -22,8 +22,8 @@ from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
-# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it anew, and ends
-# three products with a wave that does not fill the card.
+# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it again, and ends
+# three GEMMs with a wave that does not fill the card.
 LOGITS_BYTES = 4 << 30
 
 
@@ -58,7 +58,7 @@ class Unless:
 @dataclass(frozen=True)
 class Loss:
     """A loss over rows of logits, and the head that goes with it. `rows` is its kernel; `more` has the operands and the constants
-    that it wants beside those of every loss, for a chunk from a row on."""
+    that it wants besides those of every loss, for a chunk from a row on."""
 
     transposed: bool
     rows: DeviceFunction
@@ -110,7 +110,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
 def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:
     """Do nothing, in the launches from `before` on, where the chunk is empty."""
     for launch in c.launches[before:]:
-        if isinstance(launch, Launch):  # a library's product of no tokens is none
+        if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
             launch.grid = Unless(chunk, launch.grid)
 
 

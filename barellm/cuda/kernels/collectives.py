@@ -33,12 +33,12 @@ def add_ranks(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y (n) = the gradients of COUNT ranks, in their order; `own` (n) is that of RANK, and others (COUNT - 1, n) the rest."""
-    entry, turn = find_entry(table, ENTRIES, WIDE)
+    entry, block = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
     own = aligned_pointer(table, entry, OWN, ENTRIES, tl.float32, UNIT)
     others = aligned_pointer(table, entry, OTHERS, ENTRIES, tl.float32, UNIT)
-    i = turn * BLOCK + tl.arange(0, BLOCK)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     mine = tl.load(own + i, mask=mask, other=0.0)
     if RANK == 0:

@@ -5,7 +5,7 @@ The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + 
 
     u[position, row, channel]     filter transform
     v[position, channel, tile]    input transform of every tile
-    products = u v                `batched_gemm`, one GEMM for each position
+    gemm_out = u v                `batched_gemm`, one GEMM for each position
     y                             output transform
 
 The last three alternate over passes of so many tiles that what one writes is still in L2 when the next reads it. For wgrad the
@@ -84,7 +84,7 @@ class FpropAlgorithm:
     positions: int
     filters: TransformKernel  # u, a, ...
     tiles: TransformKernel  # v, x, ...
-    images: TransformKernel  # y, products, ...
+    images: TransformKernel  # y, gemm_out, ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class WgradAlgorithm:
     positions: int
     dy: TransformKernel
     x: TransformKernel
-    filters: TransformKernel  # dw, products, ...
+    filters: TransformKernel  # dw, gemm_out, ...
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def append_forward(
     positions, room = plan.positions, tiling.room
     u = c.scratch("filters", (positions, groups * rows, channels))
     v = c.scratch("tiles", (positions, groups * channels, room))
-    products = c.scratch("products", (positions, groups * rows, room))
+    gemm_out = c.scratch("products", (positions, groups * rows, room))
     sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": plan.filters.block}
     c.launch(
         plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
@@ -209,11 +209,11 @@ def append_forward(
         where = {"first": of.first, "count": of}
         append_tiles(c, plan.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            batched_gemm, {"out": products, "a": u, "b": v, **where}, fixed, **how, writes="out",
+            batched_gemm, {"out": gemm_out, "a": u, "b": v, **where}, fixed, **how, writes="out",
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            plan.images.function, {"y": out, "products": products, **where, **plan.images.operands}, plan.images.constants | to,
+            plan.images.function, {"y": out, "gemm_out": gemm_out, **where, **plan.images.operands}, plan.images.constants | to,
             warps=plan.images.warps, grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
         )  # fmt: skip
 
@@ -231,18 +231,18 @@ def append_gradient(
     chunk = round_up(ceil_div(tiling.whole, gemm_config.num_splits(tiles * positions * groups, tiling.whole)), BLOCK)
     parts = ceil_div(room, chunk)
     made = {name: c.scratch(f"{name} tiles", (positions, int(t.shape[1]), room)) for name, t in (("dy", dy), ("x", x))}
-    products = c.scratch("products", (parts, positions, groups * rows, channels))
+    gemm_out = c.scratch("products", (parts, positions, groups * rows, channels))
     fixed |= {"COLUMNS": channels, "DEPTH": room, "CHUNK": chunk}
     for of in tiling.passes:
         append_tiles(c, plan.dy, made["dy"], dy, tiling, of, fixed["BK"])
         append_tiles(c, plan.x, made["x"], x, tiling, of, fixed["BK"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            batched_gemm, {"out": products, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
+            batched_gemm, {"out": gemm_out, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
             grid=lambda s, of=of: (tiles, positions * groups, parts if of(s) else 0), writes="out",
         )  # fmt: skip
     size = groups * rows * channels
     c.launch(
-        plan.filters.function, {"dw": dw, "products": products, **plan.filters.operands},
+        plan.filters.function, {"dw": dw, "gemm_out": gemm_out, **plan.filters.operands},
         plan.filters.constants | {"PARTS": parts, "SIZE": size, "FLIP": high or wide, "MODE": mode, "BLOCK": plan.filters.block},
         warps=plan.filters.warps, grid=lambda s: (ceil_div(size, plan.filters.block),), writes="dw",
     )  # fmt: skip

@@ -3,7 +3,9 @@
 fprop and dgrad: out (rows, pixels) = filters (rows, depth) gathered x (depth, pixels), for each group. A depth is (channel, row,
 column of the filter), a pixel (image, row, column of the output). FILTER says where a filter's element lies: group, row, channel,
 first, filter row and filter column strides; so dgrad reads the same filters flipped, and a phase of a stride some of them. OUTPUT
-says where a pixel goes: height, width, first row, first column, row step, column step. wgrad: dw (rows, depth) = dy (rows, pixels)
+says where a pixel goes: height, width, first row, first column, row step, column step.
+
+wgrad: dw (rows, depth) = dy (rows, pixels)
 gathered x^T, with split-K over the pixels.
 """
 
@@ -239,7 +241,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     (R, S), groups = op.size, op.groups
     K, C, H, W = int(op.dy.shape[1]) // groups, int(op.x.shape[1]) // groups, int(op.x.shape[2]), int(op.x.shape[3])
     P, Q = (int(n) for n in op.dy.shape[2:])
-    wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 products hold their operands in registers
+    wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 GEMMs hold their operands in registers
     constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
     constants |= {"GROUPS": groups, "M": K, "CHANNELS": C}
     if found := algorithms(op.algorithm, R, S):

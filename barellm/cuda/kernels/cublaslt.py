@@ -1,7 +1,7 @@
 """Products by NVIDIA's cuBLASLt, where the target asks for them and it has them in the form that ours have.
 
 It takes what `matmul.append_gemm` takes where rows are multiples of 16 bytes and lie side by side. The only activation that it has
-is GELU, in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has
+is GELU, in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 GEMMs with GELU stay ours. A bias has
 the dtype of the result there: in 16 bits it is rounded first. What NVIDIA's library computes for those has the same rounding as
 ours otherwise, in another order of the sums."""
 
@@ -28,7 +28,7 @@ def fits(
     c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, bias: Any = None, residual: Any = None, pre: Any = None,
     epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `append` takes this product, with the arguments of `matmul.append_gemm`."""
+    """Whether `append` takes this GEMM, with the arguments of `matmul.append_gemm`."""
     if c.target.matmul != "cublaslt" or (_activation(epilogue), bias is not None) not in EPILOGUES:
         return False
     if any(view_stride(v) for v in (out, a, b, residual, pre)):
@@ -74,7 +74,7 @@ def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:
 
 
 def _workspace(c: Lowering) -> Tensor:
-    """The workspace of the op. All its products, which follow one another, share it."""
+    """The workspace of the op. All its GEMMs, which follow one another, share it."""
     name = f"{c.op.name}.workspace"
     for t in c.scratch_tensors:
         if t.name == name:

@@ -45,7 +45,7 @@ def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.con
 
 
 @device
-def turn(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
+def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
     """y (COLUMNS, rows), whose rows lie Y_STRIDE bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     r0, c0 = tl.program_id(0) // ACROSS * TILE, tl.program_id(0) % ACROSS * TILE
@@ -109,7 +109,7 @@ def transposed(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tenso
         return (round_up(there, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
 
     constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
-    c.launch(turn, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
+    c.launch(transpose_codes, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
 
@@ -117,7 +117,7 @@ def append_gemm(
     c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other: Tensor,
     *, M: Size | int, depth: Size | int, mode: int, per_target: bool,
 ) -> None:  # fmt: skip
-    """Append one product of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
+    """Append one GEMM of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
     check(c, a)
     N, depth_of_tile = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
     rows = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}

@@ -36,7 +36,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, view_stride
 
-BLOCK = constant(128)  # queries of a tile, keys of a turn
+BLOCK = constant(128)  # queries of a tile, keys of a step
 LN_2 = constant(1 / log2(e))
 LOWEST = constant(-1e30)  # of a score that is not seen; every query sees a key of its first block
 
@@ -234,7 +234,7 @@ def hopper_attention(
 
 
 def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: float) -> None:
-    """Append the forward pass of an op with this configuration: causal over whole sequences, heads of 64 or 128
+    """Append the forward pass of an op with this configuration: causal over complete sequences, heads of 64 or 128
     columns of 16-bit numbers, without dropout."""
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op

@@ -240,7 +240,7 @@ def hopper_attention_backward(
 def launch_backward(
     op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool
 ) -> None:
-    """Append dk and dv (`keys`), or dq, of an op with this configuration: causal over whole sequences, heads of 64 or
+    """Append dk and dv (`keys`), or dq, of an op with this configuration: causal over complete sequences, heads of 64 or
     128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: of attention_stats."""
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op

@@ -188,7 +188,7 @@ def words_of(codes: Any) -> tuple[Region, str]:
 
 
 def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Write the matrix out, in runs that have `rows`; gives it as the operand of a product."""
+    """Write the matrix out, in runs that have `rows`; gives it as the operand of a GEMM."""
     how, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(how, N, K)
@@ -200,7 +200,7 @@ def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def lower_quantized(op: Any, c: Lowering) -> None:
-    """A product with codes, with what follows it."""
+    """A matmul with quantized weights, with its epilogue."""
     how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K

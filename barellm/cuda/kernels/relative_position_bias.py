@@ -1,7 +1,7 @@
 """Relative position terms of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), which depends on the key's distance only.
 Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the distance FIRST + m.
 
-A tile of BT queries and BT keys has 2 BT - 1 distances. The product of the queries with their vectors, (BT, 2 BT), has the term of
+A tile of BT queries and BT keys has 2 BT - 1 distances. The matmul of the queries with their vectors, (BT, 2 BT), has the term of
 query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is nobody's. Both are gathers along a row.
 """
 

@@ -45,7 +45,7 @@ def sample_indices(count: int, most: int = SAMPLE) -> np.ndarray:
 
 
 class Case(ABC):
-    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the whole last."""
+    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the full size last."""
 
     outputs: dict[str, int]
     runs: list[Sizes]

@@ -31,7 +31,7 @@ class GemmProblem(tuning.GemmKey):
     """A GEMM with the sizes of a run."""
 
     @property
-    def key(self) -> tuning.GemmKey:
+    def tuning_key(self) -> tuning.GemmKey:
         return tuning.GemmKey(**vars(self))
 
     @property
@@ -63,14 +63,14 @@ class AttentionProblem(tuning.AttentionKey):
     """An attention kernel with the sizes of a run."""
 
     @property
-    def key(self) -> tuning.AttentionKey:
+    def tuning_key(self) -> tuning.AttentionKey:
         return tuning.AttentionKey(**vars(self))
 
     @property
     def flops(self) -> int:
         """The operations of the causal half: two matmuls forward, four for dk and dv, three for dq."""
-        products = {"forward": 2, "keys": 4, "queries": 3}[self.role]
-        return products * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
+        matmuls = {"forward": 2, "keys": 4, "queries": 3}[self.role]
+        return matmuls * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
 
     @property
     def sizes(self) -> dict[str, Any]:
