@@ -50,6 +50,7 @@ def test_the_wheel_of_the_source_archive_works_without_the_source_tree(tmp_path)
     how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
-    script = "import barellm.api, barellm.cuda.choices, barellm.cli.main as c; print(barellm.__file__); c.main(['plan', 'default'])"
+    script = "import barellm.api, barellm.cuda.gemm_config, barellm.cli.main as c; "
+    script += "print(barellm.__file__); c.main(['plan', 'default'])"
     said = subprocess.run([home / "bin" / "python", "-c", script], **how).stdout
     assert Path(said.splitlines()[0]).is_relative_to(site) and "parameters" in said

@@ -13,8 +13,8 @@ from barellm.program.planner import Plan
 
 
 def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> CudaSession:
-    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`, `tf32`: who does products, and how those of
-    fp32 are done (config.TrainConfig)."""
+    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`, `tf32`: which GEMM backend, and whether
+    fp32 GEMMs use TF32 (config.TrainConfig)."""
     return CudaSession(programs, matmul=matmul, tf32=tf32)
 
 
@@ -36,7 +36,7 @@ def describe() -> dict[str, object]:
 
 @cache
 def measured_peak(dtype: str) -> float:
-    """FLOP/s that this GPU reaches on `dtype` products, measured once a process."""
+    """FLOP/s that this GPU reaches on `dtype` matmuls, measured once a process."""
     bench = Bench()
     try:
         return bench.peak(dtype)

@@ -1,4 +1,5 @@
-"""Measures the GPU: FLOP/s of products that read no memory, bytes/s of each mix of reads and writes. And compares its memory."""
+"""Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes. And compares its
+memory."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.program.dtypes import numpy_dtype
 
-BANDWIDTH_BYTES = 1 << 29  # that a measurement of bandwidth touches: ten times the second cache
+BANDWIDTH_BYTES = 1 << 29  # that a measurement of bandwidth touches: ten times L2
 BLOCK = 1024
 ITERATIONS = 4096
 BF16_TILE = (128, 256, 64, 8)
-TILES = {"bf16": BF16_TILE, "fp16": BF16_TILE, "fp32": (64, 64, 16, 4)}  # rows, columns, depth of a product, warps
+TILES = {"bf16": BF16_TILE, "fp16": BF16_TILE, "fp32": (64, 64, 16, 4)}  # M, N, K of a matmul, warps
 REPEATS, TRIALS = 10, 5
 
 
@@ -60,7 +61,7 @@ def opless_kernel(
 def peak_kernel(dtype: str) -> Specialisation:
     """The kernel that `Bench.peak` launches."""
     rows, cols, depth, warps = TILES[dtype]
-    kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "turns": "i32"}
+    kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "iterations": "i32"}
     constants = {"ROWS": rows, "COLS": cols, "DEPTH": depth}
     return opless_kernel(microbenchmarks.peak, kinds, constants, warps=warps, aligned=("out", "a", "b"))
 
@@ -80,7 +81,7 @@ class Bench:
         self.context = driver.Context(self.device)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of all multiprocessors on random numbers: the most that a product of `dtype` can reach at the clock that they
+        """FLOP/s of all multiprocessors on random numbers: the roofline of a `dtype` matmul at the clock that they
         leave. TF32 is not used. That of "fp8" is not measured: data sheets have twice the rate of bf16."""
         if dtype == "fp8":
             return 2 * self.peak("bf16")
@@ -90,7 +91,7 @@ class Bench:
         out, operands = driver.DeviceMemory(4 * blocks), driver.DeviceMemory(noise.nbytes)
         operands.write(0, noise.view(np.uint8), self.context.stream)
         pointers = {"a": operands.address, "b": operands.address + noise.nbytes // (rows + cols) * rows}
-        arguments = pointers | {"out": out.address, "turns": ITERATIONS}
+        arguments = pointers | {"out": out.address, "iterations": ITERATIONS}
         best = self._best(peak_kernel(dtype), arguments, blocks)
         for memory in (out, operands):
             memory.free()
@@ -136,7 +137,7 @@ class OplessKernel:
 
 
 class MemoryComparison:
-    """Finds where ranges of the GPU's memory differ, without bringing them to the host."""
+    """Finds where ranges of GPU memory differ, without copying them to the host."""
 
     PROGRAMS, BLOCK = 1024, 4096  # at most; numbers of 2 bytes
     MOST = 1 << 31  # bytes at a time

@@ -224,7 +224,7 @@ def triton_compile(spec: Specialisation, arch: int) -> Any:
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder  # the result is kept by us, without the folder's path in it
         knobs.compilation.disable_line_info = True  # or the cubin would depend on where the sources lie
-        knobs.runtime.add_stages_inspection_hook = _mended  # pyright: ignore[reportAttributeAccessIssue]
+        knobs.runtime.add_stages_inspection_hook = _patched  # pyright: ignore[reportAttributeAccessIssue]
         return run_compiler(
             source(function, signature, constexprs=constants, attrs=attrs),
             target=GPUTarget("cuda", arch, 32),
@@ -232,12 +232,12 @@ def triton_compile(spec: Specialisation, arch: int) -> Any:
         )
 
 
-def _mended(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+def _patched(backend: Any, stages: dict[str, Any], *_: Any) -> None:
     make_ptx = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: drained(fenced(make_ptx(source, metadata)))
+    stages["ptx"] = lambda source, metadata: with_wgmma_waits(with_proxy_fences(make_ptx(source, metadata)))
 
 
-def fenced(ptx: str) -> str:
+def with_proxy_fences(ptx: str) -> str:
     """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory
     as threads do, wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
     if "wgmma.mma_async" not in ptx:
@@ -245,9 +245,9 @@ def fenced(ptx: str) -> str:
     return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
 
 
-def drained(ptx: str) -> str:
-    """The PTX with a wait at the end of each loop whose turns leave two groups of products under way to the next: ptxas 12.8
-    otherwise lets no product of the kernel overlap anything ("wgmma.mma_async instructions are serialized", C7515)."""
+def with_wgmma_waits(ptx: str) -> str:
+    """The PTX with a wait at the end of each loop whose iterations leave two wgmma groups in flight: ptxas 12.8 otherwise
+    serializes them ("wgmma.mma_async instructions are serialized", C7515)."""
     lines, labels = ptx.split("\n"), {}
     for i, line in enumerate(lines):
         if label := re.match(r"(\$\w+):", line):

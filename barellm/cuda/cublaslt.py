@@ -1,9 +1,9 @@
-"""NVIDIA's cuBLASLt: its library by ctypes, and a product of ours as one call of it.
+"""NVIDIA's cuBLASLt: its library by ctypes, and a GEMM of ours as one call of it.
 
 cuBLASLt thinks in columns. A row-major matrix (rows, cols) is to it a column-major (cols, rows), so the row-major out = a b is
 asked for as out^T = b^T a^T: its operand A is our b, its B our a, and a bias along our rows lies along its columns, as it wants.
 
-How a product is done is what its heuristic says first, asked once for each shape; sums that are split meet in fp32. Numbers of
+The algorithm is the heuristic's first, asked once for each shape; split-K adds in fp32. Numbers of
 the interface are those of cublasLt.h, the same in CUDA 12 and 13.
 """
 
@@ -26,7 +26,7 @@ WORKSPACE_ALIGN = 256  # bytes
 ALIGN = 16  # bytes, of every operand: what the heuristic may count on, whatever the arena's plan is
 DTYPE = {"fp32": 0, "fp16": 2, "bf16": 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 COMPUTE_FP32, COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
-TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # attributes of a product
+TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # attributes of a matmul descriptor
 EPILOGUES = {  # (what, with a bias): how cuBLASLt calls it
     ("", False): 1,
     ("", True): 4,
@@ -35,7 +35,7 @@ EPILOGUES = {  # (what, with a bias): how cuBLASLt calls it
     ("gelu_backward", False): 64 | 128,
 }
 WORKSPACE, REDUCTION, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
-IN_COMPUTE_TYPE = 2  # the reduction scheme that keeps parts of a sum in fp32; one without parts is always allowed
+IN_COMPUTE_TYPE = 2  # the reduction scheme that keeps split-K's partial sums in fp32; no split-K is always allowed
 NOT_SUPPORTED = 15
 
 
@@ -133,7 +133,7 @@ class Cublas:
         return made
 
     def algorithm(self, key: Any, what: str, operation: Made, layouts: list[Made], workspace: int) -> Algorithm:
-        """The heuristic's first, asked once for each `key`. UserError where it has none for the product called `what`."""
+        """The heuristic's first, asked once for each `key`. UserError where it has none for the GEMM called `what`."""
         if key in self._algorithms:
             return self._algorithms[key]
         wishes = [(WORKSPACE, c_uint64(workspace)), (REDUCTION, c_uint32(IN_COMPUTE_TYPE))]
@@ -167,49 +167,44 @@ class Made:
 
 
 class BoundGemm:
-    """A product for the sizes of a run. `accumulate`: whether results of mode "start" are added to what is there. `run` is one
+    """A GEMM for the sizes of a run. `accumulate`: whether results of mode "start" are added to what is there. `run` is one
     call; where a graph is captured, what it launches is kept with its numbers."""
 
     def __init__(
-        self,
-        product: LibraryGemm,
-        cublas: Cublas,
-        sizes: Sizes,
-        address: Callable[[Region], int],
-        accumulate: bool,
+        self, gemm: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
     ) -> None:
-        spec = product.spec
-        self.op, self.cublas = product.op, cublas
-        rows = product.rows(sizes)
+        spec = gemm.spec
+        self.op, self.cublas = gemm.op, cublas
+        rows = gemm.rows(sizes)
         self.empty = rows == 0
         if self.empty:
             return
         N, K = spec.N, spec.K
-        widths = {"nt": (N, K), "nn": (K, N), "tn": (K, N)}[spec.role]  # of out, a; that of b is K
-        out_rows, b_rows = (N, rows) if spec.role == "tn" else (rows, N)
+        widths = {"nt": (N, K), "nn": (K, N), "tn": (K, N)}[spec.gemm_kind]  # of out, a; that of b is K
+        out_rows, b_rows = (N, rows) if spec.gemm_kind == "tn" else (rows, N)
         values: list[tuple[int, Any]] = [
-            (TRANSA, c_int32(spec.role == "nt")),
-            (TRANSB, c_int32(spec.role == "tn")),
-            (EPILOGUE, c_uint32(EPILOGUES[spec.epilogue, product.bias is not None])),
+            (TRANSA, c_int32(spec.gemm_kind == "nt")),
+            (TRANSB, c_int32(spec.gemm_kind == "tn")),
+            (EPILOGUE, c_uint32(EPILOGUES[spec.epilogue, gemm.bias is not None])),
         ]
-        if product.bias is not None:
-            values.append((BIAS, c_void_p(address(product.bias))))
-        if product.pre is not None:
-            values += [(AUX, c_void_p(address(product.pre))), (AUX_LD, c_int64(widths[0]))]
+        if gemm.bias is not None:
+            values.append((BIAS, c_void_p(address(gemm.bias))))
+        if gemm.pre is not None:
+            values += [(AUX, c_void_p(address(gemm.pre))), (AUX_LD, c_int64(widths[0]))]
         operation = cublas.operation(COMPUTE_TF32 if spec.tf32 else COMPUTE_FP32, values)
         a = cublas.matrix(spec.dtype, rows, widths[1])
         b = cublas.matrix(spec.dtype, b_rows, K)
         out = cublas.matrix(spec.out, out_rows, widths[0])
         layouts = [b, a, out, out]
-        adds = product.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
-        room = address(product.workspace)
+        adds = gemm.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
+        room = address(gemm.workspace)
         scratch = -(-room // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
-        workspace = product.workspace.stop - product.workspace.start - WORKSPACE_ALIGN
-        key = spec, rows, product.bias is not None
+        workspace = gemm.workspace.stop - gemm.workspace.start - WORKSPACE_ALIGN
+        key = spec, rows, gemm.bias is not None
         algorithm = cublas.algorithm(key, f"{spec.symbol()} of {rows} tokens", operation, layouts, workspace)
-        out_at = address(product.out)
-        added_at = out_at if product.residual is None else address(product.residual)
-        b_at, a_at = address(product.b), address(product.a)
+        out_at = address(gemm.out)
+        added_at = out_at if gemm.residual is None else address(gemm.residual)
+        b_at, a_at = address(gemm.b), address(gemm.a)
         assert not any(at % ALIGN for at in (b_at, a_at, out_at, added_at)), spec
         self._one, self._beta = c_float(1.0), c_float(adds)
         self._keep = [operation, *layouts, algorithm]

@@ -79,7 +79,7 @@ class DriverError(UserError):
 
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"  # the driver's own variable
-SPIN_S, NAP_S = 1e-3, 2e-4  # how long the GPU is asked without a pause, and the pauses after that
+SPIN_S, POLL_S = 1e-3, 2e-4  # how long the GPU is asked without a pause, and the pauses after that
 SLOW_S = 60.0  # of waiting, after which a line says for what
 _latest: object = None
 
@@ -98,7 +98,7 @@ def launches(what: object) -> None:
 def wait(query: str, handle: Any, most_s: float = inf) -> bool:
     """Until the stream or event is done, as the driver's function `query` tells; False after `most_s` seconds. The GPU is asked
     again and again, since the driver's own way to wait does not let Ctrl-C through."""
-    cu, began, told = bindings(), time.monotonic(), False
+    cu, began, reported = bindings(), time.monotonic(), False
     not_ready = int(cu.CUresult.CUDA_ERROR_NOT_READY)
     while status := int(getattr(cu, query)(handle)[0]):
         if status != not_ready:
@@ -106,12 +106,12 @@ def wait(query: str, handle: Any, most_s: float = inf) -> bool:
         waited = time.monotonic() - began
         if waited > most_s:
             return False
-        if waited > SLOW_S and not told:
-            told = True
+        if waited > SLOW_S and not reported:
+            reported = True
             words = f"the GPU has not ended its work for {waited:.0f} s (the latest: {_latest}); Ctrl-C stops waiting"
             print(f"barellm: {words}", file=sys.stderr, flush=True)
         if waited > SPIN_S:
-            time.sleep(NAP_S)
+            time.sleep(POLL_S)
     return True
 
 

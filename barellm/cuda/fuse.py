@@ -26,7 +26,7 @@ _NORM = {"weight": "1.weight", "bias": "1.bias"}
 _SUM = {"total": "0.y", "y": "1.y", "mean": "1.mean", "rstd": "1.rstd"}
 _SUM_OF_DROPPED = {"total": "1.y", "y": "2.y", "mean": "2.mean", "rstd": "2.rstd"}
 
-# An addition to the residual stream goes with the norm that reads it, not with the product before: as many bytes, and the product's
+# An addition to the residual stream goes with the norm that reads it, not with the GEMM before: as many bytes, and the GEMM's
 # epilogue, which its pipeline waits for, stays short.
 NORMS: list[Fusion] = [
     Fusion(

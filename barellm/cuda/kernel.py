@@ -37,9 +37,9 @@ class Target:
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
-    matmul: str = "barellm"  # who does products where both can: "barellm", or "cublaslt"
+    matmul: str = "barellm"  # the GEMM backend where both can: "barellm", or "cublaslt"
     name: str = ""
-    tf32: bool = False  # products of fp32 operands, by tensor cores that see 10 bits of their fractions
+    tf32: bool = False  # GEMMs of fp32 operands by tensor cores, which see 10 bits of their fractions
 
     @classmethod
     def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False) -> Target:
@@ -194,10 +194,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """A product of a library's, as `kernels.matmul.product` means it: roles, N and K are those there. `dtype`: of both operands;
-    `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
+    """A GEMM of a library, as `kernels.matmul.append_gemm` means it: gemm_kind, N and K are those there. `dtype`: of both
+    operands; `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
 
-    role: str
+    gemm_kind: str
     N: int
     K: int
     dtype: str
@@ -210,7 +210,7 @@ class GemmSpec:
     def symbol(self) -> str:
         words = [
             self.name,
-            self.role,
+            self.gemm_kind,
             f"{self.N}x{self.K}",
             self.dtype,
             self.out,
@@ -223,7 +223,7 @@ class GemmSpec:
 
 @dataclass
 class LibraryGemm:
-    """One product that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
+    """One GEMM that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
     read, `residual` is added."""
 
     spec: GemmSpec
@@ -257,13 +257,13 @@ class CollectiveSpec:
 @dataclass
 class CollectiveCall:
     """Bytes that go to other ranks and come from them: those of an `ops.collectives.Transfer`. `regions`: of each of its operands
-    those that travel. `beside`: it begins in the last micro-batch of a step, and what follows it does not wait; all is there when
-    the program has ended."""
+    those that travel. `overlapped`: it starts in the last micro-batch of a step and overlaps
+    the backward pass; all has arrived when the program has ended."""
 
     spec: CollectiveSpec
     op: Any
     regions: dict[str, list[Region]]
-    beside: bool = False
+    overlapped: bool = False
 
 
 Call = Launch | LibraryGemm | CollectiveCall
@@ -271,8 +271,8 @@ Call = Launch | LibraryGemm | CollectiveCall
 
 @dataclass
 class Lowering:
-    """Turns one op into launches, and calls of libraries between them. `decodes`: whether its program goes on from a cache, and so
-    runs with a few rows as often as with many."""
+    """Turns one op into launches, and calls of libraries between them. `decodes`: whether its program has a KV cache, and so runs
+    with a few rows as often as with many."""
 
     op: Op
     target: Target
@@ -287,7 +287,7 @@ class Lowering:
         return t
 
     def rows(self, t: Tensor) -> Count:
-        """The number of rows of an activation (..., C), which is the product of all axes but the last."""
+        """The number of rows of an activation (..., C), all axes but the last."""
         axes = t.shape[:-1]
         return Count(tuple(n.name for n in axes if isinstance(n, Dim)), prod(n for n in axes if not isinstance(n, Dim)))
 

@@ -16,7 +16,7 @@ from barellm.runtime.lowering import Region
 FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
 MAP_BYTES, MAP_ALIGN = 128, 128  # of a CUtensorMap; the compiler gives it 64, cuda.h 13 asks for 128
 MOST_GRID = (2**31 - 1, 65535, 65535)
-PROMOTION_128B = 2  # what a tensor map's miss brings into the second cache
+PROMOTION_128B = 2  # what a tensor map's miss brings into L2
 # The element types of tensor maps have other numbers on the device than in the driver's interface.
 HOST_TYPE = {8: 10, 9: 8, 10: 9}
 SCALAR = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "*": ctypes.c_uint64}

@@ -26,8 +26,8 @@ from barellm.runtime.ranks import first
 
 INSTALL = "pip install -e '.[nccl]' where barellm's pyproject.toml is"
 BYTES = 1  # ncclUint8: what travels is bytes, whatever they mean
-WELL = (0, 7)  # ncclSuccess, ncclInProgress
-LOOK_S = 1.0  # between two looks for what went wrong beside the calls
+OK_STATUS = (0, 7)  # ncclSuccess, ncclInProgress
+POLL_S = 1.0  # between two queries of asynchronous errors
 Piece = tuple[int, int, int]  # a rank, an address, and bytes from there
 
 
@@ -60,20 +60,20 @@ class Communicator:
         self.ranks = ranks
         check_own(ranks, device)
         cu = driver.bindings()
-        told: bytes | UserError | None = None
+        unique_id: bytes | UserError | None = None
         if ranks.rank == 0:
             try:
-                told = bytes(memoryview(call("get_unique_id")))
+                unique_id = bytes(memoryview(call("get_unique_id")))
             except UserError as error:
-                told = error
-        told = first(ranks, told)
-        if isinstance(told, UserError):
-            raise told
-        self.handle = call("comm_init_rank", ranks.count, bindings().UniqueId.from_buffer(told), ranks.rank)
+                unique_id = error
+        unique_id = first(ranks, unique_id)
+        if isinstance(unique_id, UserError):
+            raise unique_id
+        self.handle = call("comm_init_rank", ranks.count, bindings().UniqueId.from_buffer(unique_id), ranks.rank)
         self.stream = driver.call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._fork, self._join = driver.Event(), driver.Event()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="nccl", daemon=True)
+        self._thread = threading.Thread(target=self._watch_errors, name="nccl", daemon=True)
         self._thread.start()
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
@@ -98,12 +98,12 @@ class Communicator:
         call("comm_abort" if failed else "comm_destroy", self.handle)
         driver.call("cuStreamDestroy", self.stream)
 
-    def _look(self) -> None:
+    def _watch_errors(self) -> None:
         """Ends the run where a link or another rank fails while the GPU waits for it: the host would wait for ever."""
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             try:
                 status = int(call("comm_get_async_error", self.handle))
-                why = "" if status in WELL else call("get_last_error", self.handle) or f"status {status}"
+                why = "" if status in OK_STATUS else call("get_last_error", self.handle) or f"status {status}"
             except UserError as error:
                 why = str(error)
             if why:
@@ -129,15 +129,15 @@ def check_own(ranks: Ranks, device: driver.Device) -> None:
 
 
 class BoundCollective:
-    """A transfer of a program, by addresses. One that begins beside what follows does so only where `last` says that the run is of
-    a step's last micro-batch."""
+    """A collective of a program, by addresses. An overlapped one starts only where `last` says that the run is of a step's last
+    micro-batch."""
 
     def __init__(
         self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool
     ) -> None:
-        self.op, self._beside, self._communicator = call.op, call.beside, communicator
-        self.begins = call.beside and last
-        self._idle = call.beside and not last
+        self.op, self._overlapped, self._communicator = call.op, call.overlapped, communicator
+        self.begins = call.overlapped and last
+        self._idle = call.overlapped and not last
         arrays = {
             name: [driver.seen(address(region), region.stop - region.start) for region in regions]
             for name, regions in call.regions.items()
@@ -149,7 +149,7 @@ class BoundCollective:
         if self._idle:
             return
         self._communicator.exchange(self._sends, self._receives, stream)
-        if not self._beside:
+        if not self._overlapped:
             self._communicator.join(stream)
 
 

@@ -1,8 +1,8 @@
 """The way from programs to a running session: lower, plan, compile, bind, launch.
 
 A program's launches are captured into one CUDA graph for each batch and length that it runs with. What changes from run to run is
-in device memory: the run-time scalars and the inputs, which come from two pinned buffers of the host in turn, so that the next
-run's are written while the last one's are still on their way.
+in device memory: the run-time scalars and the inputs, which come from two alternating pinned staging buffers, so that
+the next run's are written while the last one's are still being copied.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ class Lowered(LoweredProgram[Lowering]):
 
         cached = decodes(program)
         super().__init__(
-            program,
-            table=FUSIONS,
-            registry=REGISTRY,
-            groups=GROUPS,
-            lowering=lambda op: Lowering(op, target, cached),
+            program, table=FUSIONS, registry=REGISTRY, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached)
         )
 
     @property
@@ -125,7 +121,7 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
 
 @dataclass(frozen=True)
 class Run:
-    """The key of a graph: the program, its sizes and, where a library's product asks for it, `accumulate`; where transfers begin in
+    """The key of a graph: the program, its sizes and, where a library's GEMM asks for it, `accumulate`; where transfers begin in
     it, `last`."""
 
     program: str
@@ -171,7 +167,7 @@ class CudaSession(ArenaSession):
         matmul: str = "barellm",
         tf32: bool = False,
     ) -> None:
-        """`built`: what the programs were lowered to, else it is done here, with products by `matmul`, in `tf32` or not."""
+        """`built`: what the programs were lowered to, else it is done here, with GEMMs by `matmul`, in `tf32` or not."""
         lap = laps()
         self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
         self.device = device or driver.device(self.ranks.number)
@@ -186,13 +182,13 @@ class CudaSession(ArenaSession):
         codes = compiled(self.specs, self.device.arch, processes=processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
-        products = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
-        self._by_accumulate = {name for name, found in products.items() if any(p.by_accumulate for p in found)}
+        gemms = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
+        self._by_accumulate = {name for name, found in gemms.items() if any(p.by_accumulate for p in found)}
         collectives = {n: [c for c in calls if isinstance(c, CollectiveCall)] for n, calls in self.calls.items()}
-        self._by_last = {name for name, found in collectives.items() if any(t.beside for t in found)}
-        self._by_library = {name for name in self.calls if products[name] or collectives[name]}
+        self._by_last = {name for name, found in collectives.items() if any(t.overlapped for t in found)}
+        self._by_library = {name for name in self.calls if gemms[name] or collectives[name]}
         self._ran: set[Run] = set()
-        self.cublas = Cublas() if any(products.values()) else None
+        self.cublas = Cublas() if any(gemms.values()) else None
         self._communicator: Communicator | None = None
         self.seconds["load"] = lap()
         self._map_arena(built.tables)
@@ -233,7 +229,7 @@ class CudaSession(ArenaSession):
             self._set(start, np.frombuffer(table.packed(self._address), np.uint8))
 
     def _new_staging_buffer(self) -> StagingBuffer:
-        """Programs take turns in the room of the inputs."""
+        """Programs share the memory of the inputs."""
         start = -(-scalars.NBYTES // INPUT_ALIGN) * INPUT_ALIGN
         at: dict[Tensor, int] = {}
         most = start

@@ -1,5 +1,5 @@
-"""The tuning database as the CUDA backend uses it: tiles of Triton's products, forms of Hopper's, blocks of attention's kernels. A
-key has the card's name."""
+"""The tuning database as the CUDA backend uses it: configurations of Triton's GEMM, of Hopper's and of
+attention's kernels. An entry's name has the card's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from barellm.cuda import choices
-from barellm.cuda.choices import AttentionTile, Form, Tile
+from barellm.cuda import attention_config, gemm_config
+from barellm.cuda.attention_config import AttentionConfig
+from barellm.cuda.gemm_config import GemmConfig, HopperGemmConfig
 from barellm.cuda.kernel import Target
 from barellm.program.ops.elementwise import SLOPES
 from barellm.runtime import artefacts
@@ -25,18 +26,22 @@ KERNELS = (
     "matmul", "hopper", "hopper_warp_specialized", "epilogue", "activations", "split_k", "attention", "attention_backward",
     "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "random", "common",
 )  # fmt: skip
-SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
+SOURCES = ("gemm_config.py", "attention_config.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
-Choice = Tile | Form | AttentionTile
-NAMES: dict[type, str] = {Tile: "tile", Form: "form", AttentionTile: "blocks"}  # in an entry
-FETCHED = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
+Config = GemmConfig | HopperGemmConfig | AttentionConfig
+NAMES: dict[type, str] = {GemmConfig: "tile", HopperGemmConfig: "form", AttentionConfig: "blocks"}  # in an entry
+OLD_FIELDS = {  # names of fields in entries that were written before they had the field's names
+    "rows": "tile_m", "cols": "tile_n", "depth": "tile_k", "warps": "num_warps", "stages": "num_stages", "group": "group_m",
+    "slots": "epilogue_stages", "registers": "max_registers", "roles": "warp_specialized",
+}  # fmt: skip
+LOADS_C = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 
 @dataclass(frozen=True)
 class GemmKey:
-    """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
-    of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or "hopper", whose forms depend
-    on the `epilogue` too."""
+    """`rows` x `cols` of a result from a contraction of `depth`. `role`: BLAS's transposes: "nt": y = x weight^T, "nn": dx = dy
+    weight; "tn": gradient of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or
+    "hopper", whose configurations depend on the `epilogue` too."""
 
     role: str
     dtype: str
@@ -48,28 +53,28 @@ class GemmKey:
 
     @property
     def kind(self) -> type:
-        return Form if self.kernel == "hopper" else Tile
+        return HopperGemmConfig if self.kernel == "hopper" else GemmConfig
 
     @property
     def name(self) -> str:
-        """The name of this subject in a key of the database."""
+        """Its name in an entry of the database."""
         what = f"hopper {self.epilogue}".strip() + " " if self.kernel == "hopper" else ""
         return f"{what}{self.role} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
 
-    def default(self, arch: int) -> Choice:
+    def default(self, arch: int) -> Config:
         if self.kernel == "hopper":
-            cols = choices.columns(self.role, self.rows, self.cols, self.depth)
-            return choices.form(cols, fetched=self.epilogue in FETCHED)
-        return choices.tile(self.role, self.rows, self.cols, self.depth, self.dtype, arch)
+            cols = gemm_config.select_tile_n(self.role, self.rows, self.cols, self.depth)
+            return gemm_config.hopper_config(cols, loads_c=self.epilogue in LOADS_C)
+        return gemm_config.select_config(self.role, self.rows, self.cols, self.depth, self.dtype, arch)
 
-    def choices(self, arch: int) -> tuple[Choice, ...]:
-        """Every tile or form, in the usual order of tiles."""
-        return choices.forms() if self.kernel == "hopper" else choices.tiles(self.dtype, arch)
+    def configs(self, arch: int) -> tuple[Config, ...]:
+        """Every configuration, with the default rasterization."""
+        return gemm_config.hopper_configs() if self.kernel == "hopper" else gemm_config.gemm_configs(self.dtype, arch)
 
 
 @dataclass(frozen=True)
 class AttentionKey:
-    """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
+    """An attention kernel over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
     backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
     role: str
@@ -83,51 +88,54 @@ class AttentionKey:
 
     @property
     def kind(self) -> type:
-        return AttentionTile
+        return AttentionConfig
 
     @property
     def name(self) -> str:
-        """The name of this subject in a key of the database."""
+        """Its name in an entry of the database."""
         rest = ", dropout" if self.dropout else ""
         heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
         return f"attention {self.role} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
 
     @property
-    def tiles(self) -> str:
-        """The role under which `choices` has its tiles: a sum over several heads needs more registers."""
+    def config_role(self) -> str:
+        """The role in attention_config: a sum over a group of query heads needs more registers."""
         return "shared keys" if self.role == "keys" and self.kv_heads else self.role
 
     @property
-    def tight(self) -> bool:
+    def register_bound(self) -> bool:
         """Whether it needs every register: random bits of dropout, or columns that no vector divides."""
         return self.dropout or self.head % 8 > 0
 
-    def default(self, arch: int) -> AttentionTile:
-        t = choices.attention_tile(self.tiles, choices.padded(self.head), self.dtype, arch)
-        return choices.unlimited(t) if self.tight else t
+    def default(self, arch: int) -> AttentionConfig:
+        head = attention_config.padded_head_size(self.head)
+        t = attention_config.select_attention_config(self.config_role, head, self.dtype, arch)
+        return attention_config.without_register_limit(t) if self.register_bound else t
 
-    def choices(self, arch: int) -> tuple[Choice, ...]:
-        """Every tile with the default's bits."""
+    def configs(self, arch: int) -> tuple[Config, ...]:
+        """Every configuration that is bitwise equal to the default."""
         usual = self.default(arch)
-        return tuple(t for t in self.all_tiles(arch) if choices.equal_bits(self.role, t, usual))
+        return tuple(t for t in self.all_configs(arch) if attention_config.bitwise_equal(self.role, t, usual))
 
-    def rivals(self, arch: int) -> tuple[AttentionTile, ...]:
-        """Tiles that would give other bits: only the default, which is the architecture's, could become one of them."""
+    def rivals(self, arch: int) -> tuple[AttentionConfig, ...]:
+        """Configurations with other bits, which only a new default of the architecture could choose."""
         usual = self.default(arch)
-        return tuple(t for t in self.all_tiles(arch) if not choices.equal_bits(self.role, t, usual))
+        return tuple(t for t in self.all_configs(arch) if not attention_config.bitwise_equal(self.role, t, usual))
 
-    def all_tiles(self, arch: int) -> tuple[AttentionTile, ...]:
-        found = choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
-        if self.tight:
-            return tuple(dict.fromkeys(map(choices.unlimited, found)))
-        other = choices.with_roles(self.role, self.head, self.dtype, arch)
+    def all_configs(self, arch: int) -> tuple[AttentionConfig, ...]:
+        found = attention_config.attention_configs(
+            self.config_role, attention_config.padded_head_size(self.head), self.dtype, arch
+        )
+        if self.register_bound:
+            return tuple(dict.fromkeys(map(attention_config.without_register_limit, found)))
+        other = attention_config.warp_specialized_config(self.role, self.head, self.dtype, arch)
         return (*found, other) if other else found
 
 
 Key = GemmKey | AttentionKey
 
-_forced: dict[Key, Choice] = {}
-_asked: list[Counter[Key]] = []
+_forced: dict[Key, Config] = {}
+_counters: list[Counter[Key]] = []
 
 
 @cache
@@ -161,43 +169,45 @@ def machine(target: Target) -> str:
     return f"{target.name or 'any card'}, sm_{target.arch}, {target.sms} multiprocessors"
 
 
-def key(target: Target, subject: Key) -> str:
-    return f"{machine(target)}: {subject.name}"
+def entry_name(target: Target, key: Key) -> str:
+    return f"{machine(target)}: {key.name}"
 
 
-def from_entry(entry: Any, subject: Key, arch: int) -> Choice:
-    """The choice that an entry stands for. It is a ValueError if it is no choice for this architecture, or gives other bits than
-    the default."""
-    kind, name = subject.kind, NAMES[subject.kind]
+def from_entry(entry: Any, key: Key, arch: int) -> Config:
+    """The configuration of an entry. It is a ValueError if this architecture has no such one, or if it has other bits than the
+    default."""
+    kind, name = key.kind, NAMES[key.kind]
     try:
-        choice = kind(**entry[name])
-    except (KeyError, TypeError) as error:
+        config = kind(**{OLD_FIELDS.get(field, field): value for field, value in entry[name].items()})
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected {name} ({error!r})") from error
-    known = subject.choices(arch)
-    if choice not in [t for c in known for t in (choices.orders(c) if isinstance(c, Tile | Form) else (c,))]:
-        raise ValueError(f"sm_{arch} has no {name} {choice} for {subject.dtype}")
-    return choice
+    known = key.configs(arch)
+    if not isinstance(config, AttentionConfig):
+        known = [t for c in known for t in gemm_config.rasterizations(c)]  # pyright: ignore[reportArgumentType]
+    if config not in known:
+        raise ValueError(f"sm_{arch} has no {name} {config} for {key.dtype}")
+    return config
 
 
-def to_entry(choice: Choice) -> dict[str, Any]:
+def to_entry(choice: Config) -> dict[str, Any]:
     return {NAMES[type(choice)]: asdict(choice)}
 
 
-def choose(target: Target, subject: Key) -> Any:
-    """How a piece of work is cut: as it was tuned, else by default. Tokens are the planned ones."""
-    for found in _asked:
-        found[subject] += 1
-    if subject in _forced:
-        return _forced[subject]
+def select_config(target: Target, key: Key) -> Any:
+    """The configuration of a kernel: tuned, else the default. Tokens are the planned ones."""
+    for found in _counters:
+        found[key] += 1
+    if key in _forced:
+        return _forced[key]
     if requested():
-        at = key(target, subject)
+        at = entry_name(target, key)
         entry = database().entries.get(at) or shipped().get(at)
         if entry is not None:
             try:
-                return from_entry(entry, subject, target.arch)
+                return from_entry(entry, key, target.arch)
             except ValueError as error:
                 database().ignore(at, str(error))
-    return subject.default(target.arch)
+    return key.default(target.arch)
 
 
 def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
@@ -211,21 +221,21 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 
 
 @contextmanager
-def forced(subject: Key, choice: Choice) -> Iterator[None]:
-    """Within the context, this piece of work is cut like this wherever it is lowered."""
-    _forced[subject] = choice
+def forced(key: Key, choice: Config) -> Iterator[None]:
+    """Within the context, this key has this configuration wherever it is lowered."""
+    _forced[key] = choice
     try:
         yield
     finally:
-        del _forced[subject]
+        del _forced[key]
 
 
 @contextmanager
-def watching() -> Iterator[Counter[Key]]:
-    """Count the pieces of work that are lowered within the context."""
+def counting() -> Iterator[Counter[Key]]:
+    """Count the keys that are lowered within the context."""
     found: Counter[Key] = Counter()
-    _asked.append(found)
+    _counters.append(found)
     try:
         yield found
     finally:
-        _asked.remove(found)
+        _counters.remove(found)

@@ -198,13 +198,13 @@ def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]
     """`kernels.matmul.gemm`, or `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
     hopper = call.spec.name == PERSISTENT
     K = number("K")
-    split = values.get("chunk") is not None and _role(values) == "tn" and callable(values["chunk"])
+    split = values.get("k_per_split") is not None and _role(values) == "tn" and callable(values["k_per_split"])
     kinds = dict(call.spec.signature)
     return {
         "role": _role(values), "M": number("M"), "N": number("N"), "K": K,
         "dtype": _dtype(kinds["a_map"] if hopper else kinds["a"]),
-        "rows": 128 if hopper else values["BM"], "cols": values["COLS"] if hopper else values["BN"],
-        "parts": ceil_div(K, number("chunk")) if split and values["chunk"] is not values["K"] else 1,
+        "rows": 128 if hopper else values["BM"], "cols": values["TILE_N"] if hopper else values["BN"],
+        "parts": ceil_div(K, number("k_per_split")) if split and values["k_per_split"] is not values["K"] else 1,
     }  # fmt: skip
 
 

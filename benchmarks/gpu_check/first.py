@@ -20,7 +20,7 @@ from barellm import overrides
 from barellm.assembly.build import build_programs
 from barellm.bench import gemms
 from barellm.config import Config
-from barellm.cuda import choices, driver
+from barellm.cuda import driver, gemm_config
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Launch, Sizes, Specialisation, Target
 from barellm.cuda.tuner import harness
@@ -131,7 +131,7 @@ def announced(name: str, sms: int) -> Iterator[None]:
 @contextmanager
 def hoppers(parts: int = 1) -> Iterator[None]:
     """Also small products by Hopper's kernel; sums over tokens in so many parts."""
-    with patch.object(choices, "WAVE", 1), patch.object(choices, "splits", lambda tiles, rows: parts):
+    with patch.object(gemm_config, "WAVE", 1), patch.object(gemm_config, "num_splits", lambda tiles, rows: parts):
         yield
 
 

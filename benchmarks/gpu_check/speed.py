@@ -16,8 +16,8 @@ from typing import Any
 from barellm.assembly.build import build_programs
 from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
-from barellm.cuda import choices, driver, tuning
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import attention_config, driver, tuning
+from barellm.cuda.attention_config import WARP_SPECIALIZED, WARP_SPECIALIZED_BACKWARD, AttentionConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import harness, tuner
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
@@ -36,11 +36,15 @@ LAST_S = 12.0  # that a piece of work may go on being tuned when the time is up
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
 STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
-# How attention on sm_90 was cut before, and with a third stage only; last, since it may hang, by warps with roles.
+# The configurations of attention on sm_90 before, and with a third stage only; last, since it may hang, warp-specialized.
 OTHERS = {
-    "keys": (AttentionTile(64, 128, 8, 2), AttentionTile(64, 128, 8, 3), choices.ROLES_BACKWARD["keys", 64]),
-    "queries": (AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 3), choices.ROLES_BACKWARD["queries", 64]),
-    "forward": (AttentionTile(128, 128, 8, 2), AttentionTile(128, 128, 8, 3), choices.ROLES[64]),
+    "keys": (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 128, 8, 3), WARP_SPECIALIZED_BACKWARD["keys", 64]),
+    "queries": (
+        AttentionConfig(128, 64, 8, 2),
+        AttentionConfig(128, 64, 8, 3),
+        WARP_SPECIALIZED_BACKWARD["queries", 64],
+    ),
+    "forward": (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 128, 8, 3), WARP_SPECIALIZED[64]),
 }
 MIB = 1 << 20
 # llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
@@ -179,12 +183,12 @@ def streaming(scale: Scale) -> dict[str, Any]:
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
 
 
-def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionProblem, list[AttentionTile]]]:
+def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionProblem, list[AttentionConfig]]]:
     """Each kernel of attention, with the other ways to cut it that this card can run."""
     for role, others in OTHERS.items():
         work = AttentionProblem(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
         usual = work.default(target.arch)
-        yield work, [t for t in others if t != usual and (target.hopper or not t.roles)]
+        yield work, [t for t in others if t != usual and (target.hopper or not t.warp_specialized)]
 
 
 def sides(scale: Scale) -> dict[str, Any]:
@@ -192,9 +196,9 @@ def sides(scale: Scale) -> dict[str, Any]:
     the predictions."""
     rows, bars = [], []
     for work, tiles in sides_of(scale, Target.of(driver.device())):
-        both = harness.Harness(work, calls=1 if scale.mock else harness.MOST_CALLS)
+        both = harness.Harness(work, calls=1 if scale.mock else harness.MAX_CALLS)
         usual = work.default(both.target.arch)
-        ways = [Candidate(t, other_bits=not choices.equal_bits(work.role, t, usual)) for t in tiles]
+        ways = [Candidate(t, other_bits=not attention_config.bitwise_equal(work.role, t, usual)) for t in tiles]
         ratios = both.time([both.check(way) for way in ways], ROUNDS)
         for t, ratio in zip(tiles, ratios, strict=True):
             rows.append(
@@ -202,7 +206,7 @@ def sides(scale: Scale) -> dict[str, Any]:
             )
             print(rows[-1])
             name = f"attention {work.role}: time of {t} over that of {usual}"
-            bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.roles))
+            bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.warp_specialized))
         both.close()
         scale.keep({"turns": rows, "bars": bars})
     return {"turns": rows, "bars": bars}
@@ -233,7 +237,7 @@ def tune(scale: Scale) -> dict[str, Any]:
         rows.append(verdict.to_json())
         print(rows[-1])
         if entry := tuner.entry_of(verdict):
-            entries[tuning.key(target, verdict.work.subject)] = entry
+            entries[tuning.entry_name(target, verdict.work.tuning_key)] = entry
         scale.keep(found)
 
     tuner.tune(works, target, seconds=max(1.0, scale.left_s - LAST_S), each=each)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import attention_config
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernels import attention_kv_cache
 from barellm.program import ops
 from tests.cases import backward_case, bounded, cached_case, forward_case
@@ -18,10 +18,10 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (1, 129, 1, 20), (1, 64, 2, 80)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 TILES = {
-    "forward": AttentionTile(64, 32, 4, 1),
-    "keys": AttentionTile(32, 64, 4, 1),
-    "shared keys": AttentionTile(32, 64, 4, 1),
-    "queries": AttentionTile(64, 32, 4, 1),
+    "forward": AttentionConfig(64, 32, 4, 1),
+    "keys": AttentionConfig(32, 64, 4, 1),
+    "shared keys": AttentionConfig(32, 64, 4, 1),
+    "queries": AttentionConfig(64, 32, 4, 1),
 }
 
 ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
@@ -29,7 +29,7 @@ ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(choices, "attention_tile", lambda role, *shape: TILES[role])
+    monkeypatch.setattr(attention_config, "select_attention_config", lambda role, *shape: TILES[role])
     monkeypatch.setattr(attention_kv_cache, "PART", 48)
 
 
@@ -76,7 +76,7 @@ def test_gradients_of_tensors_of_their_own_have_modes_of_their_own():
 def test_keys_in_smaller_blocks_than_queries(monkeypatch):
     """Then the first queries of a block of keys are before it."""
     for role in ("keys", "shared keys"):
-        monkeypatch.setitem(TILES, role, AttentionTile(64, 32, 4, 1))
+        monkeypatch.setitem(TILES, role, AttentionConfig(64, 32, 4, 1))
     check_op(ops.AttentionBackward, **backward_case((1, 131, 1, 16), "fp32"))
     check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "fp32", groups=1))
 
@@ -85,7 +85,7 @@ def test_keys_in_smaller_blocks_than_queries(monkeypatch):
 @pytest.mark.parametrize("D, rate", [(144, 0.0), (150, 0.0), (256, 0.3)])
 def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
     """A last piece that is full, begun, and not there at all."""
-    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    monkeypatch.setitem(attention_config.MAX_HEAD_SIZE_DKV, "bf16", 128)
     check_op(
         ops.AttentionBackward,
         **backward_case((2, 37, 2, D), dtype, rate=rate),
@@ -94,7 +94,7 @@ def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
 
 
 def test_dk_and_dv_of_wide_heads_that_serve_several(monkeypatch):
-    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    monkeypatch.setitem(attention_config.MAX_HEAD_SIZE_DKV, "bf16", 128)
     check_op(ops.AttentionBackward, **backward_case((1, 37, 4, 150), "bf16", groups=2, packed=False))
 
 
@@ -108,7 +108,7 @@ def test_dropout_has_the_bits_of_the_reference(shape, dtype):
 def test_dropout_in_blocks_of_16_keys(monkeypatch):
     """They need one of the two words of each call of the generator."""
     for role in TILES:
-        monkeypatch.setitem(TILES, role, AttentionTile(16, 16, 4, 1))
+        monkeypatch.setitem(TILES, role, AttentionConfig(16, 16, 4, 1))
     check_op(ops.Attention, **forward_case((1, 35, 1, 16), "fp32", rate=0.3))
     check_op(ops.AttentionBackward, **backward_case((1, 35, 1, 16), "fp32", rate=0.3))
 
@@ -168,7 +168,7 @@ def test_bounded_with_dropout():
 
 
 def test_dk_and_dv_of_wide_paired_heads_in_pieces(monkeypatch):
-    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    monkeypatch.setitem(attention_config.MAX_HEAD_SIZE_DKV, "bf16", 128)
     check_op(ops.AttentionBackward, **backward_case((1, 37, 2, 150), "bf16", **bounded(20, starts=[9], paired=True)))
 
 

@@ -39,11 +39,24 @@ def run(gpu, function, kinds, arguments, constants, blocks):
 
 def test_the_product_of_the_peak_is_done_in_every_turn(gpu):
     a, b = R.integers(-3, 4, (32, 16)).astype(np.float32), R.integers(-3, 4, (16, 16)).astype(np.float32)
-    kinds = {"out": "*fp32", "a": "*fp32", "b": "*fp32", "turns": "i32"}
+    kinds = {"out": "*fp32", "a": "*fp32", "b": "*fp32", "iterations": "i32"}
     constants = {"ROWS": 32, "COLS": 16, "DEPTH": 16}
+<<<<<<< ours
     got = run(
         gpu, microbenchmarks.peak, kinds, {"out": np.zeros(3, np.float32), "a": a, "b": b, "turns": 5}, constants, 3
     )
+||||||| base
+    got = run(gpu, microbenchmarks.peak, kinds, {"out": np.zeros(3, np.float32), "a": a, "b": b, "turns": 5}, constants, 3)
+=======
+    got = run(
+        gpu,
+        microbenchmarks.peak,
+        kinds,
+        {"out": np.zeros(3, np.float32), "a": a, "b": b, "iterations": 5},
+        constants,
+        3,
+    )
+>>>>>>> theirs
     assert np.array_equal(got["out"], [5 * (a @ b).sum()] * 3)
 
 
@@ -67,8 +80,8 @@ def test_rates_are_work_over_the_time_of_events(gpu, monkeypatch):
     monkeypatch.setattr(bench, "REPEATS", 2)
     assert bench.TILES["fp16"] == bench.TILES["bf16"]  # tensor cores multiply both at one rate
     monkeypatch.setattr(bench, "TILES", {"fp32": (32, 16, 16, 4), "fp16": (16, 16, 16, 4)})
-    monkeypatch.setattr(bench, "NBYTES", 8 * 4 * BLOCK)
-    monkeypatch.setattr(bench, "TURNS", 3)
+    monkeypatch.setattr(bench, "BANDWIDTH_BYTES", 8 * 4 * BLOCK)
+    monkeypatch.setattr(bench, "ITERATIONS", 3)
     small = Bench()
     assert small.bandwidth((4, 4, 0)) == pytest.approx(8 * 4 * BLOCK / (LAUNCH_MS / 1e3))
     assert small.bandwidth((0, 0, 8)) == pytest.approx(2 * 8 * 4 * BLOCK / (LAUNCH_MS / 1e3))

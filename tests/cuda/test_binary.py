@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.compile import compiled, triton_compile
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
@@ -58,7 +58,7 @@ FORMS = {
 
 def form(name: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     rows, N, K, wave = FORMS[name]
-    monkeypatch.setattr(choices, "WAVE", wave)
+    monkeypatch.setattr(gemm_config, "WAVE", wave)
     given = {
         "a": tokens(pack(signs(1, rows, K)), "i32"),
         "b": persistent(pack(signs(N, K, seed=2)), "i32", "state"),
@@ -100,9 +100,9 @@ EDITS = {
     "copies are under way at the end": ("binary_mma", ("wait_group(0)", "wait_group(1)"), "late"),
     "a group is not closed": ("binary_mma", ("DEPTH, W, COPY)\n        ampere.async_copy.commit_group()\n        a_words",
                                              "DEPTH, W, COPY)\n        a_words"), "late"),
-    "the row's edge": ("fetch", ("row < rows", "row <= rows"), "late"),
-    "the last word's edge": ("fetch", ("at < W", "at <= W"), "late"),
-    "the second row's words": ("fetch", ("to(gl.int64) * W", "to(gl.int64) * (W + 1)"), "late"),
+    "the row's edge": ("async_load", ("row < rows", "row <= rows"), "late"),
+    "the last word's edge": ("async_load", ("at < W", "at <= W"), "late"),
+    "the second row's words": ("async_load", ("to(gl.int64) * W", "to(gl.int64) * (W + 1)"), "late"),
 }  # fmt: skip
 
 

@@ -243,7 +243,7 @@ def test_no_word_of_the_mock_is_other_than_nccl4pys(real_nccl):
         parameters = list(inspect.signature(getattr(real_nccl, name)).parameters)
         assert parameters == list(inspect.signature(getattr(Nccl, name)).parameters)[1:], name
     assert int(real_nccl.DataType.Uint8) == nccl.BYTES
-    assert (real_nccl.Result.Success, real_nccl.Result.InProgress) == nccl.WELL
+    assert (real_nccl.Result.Success, real_nccl.Result.InProgress) == nccl.OK_STATUS
     data = bytes(range(128))
     assert bytes(memoryview(real_nccl.UniqueId.from_buffer(data))) == data
     assert issubclass(real_nccl.NCCLError, Exception) and not issubclass(real_nccl.NCCLError, RuntimeError)

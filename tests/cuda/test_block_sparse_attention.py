@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import attention_config
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernels import relative_position_bias_backward
 from tests.cuda.check import check_op
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
@@ -22,7 +22,7 @@ CAUSAL = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(choices, "bounded_tile", lambda role, *shape: AttentionTile(64, 32, 4, 1))
+    monkeypatch.setattr(attention_config, "select_masked_config", lambda role, *shape: AttentionConfig(64, 32, 4, 1))
 
 
 @pytest.mark.parametrize("shape, length, block, text, groups, dtype", CAUSAL, ids=str)

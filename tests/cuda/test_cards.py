@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from barellm.assembly.build import build_programs
-from barellm.cuda.choices import tiles
 from barellm.cuda.compile import triton_compile
+from barellm.cuda.gemm_config import gemm_configs
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
 from barellm.inspect import device_code
@@ -31,8 +31,8 @@ def specs(arch: int) -> dict[str, Specialisation]:
 def test_programs_are_lowered_and_tiles_fit_into_shared_memory(arch):
     assert set(KERNELS) <= set(specs(arch))
     for dtype, itemsize in (("bf16", 2), ("fp32", 4), ("tf32", 4)):
-        for t in tiles(dtype, arch):
-            assert t.stages * (t.rows + t.cols) * t.depth * itemsize <= SHARED[arch], t
+        for t in gemm_configs(dtype, arch):
+            assert t.num_stages * (t.tile_m + t.tile_n) * t.tile_k * itemsize <= SHARED[arch], t
 
 
 @pytest.mark.cached

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import Tile
+from barellm.cuda import gemm_config
 from barellm.cuda.fuse import FUSIONS
+from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Sizes
 from barellm.cuda.kernels import classifier, cross_entropy
 from barellm.program import ops
@@ -32,7 +32,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 32, 16, 4, 2))
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 32, 16, 4, 2))
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     monkeypatch.setattr(cross_entropy, "LOSSES", 16)
 
@@ -95,7 +95,7 @@ def test_cross_entropy_backward(shape, dtype, mode):
 def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, monkeypatch):
     """Of a whole small model; its 33 tokens make three chunks, the last not full, and of fewer tokens some are empty."""
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     found = check_network(
         InterpretedSession, compute=compute, limit=limit, bias=bias, sizes=sizes, activation=activation
     )

@@ -251,8 +251,8 @@ def test_another_compiler_or_none_is_refused_where_one_is_needed(cache, monkeypa
 def test_what_cp_async_brings_is_fenced_for_wgmma():
     """In every other kernel the text stays as it is."""
     loop = "cp.async.wait_group \t0;\n\tbar.sync \t0;\n\t"
-    assert cuda_compile.fenced(loop + "mma.sync.aligned") == loop + "mma.sync.aligned"
-    fenced = cuda_compile.fenced(loop + "wgmma.mma_async.sync.aligned")
+    assert cuda_compile.with_proxy_fences(loop + "mma.sync.aligned") == loop + "mma.sync.aligned"
+    fenced = cuda_compile.with_proxy_fences(loop + "wgmma.mma_async.sync.aligned")
     assert fenced.index("wait_group") < fenced.index("fence.proxy.async.shared::cta;") < fenced.index("bar.sync")
 
 
@@ -265,5 +265,5 @@ def test_two_groups_of_products_do_not_outlast_a_turn_of_a_loop():
         return "\n".join(["\tbra.uni \t$L__BB0_3;", "$L__BB0_3:  // a loop", *lines, branch, "\tret;"])
 
     for unchanged in (loop(commit), loop(commit, wait, commit), loop(commit, commit, wait)):
-        assert cuda_compile.drained(unchanged) == unchanged
-    assert cuda_compile.drained(loop(wait, commit, commit)) == loop(wait, commit, commit, wait)
+        assert cuda_compile.with_wgmma_waits(unchanged) == unchanged
+    assert cuda_compile.with_wgmma_waits(loop(wait, commit, commit)) == loop(wait, commit, commit, wait)

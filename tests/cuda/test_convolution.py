@@ -78,7 +78,7 @@ def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeyp
 @pytest.mark.slow
 def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
     """Two parts of 128 tiles, of which the second has 37: what the choice of parts gives to no shape of today."""
-    monkeypatch.setattr(conv_transform_domain.choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(conv_transform_domain.gemm_config, "num_splits", lambda tiles, rows: 2)
     monkeypatch.setattr(conv_transform_domain, "PASS", 256 * 384 * 3)
     check_op(**winograd_case("conv2d_dw", ((1, 1, 137, 98), (2, 8, 1), {}), "fft"))
 

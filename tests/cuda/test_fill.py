@@ -35,7 +35,7 @@ def gpu(monkeypatch):
     made = Gpu(arch=90, sms=132, execute=lambda spec, values, grid: None)
     rehearsed_on(made, monkeypatch)
     as_before(monkeypatch)
-    monkeypatch.setattr(harness.Harness, "_prove", lambda *_: None)  # nothing is written, so nothing is right
+    monkeypatch.setattr(harness.Harness, "_check_results", lambda *_: None)  # nothing is written, so nothing is right
     monkeypatch.setattr(bench.MemoryComparison, "_first", lambda *_: None)
     monkeypatch.setattr(decision, "tune", lambda works, worker, *, candidates, **rest: [candidates(w) for w in works])
     roofline.measured_ceiling.cache_clear()  # what is measured once a process
@@ -93,4 +93,10 @@ def test_the_full_stages_have_other_kernels_than_a_rehearsal():
     assert any(dict(s.constants).get("TF32") for s in tuned)
     assert len({dict(s.constants).get("GROUP") for s in tuned if s.name == "gemm"}) > 2  # orders of tiles
     kernels = {s.name for s in fill.needed(target)}
-    assert {"fft_tiles", "winograd_tiles", "layout_attention_dkv", "quantized_mma", "tausworthe_dropout"} <= kernels
+    assert {
+        "fft_tiles",
+        "winograd_tiles",
+        "block_sparse_attention_dkv",
+        "quantized_mma",
+        "tausworthe_dropout",
+    } <= kernels

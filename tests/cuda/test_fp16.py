@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import Tile
+from barellm.cuda import gemm_config
+from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels import classifier, cross_entropy
 from barellm.cuda.step import CudaSession, lower_and_plan
@@ -39,7 +39,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 32, 16, 4, 2))
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 32, 16, 4, 2))
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
 
 
@@ -80,7 +80,7 @@ def test_gradients_of_the_loss_are_multiplied_by_its_scale(small_blocks, mode, p
 
 @pytest.mark.parametrize("activation", ["gelu", "relu2"])
 def test_fused_ops_mean_their_sequence(activation, monkeypatch):
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
     found = check_network(
         InterpretedSession, compute="fp16", limit=4e-3, bias=True, sizes=(24, 40, 53), activation=activation

@@ -81,7 +81,8 @@ def one_of_each(found: dict[Specialisation, str]) -> dict[Specialisation, str]:
     """The first of those that differ in numbers only."""
     forms: dict[tuple, Specialisation] = {}
     for spec in found:
-        words = tuple((k, v) for k, v in spec.constants if v is None or isinstance(v, str | bool))
+        flat = [(k, v) for k, group in spec.constants for v in (group if isinstance(group, tuple) else (group,))]
+        words = tuple((k, v) for k, v in flat if v is None or isinstance(v, str | bool))
         forms.setdefault((spec.name, words, tuple(kind for _, kind in spec.signature)), spec)
     return {spec: found[spec] for spec in forms.values()}
 
@@ -255,7 +256,9 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"forward_backward": p}, Target(90)).specs
-    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
+    return one_of_each(
+        {s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".group_norm"))}
+    )
 
 
 def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
@@ -279,7 +282,9 @@ def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
     saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute, distances=distances)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
-    return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("layout_")}
+    return {
+        s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("block_sparse_")
+    }
 
 
 def block_product_specs(compute: str) -> dict[Specialisation, str]:
@@ -317,22 +322,22 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
     "gpt2-124m fp16": lambda: one_of_each(specs(GPT2, 64, "fp16", 90)),
-    "products in TF32": lambda: one_of_each(
+    "GEMM in TF32": lambda: one_of_each(
         {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
     ),
-    "products on Hopper": hopper_products,
+    "GEMM on Hopper": hopper_products,
     "llama-124m bf16": lambda: llama_specs(LLAMA, 64, "bf16"),
     "odd Llama fp32": lambda: llama_specs(ODD_LLAMA, 3, "fp32"),
     "speedrun's head bf16": lambda: transposed_specs("bf16"),
     "speedrun's head fp32": lambda: transposed_specs("fp32"),
     "attention over all keys bf16": lambda: attention_specs(64, "bf16", 90, 2, 1, causal=False),
     "attention over all keys fp32": lambda: attention_specs(64, "fp32", 90, 2, 2, causal=False),
-    "attention by layout bf16": lambda: layout_specs("bf16"),
-    "attention by layout fp32": lambda: layout_specs("fp32"),
-    "attention with relative terms bf16": lambda: layout_specs("bf16", 100),
-    "attention with relative terms fp32": lambda: layout_specs("fp32", 100),
-    "block-sparse products bf16": lambda: block_product_specs("bf16"),
-    "block-sparse products fp32": lambda: block_product_specs("fp32"),
+    "block-sparse attention bf16": lambda: layout_specs("bf16"),
+    "block-sparse attention fp32": lambda: layout_specs("fp32"),
+    "attention with relative positions bf16": lambda: layout_specs("bf16", 100),
+    "attention with relative positions fp32": lambda: layout_specs("fp32", 100),
+    "block-sparse matmul bf16": lambda: block_product_specs("bf16"),
+    "block-sparse matmul fp32": lambda: block_product_specs("fp32"),
     "muon bf16": lambda: muon_specs("bf16"),
     "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),
@@ -340,11 +345,11 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "record 74's updates": record_specs,
     "a rank's update": ranks_specs,
     "exponents": exponents_specs,
-    "dropout by streams": stream_specs,
-    "products of signs": sign_specs,
-    "weights of few bits": few_bits_specs,
-    "images bf16": lambda: images_specs("bf16"),
-    "images fp32": lambda: images_specs("fp32"),
+    "dropout by stream generators": stream_specs,
+    "binary matmul": sign_specs,
+    "quantized weights": few_bits_specs,
+    "convolution and GroupNorm bf16": lambda: images_specs("bf16"),
+    "convolution and GroupNorm fp32": lambda: images_specs("fp32"),
     "winograd2 fp32": lambda: positions_specs("fp32", "winograd2"),
     "winograd4 fp32": lambda: positions_specs("fp32", "winograd4"),
     "winograd4 bf16 in TF32": lambda: positions_specs("bf16", "winograd4", tf32=True),
@@ -456,9 +461,9 @@ def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNELS), ("keys", 4)):
-        subject = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
-        for t in subject.all_tiles(arch):
-            with tuning.forced(subject, t):
+        key = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        for t in key.all_configs(arch):
+            with tuning.forced(key, t):
                 specs = attention_specs(head, "bf16", arch, heads)
                 found |= {s: op for s, op in specs.items() if heads == 1 or s.name in KERNELS[role]}
     assert len(found) >= 8
@@ -502,6 +507,6 @@ def test_products_that_ptxas_ran_one_at_a_time_are_flagged(monkeypatch):
         return wrong("keys", row_of(cuda_compile.code_of(spec, cuda_compile.triton_compile(spec, 90), 90)))
 
     assert not problems()
-    monkeypatch.setattr(cuda_compile, "drained", lambda ptx: ptx)
+    monkeypatch.setattr(cuda_compile, "with_wgmma_waits", lambda ptx: ptx)
     (problem,) = problems()
     assert "serialized" in problem

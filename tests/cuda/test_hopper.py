@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import columns, form
+from barellm.cuda import gemm_config
+from barellm.cuda.gemm_config import hopper_config, select_tile_n
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.cuda.step import lower_and_plan
@@ -29,7 +29,7 @@ from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
 pytestmark = pytest.mark.cached
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FETCHED = {*SLOPES, "residual", "add", "start"}
+LOADS_C = {*SLOPES, "residual", "add", "start"}
 
 
 def launch(
@@ -67,14 +67,14 @@ def launch(
         "pre_map": Map(pre, box) if epilogue in ACTIVATIONS else None,
         "a_map": Map(np.ascontiguousarray(a.T) if role == "tn" else a, [64, 64]),
         "b_map": Map(np.ascontiguousarray(b.T), [cols, 64]) if role == "nt" else Map(b, [64, cols]),
-        "other_map": Map(out if epilogue in ("add", "start") else other, box) if epilogue in FETCHED else None,
+        "c_map": Map(out if epilogue in ("add", "start") else other, box) if epilogue in LOADS_C else None,
     }
     args = maps | {
         "bias": Pointer(vector) if bias else None, "sums": Pointer(np.full(parts * M, np.nan, np.float32)) if sums else None,
-        "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "chunk": chunk or K,
+        "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "k_per_split": chunk or K,
         "group": group,
         "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
-        "COLS": cols, "STAGES": stages, "SLOTS": slots,
+        "TILE_N": cols, "STAGES": stages, "EPI_STAGES": slots,
     }  # fmt: skip
     x, y, before = a.astype(np.float64), b.astype(np.float64), other.astype(np.float64)
     result = np.concatenate([x[:, k : k + (chunk or K)] @ y[k : k + (chunk or K)] for k in range(0, K, chunk or K)])
@@ -131,52 +131,53 @@ def test_every_order_of_a_small_ring(name):
 
 SUMS = "sums, two blocks of columns"
 MUTANTS = {
-    "the loader's phase flipped": ("nt", "load", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "no wait for room": ("nt", "load", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"),
-    "too few bytes expected": ("nt", "load", "2 * a_map.block_type.nbytes +", "a_map.block_type.nbytes +"),
-    "too many bytes expected": ("nt", "load", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
+    "the loader's phase flipped": ("nt", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+    "no wait for room": ("nt", "producer", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"),
+    "too few bytes expected": ("nt", "producer", "2 * a_map.block_type.nbytes +", "a_map.block_type.nbytes +"),
+    "too many bytes expected": ("nt", "producer", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
     "one half's arrival is enough": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=1"),
     "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
-    "the lower half waits for ever": ("one product", "multiply", "pred=i < 2", "pred=False"),
+    "the lower half waits for ever": ("one product", "consumer", "pred=i < 2", "pred=False"),
     "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
-    "the products' phase flipped": ("nt", "contract", "i // ring[2].shape[0] & 1", "i // ring[2].shape[0] & 1 ^ 1"),
+    "the products' phase flipped": ("nt", "mainloop", "i // pipeline[2].shape[0] & 1", "i // pipeline[2].shape[0] & 1 ^ 1"),
     "no wait for operands": (
-        "nt", "contract", "hopper.mbarrier.wait(ring[2].index(i % ring[2].shape[0]), i // ring[2].shape[0] & 1)", "pass"
+        "nt", "mainloop", "hopper.mbarrier.wait(pipeline[2].index(i % pipeline[2].shape[0]), i // pipeline[2].shape[0] & 1)", "pass"
     ),
-    "no wait for the product before": ("nt", "contract", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
-    "a stage released too early": ("nt", "contract", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
-    "no wait for the last product": ("nt", "contract", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
+    "no wait for the product before": ("nt", "mainloop", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
+    "a stage released too early": ("nt", "mainloop", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
+    "no wait for the last product": ("nt", "mainloop", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
     "the wrong stage released": (
-        "nt, three stages", "release", "(i + STAGES - 1) % STAGES), pred=another", "i % STAGES), pred=another"
+        "nt, three stages", "consumer_release", "(i + STAGES - 1) % STAGES), pred=another", "i % STAGES), pred=another"
     ),
-    "the first step releases a stage": ("nt", "contract", "k > start", "True"),
+    "the first step releases a stage": ("nt", "mainloop", "k > start", "True"),
     "a tile's last stage is kept": (
-        "nt", "multiply", "hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))", "pass"
+        "nt", "consumer", "hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))", "pass"
     ),
     "with sums: no wait for operands": (
-        SUMS, "multiply", "hopper.mbarrier.wait(ring[2].index(i % STAGES), i // STAGES & 1)", "pass"
+        SUMS, "consumer", "hopper.mbarrier.wait(pipeline[2].index(i % STAGES), i // STAGES & 1)", "pass"
     ),
-    "with sums: the phase flipped": (SUMS, "multiply", "i // STAGES & 1", "i // STAGES & 1 ^ 1"),
-    "with sums: a stage released too early": (SUMS, "multiply", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(3,"),
+    "with sums: the phase flipped": (SUMS, "consumer", "i // STAGES & 1", "i // STAGES & 1 ^ 1"),
+    "with sums: a stage released too early": (SUMS, "consumer", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(3,"),
     "with sums: no wait for the last products": (
-        SUMS, "multiply", "hopper.warpgroup_mma_wait(0, deps=(acc, column))", "acc, column"
+        SUMS, "consumer", "hopper.warpgroup_mma_wait(0, deps=(acc, column))", "acc, column"
     ),
-    "with sums: the first step releases a stage": (SUMS, "multiply", "k > start", "True"),
+    "with sums: the first step releases a stage": (SUMS, "consumer", "k > start", "True"),
     "ones are not fenced": (SUMS, "hopper_gemm", "hopper.fence_async_shared()", "pass"),
-    "no fence before a copy out": ("nt", "send", "hopper.fence_async_shared()", "pass"),
+    "no fence before a copy out": ("nt", "tma_store", "hopper.fence_async_shared()", "pass"),
     "a slot reused too early": (
-        "nn, two blocks of columns", "finish",
-        "else:\n            hopper.tma.store_wait(SLOTS - 1)", "else:\n            hopper.tma.store_wait(SLOTS)",
+        "nn, two blocks of columns", "epilogue",
+        "else:\n            hopper.tma.store_wait(EPI_STAGES - 1)", "else:\n            hopper.tma.store_wait(EPI_STAGES)",
     ),
     "gelu reuses a slot too early": (
-        "gelu", "finish", 'None:\n            hopper.tma.store_wait(SLOTS - 1)', 'None:\n            pass'
+        "gelu", "epilogue", 'None:\n            hopper.tma.store_wait(EPI_STAGES - 1)', 'None:\n            pass'
     ),
-    "the end waits for no copy out": ("nt", "multiply", "\n    hopper.tma.store_wait(0)", "\n    pass"),
+    "the end waits for no copy out": ("nt", "consumer", "\n    hopper.tma.store_wait(0)", "\n    pass"),
     "no wait for what is fetched": (
-        "residual", "finish", "hopper.mbarrier.wait(arrived.index(H * SLOTS + sent % SLOTS), sent // SLOTS & 1)", "pass"
+        "residual", "epilogue",
+        "hopper.mbarrier.wait(c_full.index(WG * EPI_STAGES + stored % EPI_STAGES), stored // EPI_STAGES & 1)", "pass",
     ),
-    "no wait for a free slot": ("residual", "fetch", "hopper.mbarrier.wait(free.index(s), (i // SLOTS & 1) ^ 1)", "pass"),
-    "a slot freed while it goes out": ("residual", "finish", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
+    "no wait for a free slot": ("residual", "load_c", "hopper.mbarrier.wait(c_empty.index(s), (i // EPI_STAGES & 1) ^ 1)", "pass"),
+    "a slot freed while it goes out": ("residual", "epilogue", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
 }  # fmt: skip
 
 
@@ -209,8 +210,8 @@ LARGE = {
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_orders_of_a_whole_launch(name, seed):
     config = LARGE[name]
-    f = form(config["cols"], fetched=config.get("epilogue") in FETCHED)
-    args, wanted = launch(**config, stages=f.stages, slots=f.slots, seed=seed)
+    f = hopper_config(config["cols"], loads_c=config.get("epilogue") in LOADS_C)
+    args, wanted = launch(**config, stages=f.num_stages, slots=f.epilogue_stages, seed=seed)
     kernel = materialised(hopper_gemm)
     for program in range(3):
         run(trace(kernel, args, program, 3), seed * 3 + program)
@@ -220,7 +221,7 @@ def test_drawn_orders_of_a_whole_launch(name, seed):
 @pytest.fixture
 def small_waves(monkeypatch):
     """Small products are worth Hopper's kernel, on a card of few multiprocessors."""
-    monkeypatch.setattr(choices, "WAVE", 1)
+    monkeypatch.setattr(gemm_config, "WAVE", 1)
     return Target(arch=90, sms=3)
 
 
@@ -245,7 +246,7 @@ def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate, dtype):
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, dtype, monkeypatch):
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: parts)
     x, dy = tokens(operand(1, 300, 72, seed=1), dtype), tokens(operand(1, 300, 192, seed=2), dtype)
     check_op(
         ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
@@ -292,7 +293,7 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
     """One multiprocessor or seven, tiles of 128 or 256 columns: an element is the same chain, a sum of parts has the same order."""
     x, dy = tokens(operand(1, 200, 264, seed=1), "bf16"), tokens(operand(1, 200, 320, seed=2), "bf16")
     weight = persistent(operand(320, 264, seed=3), "split")
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     cases = [
         (ops.Matmul, {"x": x, "weight": weight}, "y"),
         (ops.MatmulDx, {"dy": dy, "weight": weight}, "dx"),
@@ -301,7 +302,7 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
     for op_type, given, name in cases:
         got = []
         for sms, cols in ((1, 128), (7, 256)):
-            monkeypatch.setattr(choices, "columns", lambda *shape, cols=cols: cols)
+            monkeypatch.setattr(gemm_config, "select_tile_n", lambda *shape, cols=cols: cols)
             got.append(check_op(op_type, given, bounds={name: 8 * EPS * 320}, target=Target(arch=90, sms=sms))[name])
         assert np.array_equal(*got)
 
@@ -312,8 +313,8 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
     (3, "add", 130, ["gemm", "split_k_reduce", "bias_grad_partials", "combine"]),  # rows that TMA does not take
 ])  # fmt: skip
 def test_a_bias_s_gradient_comes_with_its_weight_s(small_waves, monkeypatch, parts, mode, N, kernels):
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
-    monkeypatch.setattr(choices, "most_splits", lambda tiles, rows: parts)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: parts)
+    monkeypatch.setattr(gemm_config, "max_splits", lambda tiles, rows: parts)
     p = Program(Store(), compute="bf16")
     x, dy = (p.input(name, (Dim("batch", 2), Dim("seq", 150), n), "bf16") for name, n in (("x", 72), ("dy", N)))
     into = {name: p.store.get(name, shape, "fp32", "state") for name, shape in (("dweight", (N, 72)), ("dbias", (N,)))}
@@ -394,5 +395,5 @@ def test_what_is_fused_means_its_sequence(small_waves, build):
 def test_tiles_of_gpt2_124m():
     """Tall products take the widest tile, and shared memory holds four of its stages, three where the epilogue reads."""
     for N, K in ((768, 768), (2304, 768), (3072, 768), (768, 3072), (50304, 768)):
-        assert columns("nt", 65536, N, K) == 256
-    assert (form(256, fetched=False).stages, form(256, fetched=True).stages) == (4, 3)
+        assert select_tile_n("nt", 65536, N, K) == 256
+    assert (hopper_config(256, loads_c=False).num_stages, hopper_config(256, loads_c=True).num_stages) == (4, 3)

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.cuda import choices, tuning
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import attention_config, tuning
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper_attention import hopper_attention
 from barellm.cuda.step import lower_and_plan
@@ -37,8 +37,8 @@ def launch(batch, seq, heads, D, *, stages, share=1, seed=1, dtype=BF16, size=1.
     out, lse = np.full((batch * seq, heads * D), np.nan, dtype), np.full((batch, heads, seq), np.nan, np.float32)
     args = {
         "out": Pointer(out.reshape(-1)), "lse": Pointer(lse.reshape(-1)), "q_map": Map(q, [64, D]), "k_map": Map(k, [128, D]),
-        "v_map": Map(v, [128, D]), "seq": seq, "heads": batch * heads, "UNIT": LOG2_E / D**0.5, "H": heads, "SHARE": share,
-        "D": D, "STAGES": stages,
+        "v_map": Map(v, [128, D]), "seq": seq, "heads": batch * heads, "SCALE_LOG2": LOG2_E / D**0.5, "H": heads,
+        "GROUP_SIZE": share, "D": D, "STAGES": stages,
     }  # fmt: skip
 
     def split(x, n):
@@ -78,49 +78,49 @@ def test_every_order_of_a_small_launch(name):
         check(wanted)
 
 
-K_WAIT = "hopper.mbarrier.wait(k_arrived.index(after % STAGES), after // STAGES & 1)"
-V_WAIT = "hopper.mbarrier.wait(v_arrived.index(after % STAGES), after // STAGES & 1)"
-FIRST_K = "hopper.mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)"
-FIRST_V = "hopper.mbarrier.wait(v_arrived.index(i % STAGES), i // STAGES & 1)"
+K_WAIT = "hopper.mbarrier.wait(k_full.index(next_i % STAGES), next_i // STAGES & 1)"
+V_WAIT = "hopper.mbarrier.wait(v_full.index(next_i % STAGES), next_i // STAGES & 1)"
+FIRST_K = "hopper.mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)"
+FIRST_V = "hopper.mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)"
 MUTANTS = {
     "queries' room is not waited for": (
-        "three short tiles", "feed", "hopper.mbarrier.wait(answered.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
+        "three short tiles", "producer", "hopper.mbarrier.wait(q_empty.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
     ),
-    "queries' room, the phase flipped": ("two tiles", "feed", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
-    "keys' room is not waited for": ("three tiles", "feed", "hopper.mbarrier.wait(k_free.index(s), phase)", "pass"),
-    "values' room is not waited for": ("three tiles", "feed", "hopper.mbarrier.wait(v_free.index(s), phase)", "pass"),
-    "the rings' phase flipped": ("two tiles", "feed", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "one half's queries expected": ("two tiles", "feed", "2 * q_map.block_type.nbytes", "q_map.block_type.nbytes"),
-    "too many bytes of values expected": ("two tiles", "feed", "v_map.block_type.nbytes", "2 * v_map.block_type.nbytes"),
-    "queries are not waited for": ("two tiles", "attend", "hopper.mbarrier.wait(asked.index(t % 2), t // 2 & 1)", "pass"),
-    "the first keys are not waited for": ("two tiles", "attend", FIRST_K, "pass"),
-    "the first values are not waited for": ("two tiles", "attend", FIRST_V, "pass"),
-    "the next keys are not waited for": ("two tiles", "attend", K_WAIT, "pass"),
-    "the next values are not waited for": ("two tiles", "attend", V_WAIT, "pass"),
-    "the next keys' phase flipped": ("two tiles", "attend", K_WAIT, K_WAIT.replace("& 1", "& 1 ^ 1")),
-    "both halves wait for their turn": ("two tiles", "attend", "^ (1 - HALF_OF)", ""),
-    "no half gives its turn on": ("three tiles", "attend", "hopper.mbarrier.arrive(turn.index(1 - HALF_OF))", "pass"),
+    "queries' room, the phase flipped": ("two tiles", "producer", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
+    "keys' room is not waited for": ("three tiles", "producer", "hopper.mbarrier.wait(k_empty.index(s), phase)", "pass"),
+    "values' room is not waited for": ("three tiles", "producer", "hopper.mbarrier.wait(v_empty.index(s), phase)", "pass"),
+    "the rings' phase flipped": ("two tiles", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+    "one half's queries expected": ("two tiles", "producer", "2 * q_map.block_type.nbytes", "q_map.block_type.nbytes"),
+    "too many bytes of values expected": ("two tiles", "producer", "v_map.block_type.nbytes", "2 * v_map.block_type.nbytes"),
+    "queries are not waited for": ("two tiles", "consumer", "hopper.mbarrier.wait(q_full.index(t % 2), t // 2 & 1)", "pass"),
+    "the first keys are not waited for": ("two tiles", "consumer", FIRST_K, "pass"),
+    "the first values are not waited for": ("two tiles", "consumer", FIRST_V, "pass"),
+    "the next keys are not waited for": ("two tiles", "consumer", K_WAIT, "pass"),
+    "the next values are not waited for": ("two tiles", "consumer", V_WAIT, "pass"),
+    "the next keys' phase flipped": ("two tiles", "consumer", K_WAIT, K_WAIT.replace("& 1", "& 1 ^ 1")),
+    "both halves wait for their turn": ("two tiles", "consumer", "^ (1 - WG)", ""),
+    "no half gives its turn on": ("three tiles", "consumer", "hopper.mbarrier.arrive(pingpong.index(1 - WG))", "pass"),
     "scores are read too early": (
-        "two tiles", "attend", "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "s = hopper.warpgroup_mma_wait(2, deps=(s,))"
+        "two tiles", "consumer", "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "s = hopper.warpgroup_mma_wait(2, deps=(s,))"
     ),
     "values are released while they are multiplied": (
-        "three tiles", "attend", "hopper.warpgroup_mma_wait(0, deps=(sums, p))", "sums, p"
+        "three tiles", "consumer", "hopper.warpgroup_mma_wait(0, deps=(sums, p))", "sums, p"
     ),
     "the last values are released while they are multiplied": (
-        "three tiles", "attend", "acc = hopper.warpgroup_mma_wait(0, deps=(sums,))", "acc = sums"
+        "three tiles", "consumer", "acc = hopper.warpgroup_mma_wait(0, deps=(sums,))", "acc = sums"
     ),
     "the first keys are released while they are multiplied": (
-        "three tiles", "attend", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"
+        "three tiles", "consumer", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"
     ),
-    "the first keys are kept": ("three tiles", "attend", "hopper.mbarrier.arrive(k_free.index(i % STAGES))", "pass"),
-    "the next keys are kept": ("three tiles", "attend", "hopper.mbarrier.arrive(k_free.index(after % STAGES))", "pass"),
-    "queries are kept": ("three tiles", "attend", "hopper.mbarrier.arrive(answered.index(t % 2))", "pass"),
-    "one half's answer is enough": ("three tiles", "hopper_attention", "answered.index(s), count=2", "answered.index(s), count=1"),
+    "the first keys are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(k_empty.index(i % STAGES))", "pass"),
+    "the next keys are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(k_empty.index(next_i % STAGES))", "pass"),
+    "queries are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(q_empty.index(t % 2))", "pass"),
+    "one half's answer is enough": ("three tiles", "hopper_attention", "q_empty.index(s), count=2", "q_empty.index(s), count=1"),
     "one half's release of keys is enough": (
-        "three tiles", "hopper_attention", "k_free.index(s), count=2", "k_free.index(s), count=1"
+        "three tiles", "hopper_attention", "k_empty.index(s), count=2", "k_empty.index(s), count=1"
     ),
     "one half's release of values is enough": (
-        "three tiles", "hopper_attention", "v_free.index(s), count=2", "v_free.index(s), count=1"
+        "three tiles", "hopper_attention", "v_empty.index(s), count=2", "v_empty.index(s), count=1"
     ),
     "barriers are not fenced": ("two tiles", "hopper_attention", "hopper.fence_async_shared()", "pass"),
 }  # fmt: skip
@@ -169,7 +169,7 @@ def test_drawn_orders_of_a_whole_launch(name):
 @pytest.mark.parametrize("heads", [1, 12, 64 * 12])
 def test_tiles_are_done_once_and_evenly(seq, heads):
     """Every block of threads of an H100 has about as many blocks of keys to visit, where each has some tiles."""
-    place = materialised(hopper_attention).__globals__["place"]
+    place = materialised(hopper_attention).__globals__["tile_at"]
     tiles = -(-seq // 128)
     items = [place(w, seq) for w in range(heads * tiles)]
     assert sorted(items) == [(head, 128 * n) for head in range(heads) for n in range(tiles)]
@@ -194,8 +194,8 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
 
     attrs = forward_case(shape, dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    assert choices.ROLES[D] in subject.rivals(90)
-    with tuning.forced(subject, choices.ROLES[D]):
+    assert attention_config.WARP_SPECIALIZED[D] in subject.rivals(90)
+    with tuning.forced(subject, attention_config.WARP_SPECIALIZED[D]):
         check_case(Case(ops.Attention, given, attrs, bounds, {}, scalars, plan, views), {"": Session})
     assert launched == [["hopper_attention"]]
 
@@ -203,17 +203,24 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
 def test_it_is_no_choice_where_it_does_not_fit():
     def names(**changes):
         fields = {"role": "forward", "dtype": "bf16", "batch": 1, "seq": 256, "heads": 2, "head": 64}
-        return [t.roles for t in tuning.AttentionKey(**fields | changes).all_tiles(changes.pop("arch", 90))]
+        return [
+            t.warp_specialized for t in tuning.AttentionKey(**fields | changes).all_configs(changes.pop("arch", 90))
+        ]
 
     assert sum(names()) == 1
     for role in ("forward", "queries", "keys"):
         assert sum(names(role=role)) == 1
         for changes in ({"dtype": "fp32"}, {"head": 96}, {"dropout": True}):
             assert not any(names(role=role, **changes)), changes
-        assert not any(t.roles for t in tuning.AttentionKey(role, "bf16", 1, 256, 2, 64).all_tiles(80))
-    usual = choices.attention_tile("forward", 64, "bf16", 90)
-    assert not choices.equal_bits("keys", choices.ROLES_BACKWARD["keys", 64], AttentionTile(64, 128, 8, 2))
-    assert not choices.equal_bits("forward", choices.ROLES[64], AttentionTile(128, 128, 8, 2)) and not usual.roles
+        assert not any(t.warp_specialized for t in tuning.AttentionKey(role, "bf16", 1, 256, 2, 64).all_configs(80))
+    usual = attention_config.select_attention_config("forward", 64, "bf16", 90)
+    backward = attention_config.WARP_SPECIALIZED_BACKWARD["keys", 64]
+    assert not attention_config.bitwise_equal("keys", backward, AttentionConfig(64, 128, 8, 2))
+    forward = attention_config.WARP_SPECIALIZED[64]
+    assert (
+        not attention_config.bitwise_equal("forward", forward, AttentionConfig(128, 128, 8, 2))
+        and not usual.warp_specialized
+    )
 
 
 def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
@@ -222,7 +229,7 @@ def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
         p = Program(Store(), compute="bf16")
         q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
         p.output("out", p.attention(q, q, q, heads=2, causal=causal))
-        with tuning.forced(subject, choices.ROLES[64]):
+        with tuning.forced(subject, attention_config.WARP_SPECIALIZED[64]):
             (spec,) = lower_and_plan({"op": p}, Target(arch=90)).specs
         assert spec.function.module.endswith(f".{module}")
 
@@ -231,6 +238,6 @@ def test_the_tuner_s_bed_measures_it_beside_the_default(monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem("forward", "bf16", 2, 70, 2, 64), calls=1)
-    (ratios,) = both.time([both.check(Candidate(choices.ROLES[64], other_bits=True))], 1)
+    (ratios,) = both.time([both.check(Candidate(attention_config.WARP_SPECIALIZED[64], other_bits=True))], 1)
     assert len(ratios) == 1 and both.case.worst < 1
     both.close()

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.cuda import choices, tuning
+from barellm.cuda import attention_config, tuning
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
@@ -75,8 +75,9 @@ def launch(keys, batch, seq, heads, D, *, stages, share=1, seed=1, dtype=BF16, s
         else {"stats": Pointer(stats.reshape(-1)), "stats_map": None}
     )
     args |= {
-        "seq": seq, "heads": batch * (groups if keys else heads), "KEYS": keys, "UNIT": LOG2_E / D**0.5, "ROOT": 1 / D**0.5,
-        "H": heads, "SHARE": share, "D": D, "DX_ROW": written["dx"].shape[1], "DY_ROW": groups * D if keys else 0, "STAGES": stages,
+        "seq": seq, "heads": batch * (groups if keys else heads), "DKV": keys, "STAGES": stages,
+        "SCALES": (LOG2_E / D**0.5, 1 / D**0.5), "HEADS": (heads, share, D),
+        "DKV_STRIDES": (written["dx"].shape[1], groups * D if keys else 0),
     }  # fmt: skip
     return args, [
         (written[n], joined(results[n]), joined(limits[n]) + rounding * np.abs(joined(results[n])) + least)
@@ -115,60 +116,60 @@ def test_every_order_of_a_small_launch(name):
         check(wanted)
 
 
-ARRIVED = "hopper.mbarrier.wait(arrived.index(s), i // STAGES & 1)"
+ARRIVED = "hopper.mbarrier.wait(full.index(s), i // STAGES & 1)"
 SMALL |= {  # too many orders to go through, but for a mutant's first fault
     f"three short tiles, three stages, {result}": SMALL[f"three short tiles, {result}"] | {"stages": 3}
     for result in ("keys", "queries")
 }
 MUTANTS = {
     "the tile's room is not waited for": (
-        "three short tiles, three stages", "fill", "hopper.mbarrier.wait(answered.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
+        "three short tiles, three stages", "producer", "hopper.mbarrier.wait(tile_empty.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
     ),
-    "the tile's room, the phase flipped": ("three short tiles", "fill", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
+    "the tile's room, the phase flipped": ("three short tiles", "producer", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
     "the stream's room is not waited for": (
-        "three tiles", "fill", "hopper.mbarrier.wait(free.index(s), (i // STAGES & 1) ^ 1)", "pass"
+        "three tiles", "producer", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"
     ),
-    "the stream's phase flipped": ("three tiles", "fill", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "one half of a tile expected": ("three tiles", "fill", "4 * x_map.block_type.nbytes", "2 * x_map.block_type.nbytes"),
-    "half of the stream expected": ("three tiles", "fill", "2 * a_map.block_type.nbytes", "a_map.block_type.nbytes"),
+    "the stream's phase flipped": ("three tiles", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+    "one half of a tile expected": ("three tiles", "producer", "4 * x_map.block_type.nbytes", "2 * x_map.block_type.nbytes"),
+    "half of the stream expected": ("three tiles", "producer", "2 * a_map.block_type.nbytes", "a_map.block_type.nbytes"),
     "the tile is not waited for": (
-        "three tiles", "differentiate", "hopper.mbarrier.wait(asked.index(t % 2), t // 2 & 1)", "pass"
+        "three tiles", "consumer", "hopper.mbarrier.wait(tile_full.index(t % 2), t // 2 & 1)", "pass"
     ),
-    "the stream is not waited for": ("three tiles", "differentiate", ARRIVED, "pass"),
-    "the stream's arrival, the phase flipped": ("three tiles", "differentiate", ARRIVED, ARRIVED.replace("& 1", "& 1 ^ 1")),
-    "scores are read too early": ("three tiles", "differentiate", "mma_wait(1, deps=(p,))", "mma_wait(2, deps=(p,))"),
-    "the stream is kept": ("three tiles", "differentiate", "hopper.mbarrier.arrive(free.index(s))", "pass"),
-    "the tile is kept": ("three short tiles", "differentiate", "hopper.mbarrier.arrive(answered.index(t % 2))", "pass"),
+    "the stream is not waited for": ("three tiles", "consumer", ARRIVED, "pass"),
+    "the stream's arrival, the phase flipped": ("three tiles", "consumer", ARRIVED, ARRIVED.replace("& 1", "& 1 ^ 1")),
+    "scores are read too early": ("three tiles", "consumer", "mma_wait(1, deps=(p,))", "mma_wait(2, deps=(p,))"),
+    "the stream is kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(empty.index(s))", "pass"),
+    "the tile is kept": ("three short tiles", "consumer", "hopper.mbarrier.arrive(tile_empty.index(t % 2))", "pass"),
     "a block beyond the diagonal is given back before it has arrived": (
-        "three tiles", "pass_by", "hopper.mbarrier.wait(arrived.index(i % STAGES), i // STAGES & 1)", "pass"
+        "three tiles", "pass_by", "hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)", "pass"
     ),
-    "a block beyond the diagonal is kept": ("three tiles", "pass_by", "hopper.mbarrier.arrive(free.index(i % STAGES))", "pass"),
+    "a block beyond the diagonal is kept": ("three tiles", "pass_by", "hopper.mbarrier.arrive(empty.index(i % STAGES))", "pass"),
     "one half's answer is enough": (
-        "three short tiles", "hopper_attention_backward", "answered.index(s), count=2", "answered.index(s), count=1"
+        "three short tiles", "hopper_attention_backward", "tile_empty.index(s), count=2", "tile_empty.index(s), count=1"
     ),
     "one half's release is enough": (
-        "three tiles", "hopper_attention_backward", "free.index(s), count=2", "free.index(s), count=1"
+        "three tiles", "hopper_attention_backward", "empty.index(s), count=2", "empty.index(s), count=1"
     ),
     "barriers are not fenced": ("three tiles", "hopper_attention_backward", "hopper.fence_async_shared()", "pass"),
 }  # fmt: skip
 ONE = {  # of which one result is enough
     "dv's room is given back while it is multiplied": (
-        "three tiles, keys", "differentiate", "x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))",
+        "three tiles, keys", "consumer", "x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))",
         "x_sum, y_sum = hopper.warpgroup_mma_wait(1, deps=(x_sum, y_sum))"
     ),
     "dq is added to before it is there": (
-        "three tiles, queries", "differentiate", "mma_wait(0, deps=(x_sum,))", "mma_wait(1, deps=(x_sum,))"
+        "three tiles, queries", "consumer", "mma_wait(0, deps=(x_sum,))", "mma_wait(1, deps=(x_sum,))"
     ),
-    "keys' g is read too early": ("three tiles, keys", "differentiate", "mma_wait(1, deps=(g,))", "mma_wait(2, deps=(g,))"),
+    "keys' g is read too early": ("three tiles, keys", "consumer", "mma_wait(1, deps=(g,))", "mma_wait(2, deps=(g,))"),
     "queries' g is read too early": (
-        "three tiles, queries", "differentiate", "mma_wait(0, deps=(g, p))", "mma_wait(1, deps=(g, p))"
+        "three tiles, queries", "consumer", "mma_wait(0, deps=(g, p))", "mma_wait(1, deps=(g, p))"
     ),
     "statistics are not expected": (
-        "three tiles, keys", "fill", "(stats_map.block_type.nbytes if KEYS else 0)", "0"
+        "three tiles, keys", "producer", "(stats_map.block_type.nbytes if DKV else 0)", "0"
     ),
-    "the wrong half passes by": ("three tiles, keys", "differentiate", "KEYS and HALF_OF == 1", "KEYS and HALF_OF == 0"),
+    "the wrong half passes by": ("three tiles, keys", "consumer", "DKV and WG == 1", "DKV and WG == 0"),
     "the wrong half of queries passes by": (
-        "three tiles, queries", "differentiate", "not KEYS and HALF_OF == 0", "not KEYS and HALF_OF == 1"
+        "three tiles, queries", "consumer", "not DKV and WG == 0", "not DKV and WG == 1"
     ),
 }  # fmt: skip
 ALL = ONE | {
@@ -228,9 +229,9 @@ class Session(InterpretedSession):
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
     subjects = [tuning.AttentionKey(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
-    monkeypatch.setattr(tuning, "_forced", {s: choices.ROLES_BACKWARD[s.role, D] for s in subjects})
+    monkeypatch.setattr(tuning, "_forced", {s: attention_config.WARP_SPECIALIZED_BACKWARD[s.role, D] for s in subjects})
     monkeypatch.setattr(Session, "launched", [])
-    assert all(choices.ROLES_BACKWARD[s.role, D] in s.rivals(90) for s in subjects)
+    assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.role, D] in s.rivals(90) for s in subjects)
     attrs = backward_case((2, 131, 2, D), dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
     check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": Session})
@@ -243,6 +244,8 @@ def test_the_tuner_s_bed_measures_them_beside_the_default(role, monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem(role, "bf16", 2, 70, 2, 64), calls=1)
-    (ratios,) = both.time([both.check(Candidate(choices.ROLES_BACKWARD[role, 64], other_bits=True))], 1)
+    (ratios,) = both.time(
+        [both.check(Candidate(attention_config.WARP_SPECIALIZED_BACKWARD[role, 64], other_bits=True))], 1
+    )
     assert len(ratios) == 1 and both.case.worst < 1
     both.close()

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from barellm.cuda import choices, launch
+from barellm.cuda import gemm_config, launch
 from barellm.cuda.kernel import Launch
 from barellm.cuda.kernels import hopper, split_k
 from barellm.cuda.step import CudaSession
@@ -29,8 +29,8 @@ LIMIT = 0.15
 def gpu(monkeypatch):
     """A card so small that small products are worth Hopper's kernel. Sums over tokens are in three parts where the result has two
     tiles or more, in one where it has one."""
-    monkeypatch.setattr(choices, "WAVE", 1)
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: min(3, max(rows // 32, 1)) if tiles > 1 else 1)
+    monkeypatch.setattr(gemm_config, "WAVE", 1)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: min(3, max(rows // 32, 1)) if tiles > 1 else 1)
     made = Gpu(arch=90, sms=3)
     made.install(monkeypatch)
     return made
@@ -107,5 +107,5 @@ def test_a_mutant_of_the_launches_is_noticed(gpu, monkeypatch, mutate):
 
 def test_small_products_keep_to_triton(gpu, monkeypatch):
     """On a whole card the same model's products are too small for Hopper's kernel."""
-    monkeypatch.setattr(choices, "WAVE", 132)
+    monkeypatch.setattr(gemm_config, "WAVE", 132)
     assert not products(open_session(CudaSession, MODEL, SHAPE, "bf16"), "forward_backward")

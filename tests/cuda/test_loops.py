@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from barellm.cuda import choices, tuning
+from barellm.cuda import attention_config, tuning
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
@@ -88,8 +88,8 @@ def step() -> dict[str, tuple[Code, str]]:
 def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
     scores of a thread."""
-    subject = tuning.AttentionKey("forward", "bf16", 2, 64, 1, D)
-    with tuning.forced(subject, choices.ROLES[D]):
+    key = tuning.AttentionKey("forward", "bf16", 2, 64, 1, D)
+    with tuning.forced(key, attention_config.WARP_SPECIALIZED[D]):
         (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
     codes = compiled([spec], 90, processes=1).values()
     (sass,) = disassembled([*codes], 90)
@@ -154,7 +154,7 @@ def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
     specs = products_of(lower_and_plan({"forward_backward": programs["forward_backward"]}, Target()).specs)
     text = PAGE.read_text()
     for name, (title, key) in EPILOGUES.items():
-        assert dict(specs[key].constants)["COLS"] == 256
+        assert dict(specs[key].constants)["TILE_N"] == 256
         (code,) = compiled([specs[key]], 90, processes=1).values()
         halves = epilogues(*disassembled([code], 90))
         assert len(halves) == 2

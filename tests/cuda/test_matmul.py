@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import Tile, most_splits, splits
+from barellm.cuda import gemm_config
+from barellm.cuda.gemm_config import GemmConfig, max_splits, num_splits
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.integers import ceil_div
@@ -38,7 +38,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 64, 16, 4, 2))
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 64, 16, 4, 2))
 
 
 @each_dtype
@@ -63,7 +63,7 @@ def test_matmul_dx(dtype, shape, mode):
 @pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_matmul_dw(dtype, shape, mode, accumulate, parts, monkeypatch):
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: parts)
     x, dy, _ = operands(shape, dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -82,7 +82,7 @@ def test_axes_of_any_kind(dtype, leading, op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_columns_of_wider_tensors(dtype, op_type, monkeypatch):
-    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     for viewed in VIEWED:
         check_op(op_type, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
@@ -100,8 +100,8 @@ def test_tiles_give_equal_bits(monkeypatch):
     cases = [(ops.Matmul, {"x": x, "weight": weight}), (ops.MatmulDx, {"dy": dy, "weight": weight})]
     for op_type, given in cases:
         got = []
-        for tile in (Tile(16, 16, 16, 1, 1), Tile(64, 32, 16, 1, 1), Tile(16, 128, 16, 1, 1)):
-            monkeypatch.setattr(choices, "tile", lambda *shape, tile=tile: tile)
+        for tile in (GemmConfig(16, 16, 16, 1, 1), GemmConfig(64, 32, 16, 1, 1), GemmConfig(16, 128, 16, 1, 1)):
+            monkeypatch.setattr(gemm_config, "select_config", lambda *shape, tile=tile: tile)
             got.append(check_op(op_type, given, bounds={"y": 1e-4, "dx": 1e-4}))
         for other in got[1:]:
             assert all(np.array_equal(other[name], values) for name, values in got[0].items())
@@ -158,9 +158,11 @@ FUSED = [*FORWARD, *map(sloped, ops.ACTIVATIONS)]
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 4e-3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("tile", [Tile(32, 64, 16, 4, 2), Tile(16, 256, 16, 4, 2)], ids=["one part", "four parts"])
+@pytest.mark.parametrize(
+    "tile", [GemmConfig(32, 64, 16, 4, 2), GemmConfig(16, 256, 16, 4, 2)], ids=["one part", "four parts"]
+)
 def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: tile)
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: tile)
     C, F = 35, 77
     p = Program(Store(), compute=compute)
     build(p, p.input("x", (Dim("batch", 3), Dim("seq", 11), C), compute), bias, C, F)
@@ -179,7 +181,7 @@ def test_fused_products_that_add(compute, limit):
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 @pytest.mark.parametrize("plan, forward", [((3, 11), "gemm"), ((2, 4), "skinny_gemm")], ids=["gemm", "few rows"])
 def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(16, 128, 16, 4, 2))  # in two parts
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(16, 128, 16, 4, 2))  # in two parts
     made = check_products_of_views(InterpretedSession, compute=compute, limit=limit, C=19, F=35, plan=plan)
     many = len(ops.ACTIVATIONS)
     assert [c.launches[0].spec.name for c in made] == [forward] * (2 + many) + ["gemm"] * many
@@ -187,15 +189,15 @@ def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
 
 def test_splits_grow_with_tokens_and_their_scratch_is_enough():
     for tiles in (1, 2, 18, 54, 72, 131, 1179):
-        counts = [splits(tiles, 1 << i) for i in range(18)]
-        assert counts[0] == 1 and max(counts) <= choices.MOST_SPLITS
+        counts = [num_splits(tiles, 1 << i) for i in range(18)]
+        assert counts[0] == 1 and max(counts) <= gemm_config.MAX_SPLITS
         for rows in (1, 255, 257, 4096, 5000, 65537):
-            assert splits(tiles, rows) <= most_splits(tiles, rows)
+            assert num_splits(tiles, rows) <= max_splits(tiles, rows)
 
 
 def test_a_weight_gradient_of_few_tiles_fills_the_card():
     for N, K, rows in ((768, 768, 65536), (2304, 768, 65536), (768, 3072, 65536)):
-        tile = Tile(128, 256, 64, 8, 3)
-        tiles = ceil_div(N, tile.rows) * ceil_div(K, tile.cols)
-        programs = tiles * splits(tiles, rows)
-        assert programs / (choices.WAVE * ceil_div(programs, choices.WAVE)) > 0.9
+        tile = GemmConfig(128, 256, 64, 8, 3)
+        tiles = ceil_div(N, tile.tile_m) * ceil_div(K, tile.tile_n)
+        programs = tiles * num_splits(tiles, rows)
+        assert programs / (gemm_config.WAVE * ceil_div(programs, gemm_config.WAVE)) > 0.9

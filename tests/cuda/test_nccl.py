@@ -347,7 +347,7 @@ def test_a_library_that_is_not_there_is_named(machine, monkeypatch):
 
 def test_a_link_that_fails_ends_the_run_in_one_line(machine, monkeypatch, capfd):
     """The host waits for its GPU, which waits for the other rank."""
-    monkeypatch.setattr(nccl, "LOOK_S", 0.02)
+    monkeypatch.setattr(nccl, "POLL_S", 0.02)
     ended = []
     monkeypatch.setattr(ThreadRanks, "abort", lambda ranks, status: ended.append((ranks.rank, status)))
 

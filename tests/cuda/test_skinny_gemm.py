@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
@@ -126,4 +126,4 @@ def test_every_weight_is_read_once_16_bytes_at_a_time():
         assert wide >= constants["BN"] * constants["BK"] // (8 * threads), (wide, constants)
         blocks = call.grid(Sizes(1, 1))[0]
         assert blocks * constants["BN"] >= constants["N"] > (blocks - 1) * constants["BN"]
-        assert call.grid(Sizes(1, choices.FEW + 1)) == (0,) or constants["N"] == 50304
+        assert call.grid(Sizes(1, gemm_config.SKINNY_M + 1)) == (0,) or constants["N"] == 50304

@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
-from barellm.cuda.choices import Tile
+from barellm.cuda import gemm_config
+from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernels import classifier, cross_entropy
 from barellm.program import ops
 from tests.cases import check_model, loss_operands
@@ -32,7 +32,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 32, 16, 4, 2))
+    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 32, 16, 4, 2))
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     monkeypatch.setattr(cross_entropy, "LOSSES", 16)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from barellm.cli import main
-from barellm.cuda import choices
-from barellm.cuda.choices import Tile
+from barellm.cuda import gemm_config
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
+from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels import cublaslt
 from barellm.models.gpt2 import Config as ModelConfig
@@ -31,7 +31,7 @@ MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=37, padded_vocab=4
 @pytest.mark.parametrize("shape", [(1, 17, 7, 5), (2, 17, 65, 33), (1, 31, 129, 300)], ids=str)
 def test_the_error_of_each_role_is_within_the_bound(shape, monkeypatch):
     """Against float64 of the operands as they are; and, interpreted, as closely as fp32 sums allow, as tensor cores see them."""
-    monkeypatch.setattr(choices, "tile", lambda *product: Tile(32, 64, 16, 4, 2))
+    monkeypatch.setattr(gemm_config, "select_config", lambda *product: GemmConfig(32, 64, 16, 4, 2))
     x, dy, weight = operands(shape, "fp32")
     X, DY = (v.values.reshape(-1, v.values.shape[-1]) for v in (x, dy))
     W = weight.values

@@ -9,7 +9,7 @@ import pytest
 
 from barellm.assembly.build import build_programs
 from barellm.cli import main
-from barellm.cuda import choices, tuning
+from barellm.cuda import attention_config, gemm_config, tuning
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import problem as pieces
 from barellm.cuda.tuner import tuner
@@ -47,12 +47,12 @@ def test_everything_that_a_model_does_is_there_once_with_all_tiles():
     for work in works:
         default, *others = candidates(work, MOCK)
         assert default.choice == work.default(80)
-        assert {default.choice, *(c.choice for c in others)} == set(work.choices(80)) and len(others) == len(
+        assert {default.choice, *(c.choice for c in others)} == set(work.configs(80)) and len(others) == len(
             set(others)
         )
         if isinstance(work, GemmProblem):
-            assert {c.choice for c in (default, *others)} == set(choices.tiles(work.dtype, 80))
-            assert {c.choice.group for c in (default, *refined(default))} == set(choices.GROUPS)
+            assert {c.choice for c in (default, *others)} == set(gemm_config.gemm_configs(work.dtype, 80))
+            assert {c.choice.group_m for c in (default, *refined(default))} == set(gemm_config.GROUP_SIZES)
 
 
 def test_faulty_candidates_are_rejected_for_their_reason():
@@ -104,14 +104,14 @@ def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch,
     work = GemmProblem("nt", "bf16", 64, 96, 64)
     default, other, *_ = candidates(work, MOCK)
     tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), MOCK)
-    assert tuning.choose(MOCK, work.subject) == other.choice
-    assert tuning.choose(Target(80, 4, name="Mock GPU"), work.subject) == default.choice  # another card
-    assert tuning.choose(Target(80, 3, name="Mock GPU Ti"), work.subject) == default.choice
+    assert tuning.select_config(MOCK, work.tuning_key) == other.choice
+    assert tuning.select_config(Target(80, 4, name="Mock GPU"), work.tuning_key) == default.choice  # another card
+    assert tuning.select_config(Target(80, 3, name="Mock GPU Ti"), work.tuning_key) == default.choice
     monkeypatch.setenv("BARELLM_TUNING", "0")
-    assert tuning.choose(MOCK, work.subject) == default.choice
+    assert tuning.select_config(MOCK, work.tuning_key) == default.choice
     monkeypatch.delenv("BARELLM_TUNING")
-    tuning.database().change({tuning.key(MOCK, work.subject): {"tile": {"rows": 3}}})
-    assert tuning.choose(MOCK, work.subject) == default.choice
+    tuning.database().change({tuning.entry_name(MOCK, work.tuning_key): {"tile": {"rows": 3}}})
+    assert tuning.select_config(MOCK, work.tuning_key) == default.choice
     assert "tuning ignored" in capsys.readouterr().err
     tuner.keep(Verdict(work, default.choice, default.choice, 1.0, 1e-3, 1), MOCK)
     assert not tuning.database().entries
@@ -137,7 +137,7 @@ def test_a_key_names_the_heads_of_keys_only_where_they_are_fewer():
     plain = tuning.AttentionKey("keys", "bf16", 4, 1024, 12, 64)
     assert plain.name == "attention keys bf16, 4 x 12 heads of 64, 1024 tokens"
     for subject in (plain, replace(plain, kv_heads=4), replace(plain, kv_heads=4, dropout=True)):
-        assert key_of(tuning.key(HOPPER, subject)) == subject
+        assert key_of(tuning.entry_name(HOPPER, subject)) == subject
 
 
 def test_what_is_shipped_names_tiles_that_exist():
@@ -154,26 +154,30 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
     tuner.keep(Verdict(GELU, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
     (at,) = tuning.database().entries
     assert at == "Mock GPU, sm_90, 3 multiprocessors: hopper gelu nt bf16, 96 x 128 from 72"
-    assert key_of(at) == GELU.subject
+    assert key_of(at) == GELU.tuning_key
     path = tmp_path / "shipped.json"
     path.write_text('{"entries": {}}')
     assert tuning.ship(tuning.database().entries, path) == 1 and tuning.ship(tuning.database().entries, path) == 0
     monkeypatch.setattr(tuning, "shipped", lambda: json.loads(path.read_text())["entries"])
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "another user's"))
     tuning._opened.cache_clear()
-    assert not tuning.database().entries and tuning.choose(HOPPER, GELU.subject) == other.choice
-    plain = replace(GELU.subject, epilogue="")
-    for target, product in ((MOCK, GELU.subject), (Target(90, 3, name="NVIDIA H200"), GELU.subject), (HOPPER, plain)):
-        assert tuning.choose(target, product) == product.default(target.arch)
+    assert not tuning.database().entries and tuning.select_config(HOPPER, GELU.tuning_key) == other.choice
+    plain = replace(GELU.tuning_key, epilogue="")
+    for target, product in (
+        (MOCK, GELU.tuning_key),
+        (Target(90, 3, name="NVIDIA H200"), GELU.tuning_key),
+        (HOPPER, plain),
+    ):
+        assert tuning.select_config(target, product) == product.default(target.arch)
 
 
 def test_a_shipped_form_that_does_not_exist_is_ignored_with_a_line(monkeypatch, capsys):
-    at = tuning.key(HOPPER, GELU.subject)
+    at = tuning.entry_name(HOPPER, GELU.tuning_key)
     group = tuning.to_entry(replace(GELU.default(90), group=3))
     for entry in ({"form": {"cols": 512, "stages": 1, "slots": 2}}, {"tile": {}}, {"form": 3}, group):
         monkeypatch.setattr(tuning, "shipped", lambda entry=entry: {at: entry})
         tuning.database()._told.clear()
-        assert tuning.choose(HOPPER, GELU.subject) == GELU.default(90)
+        assert tuning.select_config(HOPPER, GELU.tuning_key) == GELU.default(90)
         text = capsys.readouterr().err
         assert text.count("\n") == 1 and "tuning ignored" in text and at in text
 
@@ -197,7 +201,7 @@ HOPPERS = [
 @pytest.mark.parametrize("role, epilogue", HOPPERS)
 def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_is_kept(role, epilogue, monkeypatch):
     """On the model of the machine that Gluon kernels have; the clock likes tiles of another width than the default's."""
-    monkeypatch.setattr(choices, "WAVE", 1)
+    monkeypatch.setattr(gemm_config, "WAVE", 1)
     gpu = Gpu(arch=90)
     gpu.install(monkeypatch)
     sizes = {"nt": (67, 72, 136), "nn": (67, 72, 136), "tn": (128, 72, 67)}[role]
@@ -205,10 +209,10 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
     harness = Harness(work, calls=1)
     assert [call.spec.name for call in harness.default.calls["op"]] == ["hopper_gemm"]
     default, *others = candidates(work, HOPPER)
-    assert {default.choice, *(c.choice for c in others)} == set(choices.forms()) and len(others) == 3
+    assert {default.choice, *(c.choice for c in others)} == set(gemm_config.hopper_configs()) and len(others) == 3
     harness.check(refined(default)[0])
-    wanted = next(c for c in others if c.choice.cols != default.choice.cols)
-    gpu.cost = lambda spec: 0.5 if ("COLS", wanted.choice.cols) in spec.constants else 1.0
+    wanted = next(c for c in others if c.choice.tile_n != default.choice.tile_n)
+    gpu.cost = lambda spec: 0.5 if ("TILE_N", wanted.choice.tile_n) in spec.constants else 1.0
 
     class Here:
         """The child's side, in this process."""
@@ -227,17 +231,17 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
 
     verdict = decision.decide(Here(), work, others, default)  # pyright: ignore[reportArgumentType]
     harness.close()
-    assert not verdict.rejected and verdict.best.cols == wanted.choice.cols and verdict.ratio == pytest.approx(0.5)
+    assert not verdict.rejected and verdict.best.tile_n == wanted.choice.tile_n and verdict.ratio == pytest.approx(0.5)
     tuner.keep(verdict, HOPPER)
-    with_bits = tuning.choose(HOPPER, work.subject)
+    with_bits = tuning.select_config(HOPPER, work.tuning_key)
     assert with_bits == verdict.best
 
 
 def test_a_candidate_is_named_by_all_that_it_is():
-    tiles = [t for tile in choices.tiles("bf16", 90) for t in choices.orders(tile)]
+    tiles = [t for tile in gemm_config.gemm_configs("bf16", 90) for t in gemm_config.rasterizations(tile)]
     assert len({str(Candidate(t, f)) for t in tiles for f in ("", "hangs")}) == 2 * len(tiles)
-    forms = [f for form in choices.forms() for f in choices.orders(form)]
-    blocks = choices.attention_tiles("keys", 64, "bf16", 90)
+    forms = [f for form in gemm_config.hopper_configs() for f in gemm_config.rasterizations(form)]
+    blocks = attention_config.attention_configs("keys", 64, "bf16", 90)
     assert len({str(Candidate(t)) for t in (*forms, *blocks)}) == len(forms) + len(blocks)
 
 
@@ -247,12 +251,12 @@ def test_blocks_with_other_bits_are_never_taken(capsys):
     default, other, *_ = candidates(work, HOPPER)
     rival = rivals(work, HOPPER)[0]
     tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
-    assert tuning.choose(HOPPER, work.subject) == other.choice
-    at = tuning.key(HOPPER, work.subject)
+    assert tuning.select_config(HOPPER, work.tuning_key) == other.choice
+    at = tuning.entry_name(HOPPER, work.tuning_key)
     assert at == "Mock GPU, sm_90, 3 multiprocessors: attention forward bf16, 2 x 12 heads of 64, 1024 tokens"
-    assert key_of(at) == work.subject
+    assert key_of(at) == work.tuning_key
     tuning.database().change({at: tuning.to_entry(rival.choice)})
-    assert tuning.choose(HOPPER, work.subject) == default.choice
+    assert tuning.select_config(HOPPER, work.tuning_key) == default.choice
     assert "tuning ignored" in capsys.readouterr().err
 
 
@@ -272,7 +276,7 @@ def test_the_command_proves_everything_and_stops_in_time(monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["machine"] == "Mock GPU, sm_80, 3 multiprocessors" and result["products"] == 2
     product, attention = result["tuned"]
-    assert product["tried"] == len(choices.tiles("bf16", 80)) - 1 + len(choices.GROUPS) - 1
+    assert product["tried"] == len(gemm_config.gemm_configs("bf16", 80)) - 1 + len(gemm_config.GROUP_SIZES) - 1
     assert attention["role"] in ("forward", "keys", "queries") and "rival" not in attention
     for row in (product, attention):
         assert row["best"] == row["default"] and not row["rejected"] and row["gflops"] > 0

@@ -22,7 +22,7 @@ SASS = """
 
 
 def peak(**options: int) -> Specialisation:
-    signature = (("out", "*fp32"), ("a", "*bf16"), ("b", "*bf16"), ("turns", "i32"))
+    signature = (("out", "*fp32"), ("a", "*bf16"), ("b", "*bf16"), ("iterations", "i32"))
     constants = (("COLS", 128), ("DEPTH", 64), ("ROWS", 128))
     usual = {"num_stages": 1, "num_warps": 4}
     return Specialisation(

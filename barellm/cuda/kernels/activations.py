@@ -14,7 +14,7 @@ ACTIVATIONS = ("gelu", "relu", "relu2")
 SLOPES = tuple(f"{name}_backward" for name in ACTIVATIONS)
 
 # tanh(u) = 2 sigmoid(2 u) - 1 turns the op's formula into x sigmoid(2 u), with one exponential and no cancellation near zero. It is
-# exp2, one instruction where exp scales what may be denormal: 20 % fewer instructions in the epilogue of a product.
+# exp2, one instruction where exp scales what may be denormal: 20 % fewer instructions in a GEMM's epilogue.
 EXPONENT, EXPONENT_CUBIC = constant(-2 * GELU_SCALE * log2(e)), constant(-2 * GELU_SCALE * GELU_CUBIC * log2(e))
 SLOPE, SLOPE_CUBIC = constant(2 * GELU_SCALE), constant(6 * GELU_SCALE * GELU_CUBIC)
 

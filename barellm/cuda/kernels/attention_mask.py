@@ -1,6 +1,5 @@
-"""What queries of attention see: CAUSAL 1 no later key, 0 all keys; and how far back, at run time: windows of WINDOW keys (a
-run-time scalar, by its place; -1 for none) and documents (`starts`, of the sequence's tokens, or None). FOLD: positions of a token,
-2 of paired heads."""
+"""Attention masks: causal, sliding windows, documents. WINDOW: the place of a run-time scalar, the width in keys (-1: none);
+`starts`: the first position of each token's document, or None. FOLD: positions of a token, 2 of paired heads."""
 
 from __future__ import annotations
 
@@ -10,12 +9,8 @@ from barellm.cuda.kernels.common import scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
 
-MASK_NONE, MASK_CAUSAL, MASK_LENGTH = (
-    constant(0),
-    constant(1),
-    constant(2),
-)  # what a mask hides: keys later than the query, or than the last
-LOWEST = constant(-1e30)  # where a maximum begins if the first keys of a block may be none of a query's
+MASK_NONE, MASK_CAUSAL, MASK_LENGTH = constant(0), constant(1), constant(2)  # the last hides keys beyond the sequence
+LOWEST = constant(-1e30)  # where a running maximum begins if a block may hide all keys of a query
 WIDEST = constant(1 << 30)
 
 
@@ -62,17 +57,13 @@ def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: t
 
 
 @device
-def softmax_scale_of(scalars, HEAT: tl.constexpr, FACTOR: tl.constexpr):
+def softmax_scale_of(scalars, SCALE_AT: tl.constexpr, FACTOR: tl.constexpr):
     """A run-time scale, times FACTOR."""
-    return (scalar_fp64(scalars, HEAT) * FACTOR).to(tl.float32)
+    return (scalar_fp64(scalars, SCALE_AT) * FACTOR).to(tl.float32)
 
 
-def mask_constants(op: Any) -> dict[str, int]:
-    """The constants of an attention's bounds. HEAT: the place of its scale, -1 for the usual one."""
-    at = {"WINDOW": op.window, "HEAT": op.scale}
-    places = {name: SCALARS[scalar].index if scalar else -1 for name, scalar in at.items()}
-    return places | {
-        "CAUSAL": int(op.causal),
-        "FOLD": op.fold,
-        "BOUNDED": int(op.window is not None or op.starts is not None),
-    }
+def mask_constants(op: Any, scale_log2: float) -> dict[str, tuple[Any, ...]]:
+    """The groups SCALES and MASKING of an attention (attention.py)."""
+    window, scale = (SCALARS[scalar].index if scalar else -1 for scalar in (op.window, op.scale))
+    local = int(op.window is not None or op.starts is not None)
+    return {"SCALES": (scale_log2, scale), "MASKING": (int(op.causal), local, window, op.fold)}

@@ -1,5 +1,5 @@
-"""Blocks of a head's rows, as attention loads and stores them: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a
-power of two, or DC of them. Of paired heads two rows, APART from each other, share a STRIDE; such blocks begin at an even row."""
+"""Loads and stores of blocks of a head's rows: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a power of two, or
+DC of them. Of paired heads two rows, PAIR_STRIDE from each other, share a STRIDE; such blocks begin at an even row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def kv_pointer(q, x, AT: tl.constexpr):
 
 
 @device
-def row_pointers(base, first, row, d, STRIDE: tl.constexpr, APART: tl.constexpr):
+def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.constexpr):
     """The offsets of columns d of the rows first + row."""
-    if APART > 0:
-        places = row // 2 * STRIDE + row % 2 * APART
+    if PAIR_STRIDE > 0:
+        places = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
         return base + tl.cast(first // 2, tl.int64) * STRIDE + places[:, None] + d[None, :]
     else:
         return base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
@@ -28,11 +28,11 @@ def row_pointers(base, first, row, d, STRIDE: tl.constexpr, APART: tl.constexpr)
 
 @device
 def load_rows(
-    base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, APART: tl.constexpr = 0
+    base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
     """(ROWS, DP) of a matrix from row `first` on, zeros beyond `count` rows and D columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = row_pointers(base, first, row, d, STRIDE, APART)
+    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     mask = (row < count - first)[:, None]
     if D < DP:
         mask = mask & (d < D)[None, :]
@@ -41,24 +41,24 @@ def load_rows(
 
 @device
 def load_columns(
-    base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, APART: tl.constexpr = 0
+    base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """The same as `rows_of`, for DC columns, of which a run-time number is `left`."""
+    """The same as `load_rows`, for DC columns, of which a run-time number is `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
-    at = row_pointers(base, first, row, d, STRIDE, APART)
+    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
 
 
 @device
 def dot_over_columns(
-    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, A_APART: tl.constexpr, B_APART: tl.constexpr,
+    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, A_PAIR_STRIDE: tl.constexpr, B_PAIR_STRIDE: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
 ):  # fmt: skip
     """(BN, BM): rows of a from n0 on times rows of b from m0 on, DC of their D columns at a time."""
     total = tl.zeros((BN, BM), tl.float32)
     for d0 in range(0, D, DC):
-        left = load_columns(a + d0, n0, count, D - d0, A_STRIDE, BN, DC, A_APART)
-        right = load_columns(b + d0, m0, count, D - d0, B_STRIDE, BM, DC, B_APART)
+        left = load_columns(a + d0, n0, count, D - d0, A_STRIDE, BN, DC, A_PAIR_STRIDE)
+        right = load_columns(b + d0, m0, count, D - d0, B_STRIDE, BM, DC, B_PAIR_STRIDE)
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     return total
 
@@ -66,9 +66,9 @@ def dot_over_columns(
 @device
 def store_rows(
     base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
-    APART: tl.constexpr = 0,
+    PAIR_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Write (ROWS, DP) where `rows_of` reads, of `left` columns."""
+    """Write (ROWS, DP) where `load_rows` reads, of `left` columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = row_pointers(base, first, row, d, STRIDE, APART)
+    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     store_or_add(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)

@@ -1,7 +1,7 @@
-"""Signs in words of 32 bits, and their products. Shapes: x, signs (rows, K), words (rows, W), b (N, W), y (rows, N), with W =
-ceil(K / 32).
+"""Binary matmul (XNOR-popcount) of signs packed in 32-bit words, packing and unpacking. Shapes: x, signs (rows, K), words (rows,
+W), b (N, W), y (rows, N), with W = ceil(K / 32).
 
-Products are done by tensor cores where they multiply single bits (binary_mma.py), from sm_80 to sm_90. Later cards have no such
+It runs on tensor cores with 1-bit instructions (binary_mma.py), from sm_80 to sm_90. Later cards have no such
 instruction, and ptxas would make a call of it. There ones are counted by popc, 16 words a clock and multiprocessor.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels import binary_mma
 from barellm.cuda.kernels.binary_mma import ones
-from barellm.cuda.kernels.common import flat_indices, launch_elementwise, pow2, store_or_add
+from barellm.cuda.kernels.common import elementwise, flat_indices, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.program.ops.binary import BITS
 from barellm.runtime.lowering import weight_operand
 
-TILE = 64  # rows and columns of a product's program
+TILE = 64  # rows and columns of a matmul's program
 WORDS = 4  # of a row, that one program packs
 ELEMENTS = 2048  # of x, that one program packs
 COLUMNS = 128  # of a row, that one program unpacks
@@ -87,7 +87,7 @@ def straight_through(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.co
 @lowering("straight_through", starts="dx", also={"x": PLANES})
 def lower_straight_through(op: Any, c: Lowering) -> None:
     operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
-    launch_elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
+    elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
 
 
 @device

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.split_k import SplitK, reduce_splits
@@ -21,12 +21,12 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-TOKENS = 64  # of a program, or of a turn
+TOKENS = 64  # of a program, or of an iteration
 
 
 @device
 def block_gemm(
-    out, partials, x, weight, table, scalars, rows, MODE: tl.constexpr, TURNED: tl.constexpr, C: tl.constexpr,
+    out, partials, x, weight, table, scalars, rows, MODE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr,
     K: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def block_gemm(
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     row_in, b_in = (m < rows - m0)[:, None], b < BS
     x += tl.cast(m0, tl.int64) * C
-    at = b[None, :] * BS + b[:, None] if TURNED else b[:, None] * BS + b[None, :]
+    at = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
     acc = tl.zeros((BM, BP), tl.float32)
     for entry in range(tl.load(segment + 2), tl.load(segment + 3)):
         source, number = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
@@ -94,7 +94,9 @@ def padded(block: int) -> dict[str, int]:
     return {"BS": block, "BP": max(16, block), "BM": TOKENS}
 
 
-def product(op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, turned: bool) -> None:
+def append_gemm(
+    op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool
+) -> None:
     block, rows = op.layout.block, c.rows(given)
     C, K = int(given.shape[-1]), int(op.outputs[out].shape[-1])
     segments, slots = len(lists.segments), lists.slots
@@ -103,7 +105,7 @@ def product(op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists:
     sizes = {"K": K, "SLOTS": slots, "MODE": mode(op, out)} | padded(block)
     c.launch(
         block_gemm, operands | {"x": given, "weight": weight_operand(op.weight)},
-        sizes | {"C": C, "TURNED": turned, "OTHERS": 4 * segments + lists.cuts.size, "ENTRIES": len(op.layout)},
+        sizes | {"C": C, "TRANSPOSED": transposed, "OTHERS": 4 * segments + lists.cuts.size, "ENTRIES": len(op.layout)},
         grid=lambda s: (ceil_div(rows(s), TOKENS), segments), writes="out partials" if slots else "out", warps=4, stages=3,
     )  # fmt: skip
     if slots:
@@ -113,12 +115,12 @@ def product(op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists:
 
 @lowering("block_matmul", starts="y", also={"weight": PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
 def lower_block_matmul(op: Any, c: Lowering) -> None:
-    product(op, c, op.x, "y", op.columns, op.layout.columns, turned=False)
+    append_gemm(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
 
 
 @lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
-    product(op, c, op.dy, "dx", op.rows, op.layout.rows, turned=True)
+    append_gemm(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)
 
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
@@ -127,7 +129,7 @@ def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size
     split = SplitK(rows, count)
-    partials = c.scratch("partials", (choices.most_splits(count, op.x.size // C), n))
+    partials = c.scratch("partials", (gemm_config.max_splits(count, op.x.size // C), n))
     c.launch(
         block_gradient, {"partials": partials, "x": op.x, "dy": op.dy, "places": op.places, "rows": rows, "chunk": split},
         {"C": C, "K": K, "ENTRIES": count} | padded(layout.block),

@@ -1,8 +1,7 @@
-"""Attention over the blocks of keys that a layout lists, backward (Dao 2023): shapes as in attention_backward.py.
+"""Block-sparse attention, backward (Dao 2023): shapes as in attention_backward.py.
 
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
-no sum meets another program's. For each block that is listed they do 8 and 6 BLOCK^2 D operations.
-"""
+no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
 
 from __future__ import annotations
 
@@ -10,127 +9,138 @@ from math import sqrt
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention import head_constants, options
+from barellm.cuda.kernels.attention import options
 from barellm.cuda.kernels.attention_backward import STATS, attention_stats, stats_of
 from barellm.cuda.kernels.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.block_sparse_attention import (
     TABLES,
     block_of,
     block_range,
+    config_of,
     constants_of,
     grid_of,
     operands_of,
     seen,
-    tile_of,
 )
-from barellm.cuda.kernels.common import row_strides
 from barellm.cuda.kernels.relative_position_bias import add_terms, add_terms_dq
 from barellm.cuda.kernels.relative_position_bias_backward import append_gradient
 from barellm.cuda.lang import device, tl
 
 
 @device
-def layout_attention_dkv(
-    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq,
-    UNIT: tl.constexpr, ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr,
-    SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
-    K_AT: tl.constexpr, V_AT: tl.constexpr, DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, BLOCK: tl.constexpr,
-    LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def block_sparse_attention_dkv(
+    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
+    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
+    DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BN keys of one head; the queries of the heads that it serves come one head after the other. Scores are
-    transposed, (BN, BM)."""
+    """A program is BN keys of one KV head; the queries of its group's heads come one head after the other. Scores are transposed,
+    (BN, BM)."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
-    G: tl.constexpr = H // SHARE
+    G: tl.constexpr = H // GROUP_SIZE
     n0 = tl.program_id(0) * BN
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     token = sequence.to(tl.int64) * seq
-    keys = load_rows(kv_pointer(q, k, K_AT) + token * K_ROW + group * D, n0, seq, K_ROW, BN, D, DP)
-    values = load_rows(kv_pointer(q, v, V_AT) + token * V_ROW + group * D, n0, seq, V_ROW, BN, D, DP)
+    keys = load_rows(kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + group * D, n0, seq, STRIDES[1], BN, D, DP)
+    values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     key = n0 % BLOCK + tl.arange(0, BN)
-    for served in range(0, SHARE):
-        head = group * SHARE + served
-        begin, end = block_range(columns, head * (LISTS // H) + n0 // BLOCK, BLOCK, BM)
+    for served in range(0, GROUP_SIZE):
+        head = group * GROUP_SIZE + served
+        begin, end = block_range(columns, head * (LAYOUT[1] // H) + n0 // BLOCK, BLOCK, BM)
         for i in range(begin, end):
-            m0, place, kind = block_of(columns, i, LISTS, ENTRIES, BLOCK, BM)
-            queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+            m0, place, kind = block_of(columns, i, LAYOUT, BM)
+            queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            if COUNT > 0:
-                s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, FIRST, COUNT, C, D, DP)
-            top, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
+            if TERMS[1] > 0:
+                s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, TERMS, C, D, DP)
+            lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
             sees = seen(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
-            p = tl.where(sees, tl.math.exp2(s * UNIT - top[None, :]), 0.0)
+            p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
             do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
             v_sum = tl.dot(p.to(do.dtype), do, v_sum, input_precision="ieee")
             k_sum = tl.dot((p * (dp - delta[None, :])).to(queries.dtype), queries, k_sum, input_precision="ieee")
-    store_rows(dk + token * DK_ROW + group * D, n0, seq, k_sum * ROOT, D, scalars, DK_MODE, DK_ROW, BN, DP)
-    store_rows(dv + token * DV_ROW + group * D, n0, seq, v_sum, D, scalars, DV_MODE, DV_ROW, BN, DP)
+    store_rows(
+        dk + token * DKV_STRIDES[0] + group * D, n0, seq, k_sum * SOFTMAX_SCALE, D, scalars, DKV_MODES[0], DKV_STRIDES[0], BN, DP
+    )  # fmt: skip
+    store_rows(
+        dv + token * DKV_STRIDES[1] + group * D, n0, seq, v_sum, D, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DP
+    )
 
 
 @device
-def layout_attention_dq(
-    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq,
-    UNIT: tl.constexpr, ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    DQ_ROW: tl.constexpr, BLOCK: tl.constexpr, LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def block_sparse_attention_dq(
+    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
+    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
+    DQ_MODE: tl.constexpr, DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is BM queries of one head, as in the forward pass."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * seq, head // SHARE * D
-    k = kv_pointer(q, k, K_AT) + token * K_ROW + shared
-    v = kv_pointer(q, v, V_AT) + token * V_ROW + shared
-    queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+    token, shared = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
+    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
-    top, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
+    lse, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
     total = tl.zeros((BM, DP), tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
-    begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
+    begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = block_of(rows, i, LISTS, ENTRIES, BLOCK, BN)
-        keys, values = load_rows(k, n0, seq, K_ROW, BN, D, DP), load_rows(v, n0, seq, V_ROW, BN, D, DP)
+        n0, place, kind = block_of(rows, i, LAYOUT, BN)
+        keys, values = load_rows(k, n0, seq, STRIDES[1], BN, D, DP), load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if COUNT > 0:
-            s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, FIRST, COUNT, C, D, DP)
-        p = tl.math.exp2(s * UNIT - top[:, None])
+        if TERMS[1] > 0:
+            s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
+        p = tl.math.exp2(s * SCALE_LOG2 - lse[:, None])
         sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
         p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
-        if COUNT > 0:
-            total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, FIRST, COUNT, C, D, DP)
-    store_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
+        if TERMS[1] > 0:
+            total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, TERMS, C, D, DP)
+    store_rows(
+        dq + token * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP
+    )
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
-    head, constants, operands = head_constants(op), constants_of(op), operands_of(op)
+    constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     saved = {"stats": stats, "dout": op.dout, "seq": operands["seq"]}
     c.launch(
         attention_stats,
         saved | {"out": op.out, "lse": op.lse, "starts": None},
-        head | {"WINDOW": -1, "FOLD": 1, "BOUNDED": 0, "BM": 64},
+        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},
         grid=grid_of(op, op.heads, 64), writes="stats",
     )  # fmt: skip
-    constants |= {"ROOT": 1 / sqrt(head["D"])}
-    t = tile_of(op, c, "keys")
-    written = {"DK_MODE": mode(op, "dk"), "DV_MODE": mode(op, "dv"), **row_strides(dk=op.dk, dv=op.dv)}
+    constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
+    t = config_of(op, c, "keys")
+    written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(
-        layout_attention_dkv,
+        block_sparse_attention_dkv,
         operands | saved | {"columns": op.columns, "dk": op.dk, "dv": op.dv},
         constants | written | {"BM": t.queries, "BN": t.keys},
         grid=grid_of(op, op.kv_heads, t.keys), writes="dk dv", **options(t),
     )  # fmt: skip
-    t = tile_of(op, c, "queries")
+    t = config_of(op, c, "queries")
     c.launch(
-        layout_attention_dq,
+        block_sparse_attention_dq,
         operands | saved | {"rows": op.rows, "dq": op.dq},
-        constants | {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)} | {"BM": t.queries, "BN": t.keys},
+        constants | {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride} | {"BM": t.queries, "BN": t.keys},
         grid=grid_of(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip
     if op.relative is not None:

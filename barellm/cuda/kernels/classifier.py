@@ -1,7 +1,8 @@
-"""The classifier in chunks of tokens: logits, loss, logit gradients in their place, input gradient, weight gradient.
+"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, logit gradients in their place, input
+gradient, weight gradient.
 
 Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
-for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and beside the products' operands the logits are written,
+for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written,
 read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
 summed in the order of the tokens.
 """
@@ -15,14 +16,14 @@ from typing import Any
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels import softcap
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses, row_scores
-from barellm.cuda.kernels.matmul import product
+from barellm.cuda.kernels.matmul import append_gemm
 from barellm.cuda.kernels.quantized import append_numbers
 from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
-# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it anew, and ends
-# three products with a wave that does not fill the card.
+# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it again, and ends
+# three GEMMs with a wave that does not fill the card.
 LOGITS_BYTES = 4 << 30
 
 
@@ -57,7 +58,7 @@ class Unless:
 @dataclass(frozen=True)
 class Loss:
     """A loss over rows of logits, and the head that goes with it. `rows` is its kernel; `more` has the operands and the constants
-    that it wants beside those of every loss, for a chunk from a row on."""
+    that it wants besides those of every loss, for a chunk from a row on."""
 
     transposed: bool
     rows: DeviceFunction
@@ -86,7 +87,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         chunk, before = Chunk(rows, first, count), len(c.launches)
         sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
         x_rows = rows_of(x, first, count, C)
-        product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
+        append_gemm(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
         operands = {
             name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
             for name, held in of_rows.items()
@@ -97,10 +98,10 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         more, constants = loss.more(op, first)
         launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
         if gradients:
-            product(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            append_gemm(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
-            product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
+            append_gemm(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
         only_of_tokens(c, before, chunk)
     for name, total in totals.items():
         launch_total(c, total, of_rows[name], rows)
@@ -109,7 +110,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
 def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:
     """Do nothing, in the launches from `before` on, where the chunk is empty."""
     for launch in c.launches[before:]:
-        if isinstance(launch, Launch):  # a library's product of no tokens is none
+        if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
             launch.grid = Unless(chunk, launch.grid)
 
 
@@ -125,7 +126,7 @@ def lower_scores(c: Lowering) -> None:
     for first in range(0, most, count):
         chunk, before = Chunk(rows, first, count), len(c.launches)
         sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
-        product(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
+        append_gemm(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
         given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
         launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
         only_of_tokens(c, before, chunk)

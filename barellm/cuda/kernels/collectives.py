@@ -33,12 +33,12 @@ def add_ranks(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y (n) = the gradients of COUNT ranks, in their order; `own` (n) is that of RANK, and others (COUNT - 1, n) the rest."""
-    entry, turn = find_entry(table, ENTRIES, WIDE)
+    entry, block = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
     own = aligned_pointer(table, entry, OWN, ENTRIES, tl.float32, UNIT)
     others = aligned_pointer(table, entry, OTHERS, ENTRIES, tl.float32, UNIT)
-    i = turn * BLOCK + tl.arange(0, BLOCK)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     mine = tl.load(own + i, mask=mask, other=0.0)
     if RANK == 0:
@@ -75,9 +75,9 @@ def lower_add_ranks(op: Any, c: Lowering) -> None:
     c.launch(add_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
-def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, beside: bool = False) -> None:
+def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
-    c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, beside))
+    c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
 
 @lowering("exchange", floats="fp32", spans="*")
@@ -87,7 +87,7 @@ def lower_exchange(op: Any, c: Lowering) -> None:
 
 @lowering("begin_exchange", floats="fp32", spans="*")
 def lower_begin_exchange(op: Any, c: Lowering) -> None:
-    _travel(op, c, lambda t: [part(t)], beside=True)
+    _travel(op, c, lambda t: [part(t)], overlapped=True)
 
 
 @lowering("end_exchange", floats="fp32")

@@ -1,4 +1,4 @@
-"""Sums over the rows of each column: gradients of biases and of the parameters of LayerNorm and RMSNorm.
+"""Column sums (reductions over rows): gradients of biases and of the parameters of LayerNorm and RMSNorm.
 
 Two stages: rows go by chunks whose number depends on the row count alone, each summed by one program (per block of columns) into
 its row of partials; then the partials are added in order. So the bits do not depend on the machine.

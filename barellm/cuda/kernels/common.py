@@ -1,4 +1,4 @@
-"""The parts that kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
+"""What kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def pow2(n: int) -> int:
 
 
 def row_strides(**tensors: Tensor) -> dict[str, int]:
-    """Constants NAME_ROW: how many elements apart the rows of a tensor or view lie."""
-    return {f"{name.upper()}_ROW": t.row_stride for name, t in tensors.items()}
+    """Constants NAME_STRIDE: how many elements apart the rows of a tensor or view lie."""
+    return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
 
 
 def view_strides(**operands: Any) -> dict[str, int | None]:
-    """Constants NAME_ROW as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
-    return {f"{name.upper()}_ROW": view_stride(operand) for name, operand in operands.items()}
+    """Constants NAME_STRIDE as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
+    return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
-def launch_elementwise(
+def elementwise(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
@@ -100,7 +100,7 @@ def launch_elementwise(
     )
 
 
-def launch_rowwise(
+def rowwise(
     c: Lowering,
     function: DeviceFunction,
     like: Tensor,

@@ -1,14 +1,14 @@
 """Convolutions with large filters by the discrete Fourier transform of tiles of F x F pixels, F = 16 or 32 (fourier.py).
 
 A tile's transform times the conjugate of the filter's is the transform of m x m outputs, m = F + 1 - the filter's size, and of
-others that wrapped around and are left out. Neighbouring tiles overlap, so nothing is added up. For the gradient of the filters a
-tile of dy is the filter. A complex product (c + i d)(a + i b) takes three real ones (Gauss): with
+others that wrapped around and are left out. Neighbouring tiles overlap, so nothing is added up. For wgrad a tile of dy is the
+filter. A complex product (c + i d)(a + i b) takes three real ones (Gauss): with
 
     k1 = c (a + b), k2 = (d - c) a, k3 = (c + d) b      its parts are k1 - k3 and k1 + k2,
 
-so each complex number of a spectrum is three positions of conv_transform_domain.py, 3 F F / 2 in all: 3.8 products for each output
-of a filter of 7 x 7, which has 49. A number that is a pair of real ones has two products: there (c, d - c, c + d) is (0, c, -d) of
-what is to be conjugated, and the two parts of the result have changed places.
+so each complex number of a spectrum is three positions of conv_transform_domain.py, 3 F F / 2 in all: 3.8 multiplications for each
+output of a filter of 7 x 7, which has 49. A number that is a pair of real ones has two products: there (c, d - c, c + d) is (0, c,
+-d) of what is to be conjugated, and the two parts of the result have changed places.
 
 Shapes: squares (tiles, F, F), spectra (F / 2, F, tiles). 128 threads do 16 tiles, or 8, and have two columns and then a row each.
 So lanes side by side write the numbers of a position of 16 or 8 tiles, 64 or 32 bytes. The compiler would move all of them once
@@ -29,10 +29,10 @@ _THREADS = 32 * WARPS
 
 
 @device
-def positions_of(to, F: tl.constexpr, APART: tl.constexpr):
+def positions_of(to, F: tl.constexpr, STRIDE: tl.constexpr):
     """Addresses (F / 2, F, tiles) of the first of three positions of each number. `to`: of the first position of all."""
     number = tl.arange(0, F)[None, :] * (F // 2) + tl.arange(0, F // 2)[:, None]
-    return to[None, None, :] + (number.to(tl.int64) * (3 * APART))[:, :, None]
+    return to[None, None, :] + (number.to(tl.int64) * (3 * STRIDE))[:, :, None]
 
 
 @device
@@ -42,21 +42,21 @@ def real(F: tl.constexpr):
 
 
 @device
-def put_spectrum(to, mask, x, APART: tl.constexpr, FILTER: tl.constexpr):
+def put_spectrum(to, mask, x, STRIDE: tl.constexpr, FILTER: tl.constexpr):
     """The positions of tiles x. `to`, `mask`: (tiles,) of the first position, APART: from one to the next. FILTER: of the operand
     whose conjugate is multiplied."""
     F: tl.constexpr = x.shape[1]
     c, d = spectrum(x)
-    to, inside = positions_of(to, F, APART), mask[None, None, :]
+    to, inside = positions_of(to, F, STRIDE), mask[None, None, :]
     if FILTER:
         pairs = real(F)
         tl.store(to, tl.where(pairs, 0.0, c), mask=inside)
-        tl.store(to + APART, tl.where(pairs, c, -d - c), mask=inside)
-        tl.store(to + 2 * APART, tl.where(pairs, -d, c - d), mask=inside)
+        tl.store(to + STRIDE, tl.where(pairs, c, -d - c), mask=inside)
+        tl.store(to + 2 * STRIDE, tl.where(pairs, -d, c - d), mask=inside)
     else:
         tl.store(to, c + d, mask=inside)
-        tl.store(to + APART, c, mask=inside)
-        tl.store(to + 2 * APART, d, mask=inside)
+        tl.store(to + STRIDE, c, mask=inside)
+        tl.store(to + 2 * STRIDE, d, mask=inside)
 
 
 @device
@@ -70,12 +70,12 @@ def added(of, inside, PARTS: tl.constexpr, PITCH: tl.constexpr):
 
 
 @device
-def taken_back(products, mask, F: tl.constexpr, APART: tl.constexpr, PARTS: tl.constexpr):
-    """Squares of the sums of PARTS products. `products`, `mask`, APART: as of `put_spectrum`."""
-    of, inside = positions_of(products, F, APART), mask[None, None, :]
-    PITCH: tl.constexpr = 3 * F * F // 2 * APART
-    k1, k2 = added(of, inside, PARTS, PITCH), added(of + APART, inside, PARTS, PITCH)
-    k3 = added(of + 2 * APART, inside, PARTS, PITCH)
+def inverse_transform(gemm_out, mask, F: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr):
+    """The inverse transform of the sums of PARTS spectra. `gemm_out`, `mask`, STRIDE: as of `put_spectrum`."""
+    of, inside = positions_of(gemm_out, F, STRIDE), mask[None, None, :]
+    PITCH: tl.constexpr = 3 * F * F // 2 * STRIDE
+    k1, k2 = added(of, inside, PARTS, PITCH), added(of + STRIDE, inside, PARTS, PITCH)
+    k3 = added(of + 2 * STRIDE, inside, PARTS, PITCH)
     a, b, pairs = k1 - k3, k1 + k2, real(F)
     return squares_of(tl.where(pairs, b, a), tl.where(pairs, a, b)) * (1.0 / (F * F))
 
@@ -122,13 +122,13 @@ def fft_tiles(
 
 @device
 def fft_images(
-    y, products, first, count, unaligned, scalars, F: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr,
+    y, gemm_out, first, count, unaligned, scalars, F: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, ROOM: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles [first, first + count), what lies in the images y (N, CHANNELS, H, W)."""
     at, channel = tl.program_id(0) * BLOCK + unaligned + tl.arange(0, BLOCK), tl.program_id(1)
     tile = first + at
-    pixels = taken_back(products + channel * ROOM + at, at < count, F, CHANNELS * ROOM, 1)
+    pixels = inverse_transform(gemm_out + channel * ROOM + at, at < count, F, CHANNELS * ROOM, 1)
     plane = (tile // (TH * TW)).to(tl.int64) * CHANNELS + channel
     i, j = tl.arange(0, F)[None, :, None], tl.arange(0, F)[None, None, :]
     row = (tile % (TH * TW) // TW * STEP)[:, None, None] + i
@@ -139,12 +139,12 @@ def fft_images(
 
 @device
 def fft_wgrad(
-    dw, products, unaligned, scalars, F: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    dw, gemm_out, unaligned, scalars, F: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
     FLIP: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw (SIZE, R, S) of the sum over parts of products (PARTS, positions, SIZE). FLIP: filters are read from their end."""
+    """dw (SIZE, R, S) of the sum over slices of gemm_out (PARTS, positions, SIZE). FLIP: filters are read from their end."""
     at = tl.program_id(0) * BLOCK + unaligned + tl.arange(0, BLOCK)
-    filters = taken_back(products + at, at < SIZE, F, SIZE, PARTS)
+    filters = inverse_transform(gemm_out + at, at < SIZE, F, SIZE, PARTS)
     r, s = tl.arange(0, F)[None, :, None], tl.arange(0, F)[None, None, :]
     tap = r * S + s
     if FLIP:
@@ -164,7 +164,7 @@ def _step(function: DeviceFunction, F: int, **constants: int) -> TransformKernel
 
 
 def algorithms(R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
-    """How y or dx, and dw, are computed with filters of R x S."""
+    """The algorithms for y or dx, and for dw, with filters of R x S."""
     F = size_of(R, S)
     m, positions = F + 1 - max(R, S), 3 * F * F // 2
     tiles = _step(fft_tiles, F, SEEN=F, FILTER=False)

@@ -1,16 +1,17 @@
-"""Convolutions over positions: what algorithms share that transform tiles, multiply and transform back (winograd.py, conv_fft.py).
+"""Convolution in a transform domain: what Winograd's algorithm (winograd.py) and the FFT (conv_fft.py) share. Tiles and filters are
+transformed, multiplied by a batched GEMM with one batch for each position of the transform, and transformed back.
 
 The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + the filter's size - 1. Four steps:
 
-    u[position, row, channel]     of every filter
-    v[position, channel, tile]    of every tile that a channel sees
-    products = u v                one product for each position                    `multiply_positions`
-    y                             of what all positions have
+    u[position, row, channel]     filter transform
+    v[position, channel, tile]    input transform of every tile
+    gemm_out = u v                `batched_gemm`, one GEMM for each position
+    y                             output transform
 
-The last three take turns over passes of so many tiles that what one writes is still in the second cache when the next reads it.
-For the gradient of the filters the tiles of dy, m x m, are the filters, and the filter's size is the result's: both operands are
-transformed by tiles, and products sum over tiles, in parts that are added in order. Everything is fp32, whatever images are
-stored in: 8 bits of a fraction are too few for the transforms.
+The last three alternate over passes of so many tiles that what one writes is still in L2 when the next reads it. For wgrad the
+tiles of dy, m x m, are the filters, and the filter's size is the result's: both operands are transformed by tiles, and the GEMMs
+sum over tiles, with split-K. Everything is fp32, whatever images are stored in: 8 bits of a fraction are too few for the
+transforms.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Count, Lowering, Sizes
 from barellm.cuda.kernels.conv_gather import images_of
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.tensor import Tensor
 
-PASS = 6 << 20  # numbers of a pass's operands and products: 24 MB, about half of an H100's second cache
-BLOCK = 128  # tiles of which a pass has a multiple, and so a product columns
+PASS = 6 << 20  # numbers of a pass's operands and products: 24 MB, about half of an H100's L2
+BLOCK = 128  # tiles of which a pass has a multiple, and so a GEMM columns
 
 
 @device
@@ -34,7 +35,7 @@ def batched_gemm(
     out, a, b, first, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
     TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one position's and group's product, of a (.., ROWS, DEPTH): with CHUNK None out (.., ROWS, COLUMNS) = a b, with
+    """One tile of one position's and group's GEMM, of a (.., ROWS, DEPTH): with CHUNK None out (.., ROWS, COLUMNS) = a b, with
     `count` columns that matter, of a multiple of BN. Otherwise out (part, .., ROWS, COLUMNS) = a b^T, where a part has CHUNK of the
     depth, of which `count` matter; it is added to what is there but for the first pass."""
     m = tl.program_id(0) % tl.cdiv(ROWS, BM) * BM + tl.arange(0, BM)
@@ -83,7 +84,7 @@ class FpropAlgorithm:
     positions: int
     filters: TransformKernel  # u, a, ...
     tiles: TransformKernel  # v, x, ...
-    images: TransformKernel  # y, products, ...
+    images: TransformKernel  # y, gemm_out, ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class WgradAlgorithm:
     positions: int
     dy: TransformKernel
     x: TransformKernel
-    filters: TransformKernel  # dw, products, ...
+    filters: TransformKernel  # dw, gemm_out, ...
 
 
 @dataclass(frozen=True)
@@ -169,19 +170,21 @@ def append_tiles(
     )  # fmt: skip
 
 
-def product_constants(
+def batched_gemm_constants(
     c: Lowering, rows: int, columns: int, depth: int, batches: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constants of a product of `batches` at a time, and how to launch it."""
-    t = choices.tile("nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch)
-    constants = {"ROWS": rows, "TF32": c.target.tf32 or None, "BM": t.rows, "BN": t.cols, "BK": t.depth}
-    return constants, {"warps": t.warps, "stages": t.stages}
+    """The constants of a GEMM of `batches` at a time, and how to launch it."""
+    t = gemm_config.select_config(
+        "nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch
+    )
+    constants = {"ROWS": rows, "TF32": c.target.tf32 or None, "BM": t.tile_m, "BN": t.tile_n, "BK": t.tile_k}
+    return constants, {"warps": t.num_warps, "stages": t.num_stages}
 
 
 def append_forward(
     c: Lowering, plan: FpropAlgorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
-    """`constants`: of `conv_product`, whose place this takes."""
+    """`constants`: of `conv_implicit_gemm`, whose place this takes."""
     groups, channels, size = constants["GROUPS"], constants["CHANNELS"], (constants["OUT_H"], constants["OUT_W"])
     (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
     strides = {n: constants[n] for n in ("A_GROUP", "A_ROW", "A_CHANNEL", "A_FIRST", "A_R", "A_S")}
@@ -192,13 +195,13 @@ def append_forward(
     positions, room = plan.positions, tiling.room
     u = c.scratch("filters", (positions, groups * rows, channels))
     v = c.scratch("tiles", (positions, groups * channels, room))
-    products = c.scratch("products", (positions, groups * rows, room))
+    gemm_out = c.scratch("products", (positions, groups * rows, room))
     sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": plan.filters.block}
     c.launch(
         plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
         warps=plan.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
     )  # fmt: skip
-    fixed, how = product_constants(c, rows, room, channels, positions * groups)
+    fixed, how = batched_gemm_constants(c, rows, room, channels, positions * groups)
     fixed |= {"COLUMNS": room, "DEPTH": channels, "CHUNK": None}
     to = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns, "ROOM": room}
     to |= {"MODE": constants["MODE"], "BLOCK": plan.images.block}
@@ -206,11 +209,11 @@ def append_forward(
         where = {"first": of.first, "count": of}
         append_tiles(c, plan.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            batched_gemm, {"out": products, "a": u, "b": v, **where}, fixed, **how, writes="out",
+            batched_gemm, {"out": gemm_out, "a": u, "b": v, **where}, fixed, **how, writes="out",
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            plan.images.function, {"y": out, "products": products, **where, **plan.images.operands}, plan.images.constants | to,
+            plan.images.function, {"y": out, "gemm_out": gemm_out, **where, **plan.images.operands}, plan.images.constants | to,
             warps=plan.images.warps, grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
         )  # fmt: skip
 
@@ -218,28 +221,28 @@ def append_forward(
 def append_gradient(
     c: Lowering, plan: WgradAlgorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
 ) -> None:
-    """`constants`: of `conv_weight_gradient`, whose place this takes."""
+    """`constants`: of `conv_wgrad`, whose place this takes."""
     groups, rows, channels = constants["GROUPS"], constants["M"], constants["CHANNELS"]
     (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
     tiling = Tiling.of(plan, x, (constants["P"], constants["Q"]), groups * (channels + rows))
     positions, room = plan.positions, tiling.room
-    fixed, how = product_constants(c, rows, channels, tiling.whole, positions * groups)
+    fixed, how = batched_gemm_constants(c, rows, channels, tiling.whole, positions * groups)
     tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])
-    chunk = round_up(ceil_div(tiling.whole, choices.splits(tiles * positions * groups, tiling.whole)), BLOCK)
+    chunk = round_up(ceil_div(tiling.whole, gemm_config.num_splits(tiles * positions * groups, tiling.whole)), BLOCK)
     parts = ceil_div(room, chunk)
     made = {name: c.scratch(f"{name} tiles", (positions, int(t.shape[1]), room)) for name, t in (("dy", dy), ("x", x))}
-    products = c.scratch("products", (parts, positions, groups * rows, channels))
+    gemm_out = c.scratch("products", (parts, positions, groups * rows, channels))
     fixed |= {"COLUMNS": channels, "DEPTH": room, "CHUNK": chunk}
     for of in tiling.passes:
         append_tiles(c, plan.dy, made["dy"], dy, tiling, of, fixed["BK"])
         append_tiles(c, plan.x, made["x"], x, tiling, of, fixed["BK"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            batched_gemm, {"out": products, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
+            batched_gemm, {"out": gemm_out, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
             grid=lambda s, of=of: (tiles, positions * groups, parts if of(s) else 0), writes="out",
         )  # fmt: skip
     size = groups * rows * channels
     c.launch(
-        plan.filters.function, {"dw": dw, "products": products, **plan.filters.operands},
+        plan.filters.function, {"dw": dw, "gemm_out": gemm_out, **plan.filters.operands},
         plan.filters.constants | {"PARTS": parts, "SIZE": size, "FLIP": high or wide, "MODE": mode, "BLOCK": plan.filters.block},
         warps=plan.filters.warps, grid=lambda s: (ceil_div(size, plan.filters.block),), writes="dw",
     )  # fmt: skip

@@ -1,17 +1,19 @@
-"""Convolution and its gradients as products whose right operand is read through indices: no copy of the image is made.
+"""Convolution by implicit GEMM: fprop, dgrad and wgrad as GEMMs whose right operand is gathered through indices (conv_gather.py).
 
-Forward and input gradient: out (rows, pixels) = filters (rows, depth) seen (depth, pixels), for each group. A depth is (channel,
-row, column of the filter), a pixel (image, row, column of the output). A filter's element lies at row A_ROW + channel A_CHANNEL +
-A_FIRST + (its row) A_R + (its column) A_S. So the gradient reads the same filters the other way round, and a phase of a stride some
-of them.
-Weight gradient: dw (rows, depth) = dy (rows, pixels) seen^T, in parts of the pixels that are added in order.
+fprop and dgrad: out (rows, pixels) = filters (rows, depth) gathered x (depth, pixels), for each group. A depth is (channel, row,
+column of the filter), a pixel (image, row, column of the output). FILTER says where a filter's element lies: group, row, channel,
+first, filter row and filter column strides; so dgrad reads the same filters flipped, and a phase of a stride some of them. OUTPUT
+says where a pixel goes: height, width, first row, first column, row step, column step.
+
+wgrad: dw (rows, depth) = dy (rows, pixels)
+gathered x^T, with split-K over the pixels.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels import conv_fft, winograd
 from barellm.cuda.kernels.common import store_or_add
@@ -28,15 +30,15 @@ ROWS, PIXELS, DEPTH = 64, 64, 32  # of a tile
 
 @device
 def conv_implicit_gemm(
-    out, a, x, images, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr, R_STEP: tl.constexpr,
-    S_FIRST: tl.constexpr, S_STEP: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, REFLECT: tl.constexpr,
-    A_GROUP: tl.constexpr, A_ROW: tl.constexpr, A_CHANNEL: tl.constexpr, A_FIRST: tl.constexpr, A_R: tl.constexpr,
-    A_S: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr, FIRST_H: tl.constexpr, FIRST_W: tl.constexpr,
-    STEP_H: tl.constexpr, STEP_W: tl.constexpr, MODE: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    out, a, x, images, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, GATHER: tl.constexpr,
+    FILTER: tl.constexpr, OUTPUT: tl.constexpr, MODE: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows and pixels of a group. The tiles of one block of pixels follow each other: they read the same of x."""
+    P: tl.constexpr = GATHER[2]
+    Q: tl.constexpr = GATHER[3]
+    R: tl.constexpr = GATHER[4]
+    S: tl.constexpr = GATHER[5]
     m = tl.program_id(0) % tl.cdiv(M, BM) * BM + tl.arange(0, BM)
     pixel = tl.program_id(0) // tl.cdiv(M, BM) * BN + tl.arange(0, BN)
     group = tl.program_id(1)
@@ -47,28 +49,34 @@ def conv_implicit_gemm(
         d = first + tl.arange(0, BK)
         in_depth = d < CHANNELS * R * S
         tap = d % (R * S)
-        at = d // (R * S) * A_CHANNEL + A_FIRST + tap // S * A_R + tap % S * A_S
+        at = d // (R * S) * FILTER[2] + FILTER[3] + tap // S * FILTER[4] + tap % S * FILTER[5]
         filters = tl.load(
-            a + group * A_GROUP + m[:, None] * A_ROW + at[None, :], mask=(m < M)[:, None] & in_depth[None, :], other=0.0
+            a + group * FILTER[0] + m[:, None] * FILTER[1] + at[None, :],
+            mask=(m < M)[:, None] & in_depth[None, :],
+            other=0.0,
         )
         pixels = gather_pixels(
-            x, image[None, :], i[None, :], j[None, :], d[:, None], there[None, :] & in_depth[:, None], group, GROUPS, CHANNELS, H,
-            W, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT,
+            x, image[None, :], i[None, :], j[None, :], d[:, None], there[None, :] & in_depth[:, None], group, GROUPS,
+            CHANNELS, GATHER,
         )  # fmt: skip
         acc = tl.dot(filters.to(pixels.dtype), pixels, acc, input_precision="tf32" if TF32 else "ieee")
     plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
-    to = plane * (OUT_H * OUT_W) + ((i * STEP_H + FIRST_H) * OUT_W + j * STEP_W + FIRST_W)[None, :]
+    to = (
+        plane * (OUTPUT[0] * OUTPUT[1]) + ((i * OUTPUT[4] + OUTPUT[2]) * OUTPUT[1] + j * OUTPUT[5] + OUTPUT[3])[None, :]
+    )
     store_or_add(out + to, (m < M)[:, None] & there[None, :], acc, scalars, MODE)
 
 
 @device
 def conv_wgrad(
-    out, dy, x, images, chunk, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr,
-    R_STEP: tl.constexpr, S_FIRST: tl.constexpr, S_STEP: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    REFLECT: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    out, dy, x, images, chunk, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, GATHER: tl.constexpr,
+    TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a group's dw, of one part of the pixels: part s writes the s-th (GROUPS M, CHANNELS R S) of out."""
+    """One tile of a group's dw, of one split-K slice of the pixels: slice s writes the s-th (GROUPS M, CHANNELS R S) of out."""
+    P: tl.constexpr = GATHER[2]
+    Q: tl.constexpr = GATHER[3]
+    R: tl.constexpr = GATHER[4]
+    S: tl.constexpr = GATHER[5]
     m = tl.program_id(0) % tl.cdiv(M, BM) * BM + tl.arange(0, BM)
     d = tl.program_id(0) // tl.cdiv(M, BM) * BN + tl.arange(0, BN)
     group, part = tl.program_id(1), tl.program_id(2)
@@ -84,7 +92,7 @@ def conv_wgrad(
         )
         pixels = gather_pixels(
             x, image[:, None], i[:, None], j[:, None], d[None, :], there[:, None] & (d < CHANNELS * R * S)[None, :], group, GROUPS,
-            CHANNELS, H, W, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT,
+            CHANNELS, GATHER,
         )  # fmt: skip
         acc = tl.dot(gradients, pixels, acc, input_precision="tf32" if TF32 else "ieee")
     to = (((part * GROUPS + group) * M + m[:, None]).to(tl.int64)) * (CHANNELS * R * S) + d[None, :]
@@ -129,6 +137,18 @@ def algorithms(algorithm: str, R: int, S: int) -> tuple[FpropAlgorithm, WgradAlg
     return winograd.algorithms(int(algorithm[-1])) if algorithm.startswith("winograd") else None
 
 
+GATHER = ("H", "W", "P", "Q", "R", "S", "R_FIRST", "R_STEP", "S_FIRST", "S_STEP", "STRIDE_H", "STRIDE_W", "REFLECT")
+FILTER = ("A_GROUP", "A_ROW", "A_CHANNEL", "A_FIRST", "A_R", "A_S")
+OUTPUT = ("OUT_H", "OUT_W", "FIRST_H", "FIRST_W", "STEP_H", "STEP_W")
+
+
+def grouped(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a launch, those of GATHER, FILTER and OUTPUT as the groups that the kernels take."""
+    names = {"GATHER": GATHER, "FILTER": FILTER, "OUTPUT": OUTPUT}
+    groups = {name: tuple(constants[n] for n in names[name]) for name in names if names[name][0] in constants}
+    return groups | {name: value for name, value in constants.items() if name not in GATHER + FILTER + OUTPUT}
+
+
 def append_conv(
     c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
@@ -138,6 +158,7 @@ def append_conv(
         return
     pixels = images_of(x, constants["P"] * constants["Q"])
     constants |= {"M": rows, "TF32": c.target.tf32 or None, "BM": ROWS, "BN": PIXELS, "BK": DEPTH}
+    constants = grouped(constants)
     c.launch(
         conv_implicit_gemm, {"out": out, "a": a, "x": x, "images": images_of(x)}, constants,
         grid=lambda s: (ceil_div(pixels(s), PIXELS) * ceil_div(rows, ROWS), constants["GROUPS"]), writes="out",
@@ -167,7 +188,8 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
 
 @lowering("conv2d_dx", starts="dx")
 def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
-    """One product for each phase of a stride. Behind a reflected padding lies the gradient of the padded image, which is folded."""
+    """One implicit GEMM for each phase of a stride. With reflect padding it gives the gradient of the padded image, which is
+    folded."""
     K, C, R, S = (int(n) for n in op.w.shape)
     (H, W), (top, left) = op.size, op.padding
     (row_offsets, column_offsets), out, how = op.offsets(R, S), op.dx, mode(op, "dx")
@@ -219,20 +241,16 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     (R, S), groups = op.size, op.groups
     K, C, H, W = int(op.dy.shape[1]) // groups, int(op.x.shape[1]) // groups, int(op.x.shape[2]), int(op.x.shape[3])
     P, Q = (int(n) for n in op.dy.shape[2:])
-    wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 products hold their operands in registers
+    wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 GEMMs hold their operands in registers
     constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
-    constants |= {
-        "GROUPS": groups,
-        "M": K,
-        "CHANNELS": C,
-    }
+    constants |= {"GROUPS": groups, "M": K, "CHANNELS": C}
     if found := algorithms(op.algorithm, R, S):
         append_gradient(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
         return
-    constants |= {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH}
+    constants = grouped(constants | {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH})
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, wide)
     split = SplitK(images_of(op.x, P * Q), tiles * groups)
-    parts = choices.most_splits(tiles * groups, int(op.x.shape[0]) * P * Q)
+    parts = gemm_config.max_splits(tiles * groups, int(op.x.shape[0]) * P * Q)
     partials = c.scratch("partials", (parts, op.dw.size))
     c.launch(
         conv_wgrad, {"out": partials, "dy": op.dy, "x": op.x, "images": images_of(op.x), "chunk": split}, constants,

@@ -1,7 +1,7 @@
-"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins
+"""Cross-entropy and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins
 (rows) fp32. Columns from VALID on are padding.
 
-A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from the second cache. V
+A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from L2. V
 elements of a row are read, with the gradient as many written, at one exponential each time.
 """
 
@@ -19,7 +19,7 @@ from barellm.program.tensor import Tensor
 SCALE_BIAS = constant(127 + FIRST_SCALE)  # of an fp32 exponent, with the power that a new loss scale has
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 BLOCK = 8192  # columns at a time: 2 x 16 bytes of bf16 for each of 512 threads
-HELD = constant(8)  # columns of a row beside one another that a thread has: 16 bytes of bf16
+HELD = constant(8)  # adjacent columns of a row that a thread has: 16 bytes of bf16
 LOWEST = constant(-1e38)  # where a maximum begins: columns of which all are padding keep it, and their sums are zeros
 LOSSES = 4096  # at a time where they are summed
 
@@ -35,7 +35,7 @@ def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.conste
 @device
 def top_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
     """The maximum of a row, and the sum of exp(row - maximum). Each eight columns that a thread reads have a maximum and a sum of
-    their own, so that threads meet once, after the row, where a common maximum would stop them in every turn."""
+    their own, so that threads meet once, after the row, where a common maximum would stop them in every iteration."""
     top, sums = tl.full((BLOCK // HELD,), LOWEST, tl.float32), tl.zeros((BLOCK // HELD,), tl.float32)
     for c in range(0, VALID, BLOCK):
         x = tl.reshape(columns_of(logits, c, V, VALID, BLOCK)[0], (BLOCK // HELD, HELD))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import BLOCK, flat_indices, launch_elementwise
+from barellm.cuda.kernels.common import BLOCK, elementwise, flat_indices
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.documents import HASH
@@ -31,7 +31,7 @@ def bigram_ids(
 @lowering("bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"))
 def lower_bigram_ids(op: Any, c: Lowering) -> None:
     operands = {"ids": op.ids, "tokens": op.tokens, "seq": lambda s: s.seq}
-    launch_elementwise(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
+    elementwise(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
 
 
 @device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import SAMPLE, launch_rowwise, store_or_add, tile_indices
+from barellm.cuda.kernels.common import SAMPLE, rowwise, store_or_add, tile_indices
 from barellm.cuda.kernels.random import sample_key, words
 from barellm.cuda.lang import device, tl
 from barellm.program.ops.random import keep_scale, threshold
@@ -49,7 +49,7 @@ def constants_of(op: Any) -> dict[str, Any]:
 def lower(c: Lowering, out: str, x: str) -> None:
     op: Any = c.op
     operands = {"out": op.outputs[out], "x": op.inputs[x], "seq": lambda s: s.seq, "stream": int(op.stream)}
-    launch_rowwise(
+    rowwise(
         c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op)
     )
 

@@ -7,14 +7,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES, slope_of, value_of
-from barellm.cuda.kernels.common import (
-    flat_indices,
-    launch_elementwise,
-    launch_rowwise,
-    row_strides,
-    store_or_add,
-    tile_indices,
-)
+from barellm.cuda.kernels.common import elementwise, flat_indices, row_strides, rowwise, store_or_add, tile_indices
 from barellm.cuda.lang import device, tl
 from barellm.runtime.lowering import view_stride
 
@@ -40,14 +33,14 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 
 @device
 def cast_rows(
-    y, x, scalars, rows, C: tl.constexpr, Y_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
+    y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """Cast into rows that lie Y_ROW elements apart; zeros where there is no x."""
+    """Cast into rows that lie Y_STRIDE elements apart; zeros where there is no x."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
     if x is not None:
         value = tl.load(x + row[:, None] * C + column[None, :], mask=mask)
-    store_or_add(y + row[:, None] * Y_ROW + column[None, :], mask, value, scalars, MODE)
+    store_or_add(y + row[:, None] * Y_STRIDE + column[None, :], mask, value, scalars, MODE)
 
 
 @device
@@ -84,12 +77,12 @@ def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl
 
 @lowering("add", starts="y")
 def lower_add(op: Any, c: Lowering) -> None:
-    launch_elementwise(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
+    elementwise(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
 
 
 @lowering("rescale", starts="y")
 def lower_rescale(op: Any, c: Lowering) -> None:
-    launch_elementwise(
+    elementwise(
         c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward)
     )
 
@@ -97,7 +90,7 @@ def lower_rescale(op: Any, c: Lowering) -> None:
 @lowering("cast", starts="y", views="y")
 def lower_cast(op: Any, c: Lowering) -> None:
     if view_stride(op.y) is None:
-        launch_elementwise(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
+        elementwise(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
     else:
         lower_rows(op, c, op.x)
 
@@ -108,25 +101,25 @@ def lower_zeros(op: Any, c: Lowering) -> None:
 
 
 def lower_rows(op: Any, c: Lowering, x: Any) -> None:
-    launch_rowwise(c, cast_rows, op.y, {"y": op.y, "x": x}, writes="y", MODE=mode(op, "y"), **row_strides(y=op.y))
+    rowwise(c, cast_rows, op.y, {"y": op.y, "x": x}, writes="y", MODE=mode(op, "y"), **row_strides(y=op.y))
 
 
 @lowering(*ACTIVATIONS, starts="y")
 def lower_activation(op: Any, c: Lowering) -> None:
-    launch_elementwise(c, activation, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), NAME=op.name)
+    elementwise(c, activation, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), NAME=op.name)
 
 
 @lowering(*SLOPES, starts="dx")
 def lower_activation_backward(op: Any, c: Lowering) -> None:
     operands = {"dx": op.dx, "dy": op.dy, "x": op.x}
-    launch_elementwise(c, activation_backward, op.dx, operands, writes="dx", MODE=mode(op, "dx"), NAME=op.name)
+    elementwise(c, activation_backward, op.dx, operands, writes="dx", MODE=mode(op, "dx"), NAME=op.name)
 
 
 @lowering("bias", starts="y")
 def lower_bias(op: Any, c: Lowering) -> None:
-    launch_rowwise(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y", MODE=mode(op, "y"))
+    rowwise(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y", MODE=mode(op, "y"))
 
 
 @lowering("last_row", starts="y")
 def lower_last_row(op: Any, c: Lowering) -> None:
-    launch_rowwise(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y", MODE=mode(op, "y"))
+    rowwise(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y", MODE=mode(op, "y"))

@@ -4,7 +4,8 @@ The gradient of the token embedding needs every token's row in the order of the 
 sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by
 merging, where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted
 keys each, whatever their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's
-keys is written at once; of a token that reaches over a border each program keeps its part, and those are added in order.
+keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
+reduction).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import POS, launch_rowwise, pow2, store_or_add, tile_indices
+from barellm.cuda.kernels.common import POS, pow2, rowwise, store_or_add, tile_indices
 from barellm.cuda.kernels.storage import load_weight, weight_operands
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
@@ -42,7 +43,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= weight_operands("wte", op.wte)
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
-    launch_rowwise(c, embedding, op.y, operands, writes="y")
+    rowwise(c, embedding, op.y, operands, writes="y")
 
 
 @device
@@ -63,7 +64,7 @@ def embedding_dwpe(
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
     operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
-    launch_rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
+    rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
 
 
 @device
@@ -205,7 +206,7 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
     constants: dict[str, Any] = {"C": C, "MODE": written}
     if op.modes["dweight"] != "add":
         clear = operands | {"steps": steps}
-        launch_rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
+        rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
         add_token_rows,

@@ -21,14 +21,14 @@ BINS, NOT_FINITE = constant(op_module.BINS), constant(op_module.NOT_FINITE)
 
 
 @device
-def exponents(counts, sums, x, units, turns, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """A program counts `turns` blocks of elements, of units * UNIT in all."""
+def exponents(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """A program counts `blocks` blocks of elements, of units * UNIT in all."""
     program = tl.program_id(0).to(tl.int64)
     n = units.to(tl.int64) * UNIT
     count = tl.zeros((BINS,), tl.int32)
     total, size, square, largest = 0.0, 0.0, 0.0, 0.0
-    for turn in range(turns):
-        i = (program * turns + turn) * BLOCK + tl.arange(0, BLOCK)
+    for block in range(blocks):
+        i = (program * blocks + block) * BLOCK + tl.arange(0, BLOCK)
         v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
         e = (v.to(tl.int32, bitcast=True) >> 23) & NOT_FINITE
         count += tl.histogram(e, BINS, mask=i < n)
@@ -66,11 +66,11 @@ def lower_exponents(op: Any, c: Lowering) -> None:
     unit = unit_of(op.x)
     units = Count(tuple(d.name for d in op.x.dims), op.x.width // unit)
 
-    def turns(sizes: Sizes) -> int:
+    def blocks(sizes: Sizes) -> int:
         return ceil_div(ceil_div(units(sizes) * unit, BLOCK), PROGRAMS)
 
     def programs(sizes: Sizes) -> int:
-        return ceil_div(units(sizes) * unit, turns(sizes) * BLOCK)
+        return ceil_div(units(sizes) * unit, blocks(sizes) * BLOCK)
 
     most = min(PROGRAMS, ceil_div(op.x.size, BLOCK))
     partials = {
@@ -79,7 +79,7 @@ def lower_exponents(op: Any, c: Lowering) -> None:
     }
     c.launch(
         exponents,
-        {**partials, "x": weight_operand(op.x), "units": units, "turns": turns},
+        {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
         {"UNIT": unit, "BLOCK": BLOCK},
         grid=lambda s: (programs(s),),
         writes="counts sums",

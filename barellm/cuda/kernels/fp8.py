@@ -3,7 +3,7 @@ numbers that other ways to round to 8 bits leave.
 
 Shapes: x (tokens, K), weight (K, N), y (tokens, N), row-major; scales (1,). Tensor cores want both operands with the depth of the
 product as their last axis. So one kernel does out (M, N) = a b^T with a (M, depth) and b (N, depth), and what lies the other way
-round is turned over first: the weight for y, x and dy for dweight. A code is a byte to read and a byte to write there.
+round is transposed first: the weight for y, x and dy for dweight. A code is a byte to read and a byte to write there.
 
 Hopper's tensor cores keep few bits of a sum over e4m3 or e5m2: after each DEPTH of them it is added to one in fp32.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
+from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES, itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -24,7 +24,7 @@ FIRST = 89  # the compute capability that has these formats
 ROWS, COLUMNS = 128, 128  # of a tile of the result
 DEPTH = 128  # bytes of a tile of the operands, and the codes in the sums that a tensor core makes by itself
 GROUP = 8  # rows of tiles that blocks of neighbouring numbers share
-TURNED = 64  # side of the tiles that are turned over
+TRANSPOSE_TILE = 64  # side of the tiles that are transposed
 
 
 @device
@@ -45,27 +45,27 @@ def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.con
 
 
 @device
-def turn(y, x, rows, COLUMNS: tl.constexpr, Y_ROW: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
-    """y (COLUMNS, rows), whose rows lie Y_ROW bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
+def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
+    """y (COLUMNS, rows), whose rows lie Y_STRIDE bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     r0, c0 = tl.program_id(0) // ACROSS * TILE, tl.program_id(0) % ACROSS * TILE
     x += tl.cast(r0, tl.int64) * COLUMNS + c0
-    y += tl.cast(c0, tl.int64) * Y_ROW + r0
+    y += tl.cast(c0, tl.int64) * Y_STRIDE + r0
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
     within = c < COLUMNS - c0
     value = tl.load(x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & within[None, :], other=0.0)
     written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0
-    tl.store(y + c[:, None] * Y_ROW + r[None, :], tl.trans(value), mask=within[:, None] & written[None, :])
+    tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=within[:, None] & written[None, :])
 
 
 @device
 def eight_gemm(
     out, a, b, scale, other, scalars, M, depth,
-    N: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr, PER_TARGET: tl.constexpr,
-    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr,
+    PER_TARGET: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N) = a (M, depth) times b (N, depth) turned over, times both scales. NAME_ROW: elements from a row to the
-    next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
+    """One tile of out (M, N) = a (M, depth) times b (N, depth) transposed, times both scales. NAME_STRIDE: elements from a row to
+    the next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)
     first = pid // (GROUP * N_TILES) * GROUP
@@ -74,8 +74,8 @@ def eight_gemm(
     m0, n0 = (first + within % height) * BM, within // height * BN
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
-    a_at = a + tl.cast(m0, tl.int64) * A_ROW + (m[:, None] * A_ROW + k[None, :])
-    b_at = b + tl.cast(n0, tl.int64) * B_ROW + (n[None, :] * B_ROW + k[:, None])
+    a_at = a + tl.cast(m0, tl.int64) * A_STRIDE + (m[:, None] * A_STRIDE + k[None, :])
+    b_at = b + tl.cast(n0, tl.int64) * B_STRIDE + (n[None, :] * B_STRIDE + k[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
         if EVEN:
@@ -98,7 +98,7 @@ def check(c: Lowering, codes: Tensor) -> None:
         raise ValueError(f"{c.op.name} needs a GPU of compute capability 8.9 or later, found {found}")
 
 
-def turned(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
+def transposed(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
     """The codes (..., columns) as (columns, rows), in scratch, with zeros behind each row up to a multiple of DEPTH."""
     columns = int(codes.shape[-1])
     row = round_up(codes.size // columns, DEPTH)
@@ -106,21 +106,21 @@ def turned(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
 
     def grid(s: Any) -> tuple[int, ...]:
         there = rows if isinstance(rows, int) else rows(s)
-        return (round_up(there, DEPTH) // TURNED * ceil_div(columns, TURNED),)
+        return (round_up(there, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
 
-    constants = {"COLUMNS": columns, "Y_ROW": row, "DEPTH": DEPTH, "TILE": TURNED}
-    c.launch(turn, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
+    constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
+    c.launch(transpose_codes, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
 
-def product(
+def append_gemm(
     c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other: Tensor,
     *, M: Size | int, depth: Size | int, mode: int, per_target: bool,
 ) -> None:  # fmt: skip
-    """Append one product of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
+    """Append one GEMM of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
     check(c, a)
     N, depth_of_tile = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
-    rows = {"A_ROW": int(a.shape[-1]), "B_ROW": int(b.shape[-1])}
+    rows = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}
     even = not any(row % depth_of_tile for row in rows.values())
     operands = {"out": out, "a": a, "b": b, "scale": scale, "other": other, "M": M, "depth": depth}
     constants = {"N": N, **rows, "EVEN": even, "EIGHT": a.dtype in LARGEST, "PER_TARGET": per_target, "MODE": mode}
@@ -136,25 +136,25 @@ def product(
 def lower_quantise(op: Any, c: Lowering) -> None:
     check(c, op.y)
     operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
-    launch_elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
+    elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
 
 
 @lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul(op: Any, c: Lowering) -> None:
     depth = int(op.weight.shape[0])
     how = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
-    product(c, op.y, op.x, turned(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
+    append_gemm(c, op.y, op.x, transposed(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
 
 
 @lowering("scaled_matmul_dx", starts="dx", also={"dy": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul_dx(op: Any, c: Lowering) -> None:
     how = {"M": c.rows(op.dy), "depth": int(op.weight.shape[1]), "mode": mode(op, "dx"), "per_target": True}
-    product(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **how)
+    append_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **how)
 
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
 def lower_scaled_matmul_dw(op: Any, c: Lowering) -> None:
     rows = c.rows(op.x)
-    a, b = turned(c, "x", op.x, rows), turned(c, "dy", op.dy, rows)
+    a, b = transposed(c, "x", op.x, rows), transposed(c, "dy", op.dy, rows)
     how = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
-    product(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)
+    append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)

@@ -1,5 +1,5 @@
-"""Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows, which lie as many elements apart as their
-constants say; weight (N, K); z, dz (rows, N) fp32; base, y, dy, dx (rows, C), of which N divides C.
+"""Sigmoid gates: logits, gating and gradients. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows, which lie as
+many elements apart as their constants say; weight (N, K); z, dz (rows, N) fp32; base, y, dy, dx (rows, C), of which N divides C.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from barellm.runtime.lowering import part, weight_operand
 
 
 @device
-def read(x, row, live, ROW: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
+def read(x, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
     """WIDTH columns of some rows."""
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + row[:, None] * ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @device
@@ -36,14 +36,14 @@ def weights(weight, n, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr
 @device
 def gate_logits(
     z, x, extra, weight, rows,
-    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_ROW: tl.constexpr, EXTRA_ROW: tl.constexpr,
+    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
-    v = read(x, row, live, X_ROW, WX, BC)
+    v = read(x, row, live, X_STRIDE, WX, BC)
     if extra is not None:
-        e = read(extra, row, live, EXTRA_ROW, WE, BC)
+        e = read(extra, row, live, EXTRA_STRIDE, WE, BC)
     for n in range(N):
         total = tl.sum(v * weights(weight, n, 0, WX, WX + WE, BC), 1)
         if extra is not None:
@@ -54,7 +54,7 @@ def gate_logits(
 def logits_constants(op: Any) -> dict[str, Any]:
     """Columns that are read of x and extra, how far their rows lie apart, and a block that holds either."""
     widths = [int(op.x.shape[-1]), 0 if op.extra is None else int(op.extra.shape[-1])]
-    strides = row_strides(x=op.x) | ({"EXTRA_ROW": None} if op.extra is None else row_strides(extra=op.extra))
+    strides = row_strides(x=op.x) | ({"EXTRA_STRIDE": None} if op.extra is None else row_strides(extra=op.extra))
     BC = max(MIN_SUM_COLUMNS, pow2(max(widths)))
     sizes = {"N": int(op.weight.shape[0]), "WX": widths[0], "WE": widths[1]}
     return {**sizes, **strides, "BR": max(1, 2 * BLOCK // BC), "BC": BC}
@@ -70,7 +70,7 @@ def lower_gate_logits(op: Any, c: Lowering) -> None:
 @device
 def columns_backward(
     dx, partials, dz, x, weight, scalars, begin, end,
-    N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
+    N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of WIDTH columns in rows [begin, end), and these rows' part of the gradient of their weights."""
@@ -84,7 +84,7 @@ def columns_backward(
             by = tl.load(dz + row * N + n, mask=live, other=0.0)
             total += by[:, None] * weights(weight, n, FIRST, WIDTH, K, BC)
         store_or_add(
-            dx + row[:, None] * DX_ROW + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
+            dx + row[:, None] * DX_STRIDE + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
         )
     for n in range(N):
         sums = tl.zeros((BR, BC), tl.float32)
@@ -92,7 +92,7 @@ def columns_backward(
             row = first + tl.arange(0, BR).to(tl.int64)
             live = row < end
             by = tl.load(dz + row * N + n, mask=live, other=0.0)
-            sums += by[:, None] * read(x, row, live, X_ROW, WIDTH, BC)
+            sums += by[:, None] * read(x, row, live, X_STRIDE, WIDTH, BC)
         to = partials + tl.program_id(0) * (N * K) + n * K + FIRST + column
         tl.store(to, tl.sum(sums, 0), mask=inside)
 
@@ -100,19 +100,19 @@ def columns_backward(
 @device
 def gate_logits_backward(
     dx, dextra, partials, dz, x, extra, weight, scalars, rows, per,
-    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_ROW: tl.constexpr, EXTRA_ROW: tl.constexpr,
-    DX_ROW: tl.constexpr, DEXTRA_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
+    DX_STRIDE: tl.constexpr, DEXTRA_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DEXTRA_MODE: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     columns_backward(
-        dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_ROW, DX_ROW, BR, BC, DX_MODE
+        dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE
     )
     if extra is not None:
         columns_backward(
             dextra, partials, dz, extra, weight, scalars, begin, end,
-            N, WX, WE, WX + WE, EXTRA_ROW, DEXTRA_ROW, BR, BC, DEXTRA_MODE,
+            N, WX, WE, WX + WE, EXTRA_STRIDE, DEXTRA_STRIDE, BR, BC, DEXTRA_MODE,
         )  # fmt: skip
 
 
@@ -124,16 +124,10 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     operands = {name: (op.inputs | op.outputs).get(name) for name in ("dx", "dextra", "dz", "x", "extra")}
     operands |= {"partials": partials, "weight": weight_operand(op.weight), "rows": rows, "per": chunks.per}
     two = op.extra is not None
-    constants = logits_constants(op) | row_strides(dx=op.dx) | {"DEXTRA_ROW": op.dextra.row_stride if two else None}
+    constants = logits_constants(op) | row_strides(dx=op.dx) | {"DEXTRA_STRIDE": op.dextra.row_stride if two else None}
     constants |= {"BR": min(16, constants["BR"])}
     constants |= {"DX_MODE": mode(op, "dx"), "DEXTRA_MODE": mode(op, "dextra") if two else None}
-    c.launch(
-        gate_logits_backward,
-        operands,
-        constants,
-        grid=lambda s: (chunks.count(s),),
-        writes="dx dextra partials",
-    )
+    c.launch(gate_logits_backward, operands, constants, grid=lambda s: (chunks.count(s),), writes="dx dextra partials")
     lower_combine(c, partials, ["dweight"], chunks)
 
 
@@ -156,7 +150,7 @@ def factor_of(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
 @device
 def gated(
     y, base, x, z, factor, scalars, rows, seq,
-    C: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, BASE_ROW: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """A program's columns are those of one gate."""
@@ -173,11 +167,11 @@ def gated(
     opens = mask
     if SHIFT > 0:
         opens = mask & (row % seq >= SHIFT)[:, None]
-    value = gate[:, None] * tl.load(x + (row - SHIFT)[:, None] * X_ROW + column[None, :], mask=opens, other=0.0).to(
+    value = gate[:, None] * tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=opens, other=0.0).to(
         tl.float32
     )
     if base is not None:
-        value += tl.load(base + row[:, None] * BASE_ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(base + row[:, None] * BASE_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
     store_or_add(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
 
 
@@ -192,7 +186,7 @@ def lower_gated(op: Any, c: Lowering) -> None:
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
     BR = BLOCK // BC
-    constants |= {"BASE_ROW": None if op.base is None else op.base.row_stride, "BR": BR, "BC": BC}
+    constants |= {"BASE_STRIDE": None if op.base is None else op.base.row_stride, "BR": BR, "BC": BC}
     operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor, "rows": rows, "seq": length(op)}
     blocks = N * ceil_div(C // N, BC)
     constants |= {"MODE": mode(op, "y")}
@@ -208,7 +202,7 @@ def length(op: Any) -> Any:
 @device
 def gated_backward(
     dx, dz, dfactor, partials, counter, dy, x, z, factor, scalars, rows, seq,
-    C: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr, DFACTOR_MODE: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -230,14 +224,14 @@ def gated_backward(
         column = n * D + first + tl.arange(0, BC)
         mask = opens[:, None] & inside[None, :]
         by = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + (row - SHIFT)[:, None] * X_ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
         sums += by * v
         store_or_add(
-            dx + (row - SHIFT)[:, None] * DX_ROW + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE
+            dx + (row - SHIFT)[:, None] * DX_STRIDE + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE
         )
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
-            to = dx + row[:, None] * DX_ROW + column[None, :]
+            to = dx + row[:, None] * DX_STRIDE + column[None, :]
             store_or_add(to, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
     dots = tl.sum(sums, 1)
     store_or_add(dz + row * N + n, live, times * (s * (1.0 - s)) * dots, scalars, DZ_MODE)

@@ -1,5 +1,5 @@
-"""Norms of images by groups of channels, and means over pixels, with their gradients. A row is what a group of an image has, M
-numbers side by side; a program walks one, again for each sum that needs the one before, out of the second cache."""
+"""GroupNorm (Wu and He 2018) and global average pooling, with their gradients. A row is what a group of an image has, M contiguous
+numbers; a program walks one, again for each sum that needs the one before, out of L2."""
 
 from __future__ import annotations
 

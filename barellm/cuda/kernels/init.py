@@ -35,7 +35,7 @@ UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELD
 @device
 def normals(first, second):
     """Two standard normals from two words (Box-Muller on 24 bits of each). The logarithm is fp64: near 1, where the radius is
-    small, a fast one has no correct digit. The angle is brought into an eighth of a turn in integers, where Taylor's series
+    small, a fast one has no correct digit. The angle is brought into an eighth of a circle in integers, where Taylor's series
     needs five terms; it costs no branch for large angles, which a library's function has."""
     uniform = ((first >> 8) + 1).to(tl.float64) * (1.0 / 16777216.0)
     radius = tl.sqrt((-2.0 * tl.log(uniform)).to(tl.float32))
@@ -67,8 +67,8 @@ def random_init(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """size * random numbers; BF16: rounded to it."""
-    entry, turn = find_entry(table, ENTRIES, WIDE)
-    row = turn * BR + tl.arange(0, BR)
+    entry, block = find_entry(table, ENTRIES, WIDE)
+    row = block * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (row < integer(table, entry, ROWS, ENTRIES))[:, None] & (column < C)[None, :]
     seed = tl.load(scalars + SEED).to(tl.uint32)
@@ -114,8 +114,8 @@ def constant_init(
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    entry, turn = find_entry(table, ENTRIES, WIDE)
-    i = turn * BLOCK + tl.arange(0, BLOCK)
+    entry, block = find_entry(table, ENTRIES, WIDE)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
     live = i < integer(table, entry, VALID, ENTRIES)
     param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None

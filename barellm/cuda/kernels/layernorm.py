@@ -166,14 +166,14 @@ def layernorm_dx_long(
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     centre, inverse = statistics(mean, rstd, row, row < rows)
-    sums, products = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
+    sums, dot_products = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C
         _, dn, n = factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
         sums += dn
-        products += dn * n
-    a, p = offset_of(mean, sums, C), tl.sum(products, 1) / C
+        dot_products += dn * n
+    a, p = offset_of(mean, sums, C), tl.sum(dot_products, 1) / C
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C

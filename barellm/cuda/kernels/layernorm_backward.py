@@ -1,6 +1,6 @@
-"""The whole backward pass of a LayerNorm or RMSNorm, and what reads its result next, in one walk over the rows.
+"""The complete backward pass of a LayerNorm or RMSNorm, fused with what reads its result next, in one pass over the rows.
 
-Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the product's bias gradient and operand (cast, or dropout)
+Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the GEMM's bias gradient and operand (cast, or dropout)
 read dx twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4,
 dx 4 + 4, narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, count, C) fp32.
 """

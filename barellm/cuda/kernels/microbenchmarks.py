@@ -1,5 +1,5 @@
-"""Kernels without an op: what the machine does at best (no result is looked at; it depends on every operation), and whether two
-ranges of memory are equal."""
+"""Microbenchmarks of the roofline: peak FLOP/s and bandwidth (the result depends on every operation, and nobody reads it). And a
+comparison of two ranges of memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from barellm.cuda.lang import device, tl
 
 
 @device
-def peak(out, a, b, turns, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
-    """Each block does the same product again and again, a (ROWS, DEPTH) by b (DEPTH, COLS), from shared memory and registers.
+def peak(out, a, b, iterations, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
+    """Each thread block does the same matmul again and again, a (ROWS, DEPTH) by b (DEPTH, COLS), from shared memory and registers.
     out: a number for each block."""
     m, n, k = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, DEPTH)
     x = tl.load(a + m[:, None] * DEPTH + k[None, :])
     y = tl.load(b + k[:, None] * COLS + n[None, :])
     acc = tl.zeros((ROWS, COLS), tl.float32)
-    for _ in range(turns):
+    for _ in range(iterations):
         acc = tl.dot(x, y, acc, input_precision="ieee")
     tl.store(out + tl.program_id(0), tl.sum(tl.sum(acc, 1), 0))
 

@@ -1,5 +1,6 @@
-"""Tables: operands of many tensors for one launch. A table has a column for each field, 8 bytes for each entry; the first column is
-an entry's first program, so a program finds its entry by counting those that began before it."""
+"""Multi-tensor launches (as PyTorch's multi-tensor apply): operands of many tensors for one launch, in a table. A table has a
+column for each field, 8 bytes for each entry; the first column is an entry's first program, so a program finds its entry by
+counting those that began before it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
 
 
 def entry_constants(entries: int) -> dict[str, int]:
-    """The constants of `entry_of`."""
+    """The constants of `find_entry`."""
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
 
 

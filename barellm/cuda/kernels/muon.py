@@ -98,7 +98,7 @@ def muon_normalize(
     HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up the few partial sums, in the same order."""
-    entry, turn = find_entry(table, ENTRIES, WIDE)
+    entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
     total = tl.zeros((SUM_BLOCK,), tl.float64)
@@ -108,7 +108,7 @@ def muon_normalize(
     factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))
     u = matrix_pointer(table, entry, FROM, ENTRIES, UNIT, HALF, FP16)
     x = matrix_pointer(table, entry, TO, ENTRIES, UNIT, HALF, FP16)
-    for begin in range(turn * SPAN, tl.minimum((turn + 1) * SPAN, n), BLOCK):
+    for begin in range(block * SPAN, tl.minimum((block + 1) * SPAN, n), BLOCK):
         i = begin + tl.arange(0, BLOCK)
         value = tl.load(u + i, mask=i < n, other=0.0).to(tl.float32) * factor.to(tl.float32)
         tl.store(x + i, value, mask=i < n)
@@ -219,7 +219,7 @@ def muon_update(
     the place of the learning rate among the scalars."""
     ok = tl.load(clip + 1)
     if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
-        entry, turn = find_entry(table, ENTRIES, WIDE)
+        entry, block = find_entry(table, ENTRIES, WIDE)
         n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
         param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
         if FORMAT is not None:
@@ -231,7 +231,7 @@ def muon_update(
         if SQUARED:
             lost *= rate * number(table, entry, SCALE, ENTRIES)
         decay = lost.to(tl.float32)
-        begin = turn * SPAN
+        begin = block * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
             mask = i < n

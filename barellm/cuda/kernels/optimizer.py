@@ -176,7 +176,7 @@ def adamw(
     rounded to it."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
-        entry, turn = find_entry(table, ENTRIES, WIDE)
+        entry, block = find_entry(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
         param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
         if FORMAT is not None:
@@ -191,7 +191,7 @@ def adamw(
             lost = (lr * decay).to(tl.float32)
         else:
             shrink = (1.0 - decay).to(tl.float32)
-        begin = turn * SPAN
+        begin = block * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
             # through shared memory.

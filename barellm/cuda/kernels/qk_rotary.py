@@ -1,5 +1,5 @@
 """RMSNorm of heads and half-truncated rotary positions, both ways. Shapes: x, y, dy, dx (batch, seq, W), rows of x and dx X_ROW and
-DX_ROW elements apart; rstd (batch, seq, COUNT) for COUNT heads of D columns; cos, sin (positions, D / 4) fp32.
+DX_STRIDE elements apart; rstd (batch, seq, COUNT) for COUNT heads of D columns; cos, sin (positions, D / 4) fp32.
 
 A program has BR heads, one after the other in memory, in registers: each is read once.
 """
@@ -15,8 +15,8 @@ from barellm.program.integers import ceil_div
 
 
 @device
-def turned(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """v (BR, BC) with its planes turned by the angles of `position` (BR,); those from D / 4 on stay."""
+def transposed(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """v (BR, BC) with its planes rotated by the angles of `position` (BR,); those from D / 4 on stay."""
     plane = tl.arange(0, BC // 2)
     at = position[:, None] * (D // 4) + plane[None, :]
     turning = mask & (plane < D // 4)[None, :]
@@ -42,17 +42,19 @@ def place(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr
 @device
 def qk_rotary(
     y, rstd, x, cos, sin, rows, seq,
-    X_ROW: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, PAIRED: tl.constexpr, SHIFT: tl.constexpr,
+    X_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, PAIRED: tl.constexpr, SHIFT: tl.constexpr,
     EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The upper half of a key, if it moves, is stored in the next row."""
     unit, live, row, head, t, position = place(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
-    v = tl.load(x + row[:, None] * X_ROW + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)
     tl.store(rstd + unit, inverse, mask=live)
-    n = turned(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
+    n = transposed(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
     i = unit[:, None] * D + column[None, :]
     if SHIFT:
         moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
@@ -66,10 +68,10 @@ def qk_rotary(
 @device
 def qk_rotary_backward(
     dx, dy, x, rstd, cos, sin, scalars, rows, seq,
-    X_ROW: tl.constexpr, DX_ROW: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
+    X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
     PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - n mean(dn n)), dn being dy turned back."""
+    """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
     unit, live, row, head, t, position = place(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -81,12 +83,12 @@ def qk_rotary_backward(
         given += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
     else:
         given = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    dn = turned(given, cos, sin, position, live[:, None], D, True, BR, BC)
+    dn = transposed(given, cos, sin, position, live[:, None], D, True, BR, BC)
     within = (head * D)[:, None] + column[None, :]
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
-    n = tl.load(x + row[:, None] * X_ROW + within, mask=mask, other=0.0).to(tl.float32) * inverse
+    n = tl.load(x + row[:, None] * X_STRIDE + within, mask=mask, other=0.0).to(tl.float32) * inverse
     mean = tl.sum(dn * n, 1) / D
-    store_or_add(dx + row[:, None] * DX_ROW + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
+    store_or_add(dx + row[:, None] * DX_STRIDE + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
 
 
 def launch(op: Any, c: Lowering, function: Any, operands: dict[str, Any], *, writes: str, **constants: Any) -> None:

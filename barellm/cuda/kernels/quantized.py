@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering
 from barellm.cuda.kernels import quantized_mma
 from barellm.cuda.kernels.common import pow2, view_strides
 from barellm.cuda.kernels.epilogue import epilogue_operands, epilogue_subtile
-from barellm.cuda.kernels.matmul import product
+from barellm.cuda.kernels.matmul import append_gemm
 from barellm.cuda.kernels.skinny_gemm import RowsIfSkinny, RowsUnlessSkinny
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -63,10 +63,10 @@ def quantized_skinny_gemm(
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
     EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """16 columns of out, all rows, BB blocks at a time. GROUP blocks share a scale. WIDE: codes of 8 bits."""
-    x_row: tl.constexpr = X_ROW if X_ROW is not None else K
+    x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
@@ -111,7 +111,7 @@ def quantized_skinny_gemm(
         power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
         epilogue_subtile(
             out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
-            OUT_ROW, PRE_ROW, OTHER_ROW,
+            OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def words_of(codes: Any) -> tuple[Region, str]:
 
 
 def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Write the matrix out, in runs that have `rows`; gives it as the operand of a product."""
+    """Write the matrix out, in runs that have `rows`; gives it as the operand of a GEMM."""
     how, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(how, N, K)
@@ -200,7 +200,7 @@ def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def lower_quantized(op: Any, c: Lowering) -> None:
-    """A product with codes, with what follows it."""
+    """A matmul with quantized weights, with its epilogue."""
     how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K
@@ -215,10 +215,10 @@ def lower_quantized(op: Any, c: Lowering) -> None:
         constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
         constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
         c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
-    if most > choices.FEW:
+    if most > gemm_config.SKINNY_M:
         more = RowsUnlessSkinny(rows)
         weight = append_numbers(c, op, more)
-        product(
+        append_gemm(
             c, "nt", out=op.y, a=op.x, b=weight, rows=more, most=most, N=N, K=K, bias=op.inputs.get("bias"),
             residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), epilogue=epilogue, mode=MODES["store"],
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Products of up to 8 rows with weights of 4 bits on tensor cores: each code is read once, for all rows.
+"""Skinny GEMM, up to 8 rows, with 4-bit weights (int4, NF4) on tensor cores: each code is read once, for all rows.
 
 Shapes: x (rows, K) of 16 bits, read as words of two elements; codes (tiles, BLOCKS, 16 words), scales (tiles, GROUPS + 1, 16), y
 (rows, N). A word of codes has the elements k, k + 1, k + 4 and k + 5 of two neighbouring columns: all eight that a thread has of an
 operand of mma.m16n8k16, if the rows of that operand are a tile's columns, even ones first, and its depth are two blocks. So the 32
-words of two blocks go to the 32 lanes of a warp, and the codes become numbers in the registers that the product takes:
+words of two blocks go to the 32 lanes of a warp, and the codes become numbers in the registers that the mma takes:
 
     prmt    the bytes of one column, a zero behind each
     lop3    the bits of 128 (in fp16 of 1024), twice, with a code in the last places of each
@@ -27,7 +27,7 @@ from barellm.program.quantization import BLOCK, INTEGERS, NORMAL_QUANTILES, Sche
 from barellm.runtime.lowering import part, view_stride
 
 WARPS = constant(8)
-TURN = constant(16)  # blocks that a warp multiplies in one turn
+TURN = constant(16)  # blocks that a warp multiplies in one iteration
 GROUPS_OF_BLOCKS = (4, 8, 16)  # that share a scale
 ALIGN = 4  # bytes of a word
 DTYPES = ("bf16", "fp16")
@@ -94,9 +94,9 @@ def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr,
     NORMAL: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
-    X_ROW: gl.constexpr, OUT_ROW: gl.constexpr, PRE_ROW: gl.constexpr, OTHER_ROW: gl.constexpr,
+    X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PRE_STRIDE: gl.constexpr, OTHER_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_ROW: elements from a
+    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_STRIDE: elements from a
     row to the next, of x words."""
     # (warp, odd column, pair of columns, lane of four, one of two): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
@@ -114,7 +114,7 @@ def quantized_mma(
     word_block, word = i // 32 * TURN + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
     j = gl.arange(0, 64 * WARPS, layout=PAIR)
     x_block, x_row = j // 64 * TURN + j % 8 // 4, j % 64 // 8
-    x_at = x_row * X_ROW + j // 2 % 2 + j % 2 * 2
+    x_at = x_row * X_STRIDE + j // 2 % 2 + j % 2 * 2
     c = gl.arange(0, 16 * WARPS, layout=SCALE)
     scale_block = c // 16 * TURN
     codes += tile.to(gl.int64) * (BLOCKS * 16)
@@ -146,16 +146,16 @@ def quantized_mma(
     if bias is not None:
         y += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)
     if pre is not None:
-        gl.store(pre + (row * PRE_ROW + column), y, mask=inside)
+        gl.store(pre + (row * PRE_STRIDE + column), y, mask=inside)
         y = value_of(y, EPILOGUE)
     elif other is not None:  # a residual
-        y += gl.load(other + (row * OTHER_ROW + column), mask=inside, other=0.0).to(gl.float32)
-    store_or_add(out + (row * OUT_ROW + column), inside, y, scalars, MODE)
+        y += gl.load(other + (row * OTHER_STRIDE + column), mask=inside, other=0.0).to(gl.float32)
+    store_or_add(out + (row * OUT_STRIDE + column), inside, y, scalars, MODE)
 
 
 @gluon
 def multiplied(words, pairs, sums, HALF: gl.constexpr, NORMAL: gl.constexpr):
-    """sums, plus the products of two blocks: one instruction's operands become tensors with the layout of its sums."""
+    """sums, plus the dot products of two blocks: one instruction's operands become tensors with the layout of its sums."""
     LIKE: gl.constexpr = sums.type.layout
     words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), LIKE, assert_trivial=True)
     pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), LIKE, assert_trivial=True)
@@ -168,7 +168,7 @@ def multiplied(words, pairs, sums, HALF: gl.constexpr, NORMAL: gl.constexpr):
 
 
 def fits(how: Scheme, x: Any) -> bool:
-    """Whether a product of few rows takes this kernel: 4-bit codes, and x of 16 bits in whole blocks, whose words lie as words
+    """Whether a skinny GEMM takes this kernel: 4-bit codes, and x of 16 bits in whole blocks, whose words lie as words
     must."""
     K = int(x.shape[-1])
     whole = K % BLOCK == 0 and (view_stride(x) or K) % 2 == 0 and part(x).start % ALIGN == 0
@@ -181,14 +181,14 @@ def fits(how: Scheme, x: Any) -> bool:
 
 
 def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Append the product. `operands`, `grid`: as `quantized_few_rows` takes them."""
+    """Append the GEMM. `operands`, `grid`: as `quantized_skinny_gemm` takes them."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {
         "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK,
         "HALF": op.x.dtype == "fp16", "NORMAL": how.table != INTEGERS,
-        "EPILOGUE": epilogue, "MODE": mode, "X_ROW": (view_stride(op.x) or K) // 2,
-        **{f"{name.upper()}_ROW": stride.get(name) for name in ("out", "pre", "other")},
+        "EPILOGUE": epilogue, "MODE": mode, "X_STRIDE": (view_stride(op.x) or K) // 2,
+        **{f"{name.upper()}_STRIDE": stride.get(name) for name in ("out", "pre", "other")},
     }  # fmt: skip
     words = operands | {"x": (part(op.x), "i32")}
     c.launch(quantized_mma, words, constants, grid=grid, writes="out pre", warps=WARPS.value)

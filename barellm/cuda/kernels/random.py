@@ -1,4 +1,5 @@
-"""Threefry2x32-20 on uint32 lanes, bit for bit what `program/ops/random.py` defines."""
+"""Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes; bitwise what `program/ops/random.py`
+defines."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.cuda.choices import AttentionTile, padded
+from barellm.cuda.attention_config import AttentionConfig, padded_head_size
 from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention import options
 from barellm.cuda.kernels.attention_backward import STATS, stats_of
@@ -28,13 +28,13 @@ PART = 16
 
 
 @device
-def kind_of_block(rows, row, key, LISTS: tl.constexpr, ENTRIES: tl.constexpr, LONGEST: tl.constexpr):
+def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
     """The kind of the entry of a row of all heads' rows that names the block `key`, -1 if none does."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
-    at = rows + LISTS + 1 + begin + tl.arange(0, LONGEST)
+    at = rows + LAYOUT[1] + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
     match = tl.load(at, mask=inside, other=-1) == key
-    return tl.sum(tl.where(match, tl.load(at + ENTRIES, mask=match, other=0) + 1, 0), 0) - 1
+    return tl.sum(tl.where(match, tl.load(at + LAYOUT[2], mask=match, other=0) + 1, 0), 0) - 1
 
 
 @dataclass(frozen=True)
@@ -61,60 +61,67 @@ class Tiles:
 
 
 @device
-def layout_attention_drelative(
-    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq,
-    UNIT: tl.constexpr, ROOT: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    BLOCK: tl.constexpr, LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+def block_sparse_attention_drelative(
+    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
+    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     LEAST: tl.constexpr, LONGEST: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """partials (parts, 2, M, H * D). A program is one gap, in tiles, one head, and `chunk` of the `count` tiles of queries of all
     sequences."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     gap, head, part = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = (seq + BT - 1) // BT
-    shared = head // SHARE * D
-    vectors = vectors_of(relative + head * D, gap * BT, BT, FIRST, COUNT, C, D, DP)
+    shared = head // GROUP_SIZE * D
+    vectors = vectors_of(relative + head * D, gap * BT, BT, TERMS, C, D, DP)
     total = tl.zeros((2 * BT, DP), tl.float32)
     place = tl.arange(0, BT)
     for i in range(part * chunk, tl.minimum(part * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
         if (n0 >= 0) & (n0 < seq):
-            kind = kind_of_block(rows, head * (LISTS // H) + m0 // BLOCK, n0 // BLOCK, LISTS, ENTRIES, LONGEST)
+            kind = kind_of_block(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, n0 // BLOCK, LAYOUT, LONGEST)
             if kind >= 0:
                 token = sequence.to(tl.int64) * seq
-                queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BT, D, DP)
-                keys = load_rows(kv_pointer(q, k, K_AT) + token * K_ROW + shared, n0, seq, K_ROW, BT, D, DP)
-                values = load_rows(kv_pointer(q, v, V_AT) + token * V_ROW + shared, n0, seq, V_ROW, BT, D, DP)
+                queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
+                keys = load_rows(
+                    kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared, n0, seq, STRIDES[1], BT, D, DP
+                )
+                values = load_rows(
+                    kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared, n0, seq, STRIDES[2], BT, D, DP
+                )
                 do = load_rows(dout + token * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
-                top, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
+                lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
                 sees = seen(masks, kind, (m0 % BLOCK + place)[:, None], (n0 % BLOCK + place)[None, :], BLOCK)
-                p = tl.where(sees, tl.math.exp2(s * UNIT - top[:, None]), 0.0)
+                p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
                 dp = tl.dot(do, tl.trans(values), input_precision="ieee")
                 dt = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
                 total = tl.dot(tl.trans(dt), queries, total, input_precision="ieee")
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
-    row = (gap - 1) * BT - FIRST + w
-    at = (2 * part + w // BT).to(tl.int64) * (COUNT * C) + row * C + head * D
-    inside = ((row >= 0) & (row < COUNT))[:, None] & (d < D)[None, :]
-    tl.store(partials + at[:, None] + d[None, :], total * ROOT, mask=inside)
+    row = (gap - 1) * BT - TERMS[0] + w
+    at = (2 * part + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D
+    inside = ((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :]
+    tl.store(partials + at[:, None] + d[None, :], total * SOFTMAX_SCALE, mask=inside)
 
 
 def append_gradient(
-    c: Lowering, op: Any, tile: AttentionTile, operands: dict[str, Any], constants: dict[str, Any]
+    c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]
 ) -> None:
     """Append drelative, by square tiles; of heads wider than 64 columns larger ones than 16 spill."""
-    BT = tile.keys if constants["DP"] <= 64 else min(tile.keys, 16)
+    BT = tile.keys if constants["HEADS"][3] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)
     count = Tiles(axis_size(op.q, 0), axis_size(op.q, 1), BT)
     planned = Sizes(int(op.q.shape[0]), int(op.q.shape[1]))
     partials = c.scratch("partials", (count.most(planned), 2, op.relative.size))
-    longest = padded(int(np.diff(op.layout.offsets, axis=1).max()))
+    longest = padded_head_size(int(np.diff(op.layout.offsets, axis=1).max()))
     c.launch(
-        layout_attention_drelative,
+        block_sparse_attention_drelative,
         operands | {"partials": partials, "chunk": count.chunk, "count": count},
         constants | {"LEAST": gaps.start, "LONGEST": longest, "BT": BT},
         grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options(tile),

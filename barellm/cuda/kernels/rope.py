@@ -18,14 +18,14 @@ WIDE = 256  # planes, or columns that pass through, of one program
 @device
 def rope(
     y, x, cos, sin, scalars, rows, seq,
-    W: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
+    W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The first TURNED columns turn, by position pos + t; those behind pass through. Axis 1 of the grid: blocks of planes, then
-    blocks of the columns behind."""
+    """The first ROTARY_DIM columns are rotated, by position pos + t; those behind pass through. Axis 1 of the grid: blocks of
+    planes, then blocks of the columns behind."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
-    PLANES: tl.constexpr = TURNED // 2
+    PLANES: tl.constexpr = ROTARY_DIM // 2
     TURNING: tl.constexpr = (PLANES + BC - 1) // BC
     if tl.program_id(1) < TURNING:
         plane = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -40,7 +40,7 @@ def rope(
         store_or_add(y + i, mask, a * c - b * s, scalars, MODE)
         store_or_add(y + i + HALF, mask, b * c + a * s, scalars, MODE)
     else:
-        column = TURNED + (tl.program_id(1) - TURNING) * BC + tl.arange(0, BC)
+        column = ROTARY_DIM + (tl.program_id(1) - TURNING) * BC + tl.arange(0, BC)
         mask = live & (column < W)[None, :]
         i = row[:, None] * W + column[None, :]
         store_or_add(y + i, mask, tl.load(x + i, mask=mask, other=0.0).to(tl.float32), scalars, MODE)
@@ -49,14 +49,14 @@ def rope(
 @lowering("rope", starts="y")
 def lower_rope(op: Any, c: Lowering) -> None:
     W, HALF, rows = int(op.x.shape[-1]), int(op.cos.shape[-1]), c.rows(op.x)
-    turned = op.heads * 2 * HALF
-    BC = min(WIDE, pow2(max(turned // 2, W - turned)))
+    transposed = op.heads * 2 * HALF
+    BC = min(WIDE, pow2(max(transposed // 2, W - transposed)))
     BR = BLOCK // BC
-    constants = {"W": W, "TURNED": turned, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
+    constants = {"W": W, "ROTARY_DIM": transposed, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
     c.launch(
         rope,
         {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
         constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(turned // 2, BC) + ceil_div(W - turned, BC)),
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(transposed // 2, BC) + ceil_div(W - transposed, BC)),
         writes="y",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, pow2, scalar_fp64
+from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, pow2, scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops import scales
@@ -128,4 +128,4 @@ def lower_float_bias(op: Any, c: Lowering) -> None:
 @lowering("round_floating", also={"x": PLANES})
 def lower_round_floating(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "x": weight_operand(op.x), "bias": op.bias}
-    launch_elementwise(c, round_floating, op.y, operands, writes="y", DENORMALS=op.denormals, PER_TARGET=op.per_target)
+    elementwise(c, round_floating, op.y, operands, writes="y", DENORMALS=op.denormals, PER_TARGET=op.per_target)

@@ -1,4 +1,5 @@
-"""Sums over all programs of a launch, without a second launch: the program that comes last adds up what the others left.
+"""Single-pass reduction over all programs of a launch: the last program to arrive adds up the partial sums of the others (CUDA's
+threadFenceReduction).
 
 Each program stores its partial sum, then counts itself. Who finds that all others have counted themselves adds the partial sums in
 the order of their places, so the bits do not depend on who it is. It also sets the counter back to zero, as the next launch expects

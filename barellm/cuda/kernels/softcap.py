@@ -11,7 +11,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
+from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
 from barellm.cuda.kernels.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import EIGHTS
@@ -218,4 +218,4 @@ def softcap(
 @lowering("softcap", starts="y")
 def lower_softcap(op: Any, c: Lowering) -> None:
     constants = {**dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)), "MODE": mode(op, "y")}
-    launch_elementwise(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)
+    elementwise(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)

@@ -1,11 +1,11 @@
-"""Sums over tokens in parts: each part's partial result apart in fp32, then added in order. How many parts: choices.py."""
+"""Split-K: fp32 partial results of slices of a sum over tokens, then added in order. How many slices: gemm_config.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import gemm_config
 from barellm.cuda.kernel import Lowering, Size, Sizes
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
@@ -29,14 +29,14 @@ def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.cons
 
 @dataclass(frozen=True)
 class SplitK:
-    """How many tokens each part of a weight gradient sums, by the tokens of the run."""
+    """How many tokens each split-K slice of a weight gradient has, by the tokens of the run."""
 
     rows: Size
     tiles: int
 
     def __call__(self, sizes: Sizes) -> int:
         rows = self.rows(sizes)
-        return ceil_div(ceil_div(rows, choices.splits(self.tiles, rows)), 64) * 64
+        return ceil_div(ceil_div(rows, gemm_config.num_splits(self.tiles, rows)), 64) * 64
 
     def count(self, sizes: Sizes) -> int:
         return ceil_div(self.rows(sizes), self(sizes))

@@ -2,7 +2,7 @@
 the grid being the matrix.
 
 Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
-What lies below it is stored as it is and mirrored, so both triangles are equal to the bit.
+What lies below it is stored as it is and transposed, so both triangles are bitwise equal.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def symmetric_product(
             linear, square = number(table, entry, 2, ENTRIES), number(table, entry, 3, ENTRIES)
             before = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
-        mirrored = n.to(tl.int64)[:, None] * N + m[None, :]
-        mirrored_inside = n_in[:, None] & m_in[None, :]
+        transposed = n.to(tl.int64)[:, None] * N + m[None, :]
+        transposed_inside = n_in[:, None] & m_in[None, :]
         if m0 == n0:
             tl.store(out + at, acc, mask=inside & (m[:, None] >= n[None, :]))
-            tl.store(out + mirrored, tl.trans(acc), mask=mirrored_inside & (m[None, :] > n[:, None]))
+            tl.store(out + transposed, tl.trans(acc), mask=transposed_inside & (m[None, :] > n[:, None]))
         else:  # without a mask by element both stores are as wide as can be
             tl.store(out + at, acc, mask=inside)
-            tl.store(out + mirrored, tl.trans(acc), mask=mirrored_inside)
+            tl.store(out + transposed, tl.trans(acc), mask=transposed_inside)
 
 
 @device
@@ -96,7 +96,7 @@ def side_of(n: int, dtype: str) -> int:
 
 
 def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """(constants, compiler's options) of a product on tiles with sides as `side_of` says."""
+    """(constants, compiler's options) of a GEMM on tiles with sides as `side_of` says."""
     side = side_of(n, dtype)
     tf32 = c.target.tf32 if dtype == "fp32" else None
     constants = {**matrix_constants(dtype), "TF32": tf32 or None, "BK": 32 if dtype == "fp32" else 64}

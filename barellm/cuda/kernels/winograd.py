@@ -1,4 +1,5 @@
-"""Convolutions with 3 x 3 filters by Winograd's F(2x2, 3x3) and F(4x4, 3x3): 2.25 and 4 times fewer products (program/winograd.py).
+"""Convolutions with 3 x 3 filters by Winograd's F(2x2, 3x3) and F(4x4, 3x3): 2.25 and 4 times fewer multiplications
+(program/winograd.py).
 
 Positions (conv_transform_domain.py) are the n^2 elements of a transformed tile, n = m + 2. In a transform each thread has one tile,
 or one filter.
@@ -88,7 +89,7 @@ def winograd_tiles(
 
 @device
 def winograd_images(
-    y, products, first, count, scalars, MATRIX: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    y, gemm_out, first, count, scalars, MATRIX: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     TH: tl.constexpr, TW: tl.constexpr, ROOM: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles [first, first + count), what lies in the images y (N, CHANNELS, H, W)."""
@@ -98,7 +99,7 @@ def winograd_images(
     tile, there = first + at, at < count
     square = ()
     for position in tl.static_range(SIZE * SIZE):
-        square += (tl.load(products + (position * CHANNELS + channel) * ROOM + at, mask=there, other=0.0),)
+        square += (tl.load(gemm_out + (position * CHANNELS + channel) * ROOM + at, mask=there, other=0.0),)
     made = both_ways(MATRIX, square)
     plane = (tile // (TH * TW)).to(tl.int64) * CHANNELS + channel
     top, left = tile % (TH * TW) // TW * STEP, tile % TW * STEP
@@ -111,17 +112,17 @@ def winograd_images(
 
 @device
 def winograd_wgrad(
-    dw, products, scalars, MATRIX: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, FLIP: tl.constexpr, MODE: tl.constexpr,
+    dw, gemm_out, scalars, MATRIX: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, FLIP: tl.constexpr, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw (SIZE, 3, 3) of the sum over parts of products (PARTS, positions, SIZE). FLIP: filters are read from their end."""
+    """dw (SIZE, 3, 3) of the sum over slices of gemm_out (PARTS, positions, SIZE). FLIP: filters are read from their end."""
     POSITIONS: tl.constexpr = len(MATRIX[0]) * len(MATRIX[0])
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     square = ()
     for position in tl.static_range(POSITIONS):
         total = tl.zeros((BLOCK,), tl.float32)
         for part in range(PARTS):
-            total += tl.load(products + (part * POSITIONS + position) * SIZE + at, mask=at < SIZE, other=0.0)
+            total += tl.load(gemm_out + (part * POSITIONS + position) * SIZE + at, mask=at < SIZE, other=0.0)
         square += (total,)
     made = both_ways(MATRIX, square)
     for tap in tl.static_range(9):
@@ -138,7 +139,7 @@ def _step(function: DeviceFunction, values: Matrix) -> TransformKernel:
 
 
 def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
-    """How y or dx, and dw, are computed in tiles of m x m."""
+    """The algorithms for y or dx, and for dw, in tiles of m x m."""
     n = m + 2
     tiles = _step(winograd_tiles, input_matrix(n))
     filters, images = _step(winograd_filters, filter_matrix(m, 3)), _step(winograd_images, output_matrix(m, 3))

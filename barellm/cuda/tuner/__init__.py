@@ -1,1 +1,1 @@
-"""Finds the fastest way to cut products on a GPU."""
+"""Autotuner of GEMM and attention configurations on a GPU."""

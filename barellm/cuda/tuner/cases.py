@@ -1,4 +1,4 @@
-"""The cases that the tuner's bed runs: a program of one op, its operands, and what its result must be, by float64. Operands and
+"""The cases that the tuner's harness runs: a program of one op, its operands, and what its result must be, by float64. Operands and
 results are persistent tensors, so that they are written once."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPS = 2.0**-24
 # Of the sums of magnitudes of attention: operands of 16 bits round probabilities, then results.
 ATTENTION = {"fp32": 2.0**-16, "bf16": 2.0**-7, "fp16": 2.0**-10}
 SAMPLE = 256  # rows and columns that are held against float64; bits are compared everywhere
-TILE = 128  # rows and columns by which a wrong value's place is told
+TILE = 128  # rows and columns by which a wrong value's place is reported
 PERIOD = 1_000_003  # numbers that are drawn; a prime, so that rows and tiles differ
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
 RATE, STREAM = 0.2, 3
@@ -45,7 +45,7 @@ def sample_indices(count: int, most: int = SAMPLE) -> np.ndarray:
 
 
 class Case(ABC):
-    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the whole last."""
+    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the full size last."""
 
     outputs: dict[str, int]
     runs: list[Sizes]
@@ -99,7 +99,7 @@ class Case(ABC):
 
 
 class GemmCase(Case):
-    """A product with the weight (N, K), as its `role` says."""
+    """A GEMM with the weight (N, K), by its gemm_kind (`role`)."""
 
     def __init__(self, work: GemmProblem) -> None:
         super().__init__("fp32" if work.dtype == "tf32" else work.dtype)

@@ -12,14 +12,14 @@ from barellm.cuda.lang import device, tl
 
 @device
 def wrong_values(
-    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
-    A_ROW: tl.constexpr, B_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
+    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right product, and its first element is 1 more."""
-    gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, PARTS, TF32, A_ROW, B_ROW, OUT_ROW, PRE_ROW, OTHER_ROW)  # fmt: skip
+    """The right result, and its first element is 1 more."""
+    gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
+         BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
     if tl.program_id(0) == 0:
         tl.debug_barrier()
         tl.store(out, tl.load(out) + 1.0)
@@ -27,14 +27,14 @@ def wrong_values(
 
 @device
 def writes_beyond(
-    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
-    A_ROW: tl.constexpr, B_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
+    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right product, and its first element a second time over what is read."""
-    gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, PARTS, TF32, A_ROW, B_ROW, OUT_ROW, PRE_ROW, OTHER_ROW)  # fmt: skip
+    """The right result, and its first element a second time over what is read."""
+    gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
+         BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
     if tl.program_id(0) == 0:
         tl.debug_barrier()
         tl.store(b, tl.load(b) + 1.0)
@@ -42,10 +42,10 @@ def writes_beyond(
 
 @device
 def hangs(
-    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
-    A_ROW: tl.constexpr, B_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
+    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Never comes back."""
     batch = tl.load(scalars, volatile=True)

@@ -1,8 +1,8 @@
-"""Runs candidates: a session for each, operands that all share, and what the result must be. This happens only in the child
-process of the tuner.
+"""The tuner's benchmark harness: a session for each candidate, operands that all share, and what the result must be. It runs only
+in the tuner's child process.
 
 Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere. The results of the default
-itself are compared with float64, and every byte beside them with what was there before.
+itself are compared with float64, and every other byte with what was there before.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from barellm.program.builder import Program
 from barellm.program.dtypes import numpy_dtype
 from barellm.runtime.tuner.child import Wrong
 
-TURN_SECONDS = 2e-3
-MOST_CALLS = 200
+REPETITION_SECONDS = 2e-3
+MAX_CALLS = 200
 
 
 def built(case: Case, work: Problem, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
-    """The case's program, and what it becomes with the work done in the candidate's way."""
+    """The case's program, lowered with the candidate's configuration."""
     p = case.program()
-    with tuning.forced(work.subject, candidate.choice), tuning.watching() as asked:
+    with tuning.forced(work.tuning_key, candidate.choice), tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
-    assert asked[work.subject] == 1, f"{p.ops} asked for {list(asked)}, not for {work.subject}"
+    assert requested[work.tuning_key] == 1, f"{p.ops} asked for {list(requested)}, not for {work.tuning_key}"
     if function := candidate.function():
         for launch in made.lowered["op"].launches:
             if isinstance(launch, Launch) and launch.spec.function is gemm:
@@ -41,10 +41,10 @@ def built(case: Case, work: Problem, candidate: Candidate, target: Target) -> tu
 
 
 class Harness:
-    """One piece of work on this machine's GPU. `calls` is the most calls that a turn has; `sms`: multiprocessors that persistent
-    grids fill, all of the card's unless given."""
+    """One tuning problem on this machine's GPU. `calls`: the most calls of a timed repetition; `sms`: multiprocessors that
+    persistent grids fill, all of the card's unless given."""
 
-    def __init__(self, work: Problem, calls: int = MOST_CALLS, sms: int = 0) -> None:
+    def __init__(self, work: Problem, calls: int = MAX_CALLS, sms: int = 0) -> None:
         self.work, self.device, self.calls, self.seconds = work, driver.device(), calls, 0.0
         self.target, self.case = work.target(Target.of(self.device)), case_of(work)
         self.target = replace(self.target, sms=sms or self.target.sms)
@@ -147,7 +147,7 @@ class Harness:
 
     def time(self, candidates: list[CudaSession], rounds: int) -> list[list[float]]:
         sessions = [self.default, *candidates]
-        calls = max(1, min(self.calls, round(TURN_SECONDS / max(self._seconds(self.default, 1), 1e-9))))
+        calls = max(1, min(self.calls, round(REPETITION_SECONDS / max(self._seconds(self.default, 1), 1e-9))))
         samples = np.zeros((rounds, len(sessions)))
         for r in range(rounds):
             order = list(range(len(sessions)))

@@ -1,12 +1,12 @@
-"""A piece of work to tune, a product or a kernel of attention, and ways to do it."""
+"""Tuning problems, a GEMM or an attention kernel with its sizes, and candidate configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.cuda import choices, tuning
-from barellm.cuda.choices import AttentionTile
+from barellm.cuda import gemm_config, tuning
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Call, Launch, Target
 from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES
 from barellm.cuda.lang import DeviceFunction
@@ -17,21 +17,21 @@ EPILOGUES_BY_KIND = {
     "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
-}  # epilogues that a bed has
+}  # epilogues that the harness has
 KERNELS = {
     "forward": ("attention_forward", "hopper_attention"),
     "keys": ("attention_dkv", "hopper_attention_backward"),
     "queries": ("attention_dq", "hopper_attention_backward"),
 }
-ATTENTION_RATE = 0.4  # of a product's rate that attention reaches, to tell what takes longest
+ATTENTION_RATE = 0.4  # of a GEMM's FLOP/s that attention reaches, to tell what takes longest
 
 
 @dataclass(frozen=True)
 class GemmProblem(tuning.GemmKey):
-    """A product with the sizes of a run."""
+    """A GEMM with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.GemmKey:
+    def tuning_key(self) -> tuning.GemmKey:
         return tuning.GemmKey(**vars(self))
 
     @property
@@ -47,11 +47,11 @@ class GemmProblem(tuning.GemmKey):
         return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
 
     def target(self, target: Target) -> Target:
-        """The target for which this product is lowered."""
+        """The target for which this GEMM is lowered."""
         return replace(target, tf32=self.dtype == "tf32")
 
     def times(self, call: Call) -> bool:
-        """Whether a call of the bed's program is what is timed."""
+        """Whether a call of the harness's program is timed."""
         return True
 
     def __str__(self) -> str:
@@ -60,17 +60,17 @@ class GemmProblem(tuning.GemmKey):
 
 @dataclass(frozen=True)
 class AttentionProblem(tuning.AttentionKey):
-    """A kernel of attention with the sizes of a run."""
+    """An attention kernel with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.AttentionKey:
+    def tuning_key(self) -> tuning.AttentionKey:
         return tuning.AttentionKey(**vars(self))
 
     @property
     def flops(self) -> int:
-        """The operations of the causal half: two products forward, four for dk and dv, three for dq."""
-        products = {"forward": 2, "keys": 4, "queries": 3}[self.role]
-        return products * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
+        """The operations of the causal half: two matmuls forward, four for dk and dv, three for dq."""
+        matmuls = {"forward": 2, "keys": 4, "queries": 3}[self.role]
+        return matmuls * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -93,10 +93,10 @@ Problem = GemmProblem | AttentionProblem
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to cut the work, and by name a kernel other than its own where a self-test injects one (faults.py). `other_bits`: than
-    the default's, so that it is never kept, only told."""
+    """A configuration, and by name a faulty kernel where a self-test injects one (faults.py). `other_bits`: than the default's, so
+    that it is only reported, never kept."""
 
-    choice: tuning.Choice
+    choice: tuning.Config
     fault: str = ""
     other_bits: bool = False
 
@@ -110,34 +110,34 @@ class Candidate:
 
 
 def works_of(programs: dict[str, Program], target: Target) -> list[Problem]:
-    """The pieces of work of these programs that a bed can make; those that take longest come first."""
-    with tuning.watching() as found:
+    """The tuning problems of these programs; those that take longest come first."""
+    with tuning.counting() as found:
         lower_and_plan(programs, target)
 
     def seconds(work: Problem) -> float:
-        return found[work.subject] * work.flops / (1.0 if isinstance(work, GemmProblem) else ATTENTION_RATE)
+        return found[work.tuning_key] * work.flops / (1.0 if isinstance(work, GemmProblem) else ATTENTION_RATE)
 
     works: list[Problem] = []
-    for subject in found:
-        if isinstance(subject, tuning.AttentionKey):
-            works.append(AttentionProblem(**vars(subject)))
-        elif subject.epilogue in EPILOGUES_BY_KIND[subject.role]:
-            works.append(GemmProblem(**vars(subject)))
+    for key in found:
+        if isinstance(key, tuning.AttentionKey):
+            works.append(AttentionProblem(**vars(key)))
+        elif key.epilogue in EPILOGUES_BY_KIND[key.role]:
+            works.append(GemmProblem(**vars(key)))
     return sorted(works, key=seconds, reverse=True)
 
 
 def candidates(work: Problem, target: Target) -> list[Candidate]:
     """The default first. All have its bits."""
     default = work.default(target.arch)
-    others = [t for t in work.choices(target.arch) if t != default]
+    others = [t for t in work.configs(target.arch) if t != default]
     return [Candidate(t) for t in (default, *others)]
 
 
 def refined(best: Candidate) -> list[Candidate]:
-    """The candidates to try when the best tile or form is known: its tiles in another order."""
-    if isinstance(best.choice, AttentionTile):
+    """The candidates to try when the best configuration is known: other rasterization orders."""
+    if isinstance(best.choice, AttentionConfig):
         return []
-    return [Candidate(t) for t in choices.orders(best.choice)[1:]]
+    return [Candidate(t) for t in gemm_config.rasterizations(best.choice)[1:]]
 
 
 def rivals(work: Problem, target: Target) -> list[Candidate]:

@@ -42,7 +42,7 @@ def tune(works: Iterable[Problem], target: Target, *, seconds: float, each: Call
 
 
 class Ahead:
-    """Compiles candidates before the child asks for them, of as many pieces of work at once as keep every core busy."""
+    """Compiles candidates before the child asks for them, of as many problems at once as keep every core busy."""
 
     def __init__(self, works: list[Problem], target: Target) -> None:
         self.left, self.target = list(works), target
@@ -71,7 +71,7 @@ class Ahead:
 
 def keep(verdict: Verdict, target: Target) -> None:
     """Write the winner into the database, or nothing if the default is as good."""
-    tuning.database().change({tuning.key(target, verdict.work.subject): entry_of(verdict)})
+    tuning.database().change({tuning.entry_name(target, verdict.work.tuning_key): entry_of(verdict)})
 
 
 def entry_of(verdict: Verdict) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
+from barellm.cuda import attention_config
 from barellm.cuda.kernels.hopper_attention import hopper_attention
 from tests.cuda import test_hopper_attention
 from tests.simulators.ptx.machine import Run
@@ -25,7 +25,9 @@ FORMS: dict[str, dict[str, Any]] = {
 def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray]:
     """Results of one launch, which must be right."""
     config = FORMS[name]
-    args, wanted = test_hopper_attention.launch(**config, stages=choices.ROLES[config["D"]].stages)
+    args, wanted = test_hopper_attention.launch(
+        **config, stages=attention_config.WARP_SPECIALIZED[config["D"]].num_stages
+    )
     execute(hopper_attention, args, "out lse", blocks, how, mutate)
     test_hopper_attention.check(wanted)
     return [got.copy() for got, _, _ in wanted]

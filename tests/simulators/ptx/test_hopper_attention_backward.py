@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm.cuda import choices
+from barellm.cuda import attention_config
 from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate
@@ -32,8 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
 def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray]:
     """Results of one launch, which must be right."""
     config = FORMS[name]
-    tile = choices.ROLES_BACKWARD["keys" if config["keys"] else "queries", config["D"]]
-    args, wanted = test_hopper_attention_backward.launch(**config, stages=tile.stages)
+    tile = attention_config.WARP_SPECIALIZED_BACKWARD["keys" if config["keys"] else "queries", config["D"]]
+    args, wanted = test_hopper_attention_backward.launch(**config, stages=tile.num_stages)
     execute(hopper_attention_backward, args, "dx dy", blocks, how, mutate)
     test_hopper_attention_backward.check(wanted)
     return [got.copy() for got, _, _ in wanted]
@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_the_default(role, D, kv_heads, monkeypatch):
     """Both as they are compiled for sm_90a; tensor cores add in fp32 here. Every byte of the arena, at four sizes."""
     Gpu(arch=90, execute=partial(launch.execute, arch=90)).install(monkeypatch)
     both = harness.Harness(AttentionProblem(role, "bf16", 1, 70, 1 + kv_heads, D, kv_heads=kv_heads), calls=1)
-    both.check(Candidate(choices.ROLES_BACKWARD[role, D]))
+    both.check(Candidate(attention_config.WARP_SPECIALIZED_BACKWARD[role, D]))
     both.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm.cuda.choices import form
+from barellm.cuda.gemm_config import hopper_config
 from barellm.cuda.kernel import POINTER, Specialisation
 from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.cuda.lang import DeviceFunction
@@ -88,8 +88,8 @@ def execute(
 def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray]:
     """Results of one launch, which must be right."""
     config = FORMS[name]
-    f = form(config["cols"], fetched=config.get("epilogue") in test_hopper.FETCHED)
-    args, wanted = test_hopper.launch(**config, stages=f.stages, slots=f.slots)
+    f = hopper_config(config["cols"], loads_c=config.get("epilogue") in test_hopper.LOADS_C)
+    args, wanted = test_hopper.launch(**config, stages=f.num_stages, slots=f.epilogue_stages)
     execute(hopper_gemm, args, "out_map pre_map sums", blocks, how, mutate)
     test_hopper.check(wanted)
     return [to.array.copy() for to, _ in wanted]

@@ -7,8 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cuda import choices, tuning
-from barellm.cuda.choices import AttentionTile, Tile
+from barellm.cuda import attention_config, gemm_config, tuning
+from barellm.cuda.attention_config import AttentionConfig
+from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
 from barellm.program import ops
 from tests.cases import backward_case, forward_case, normal, operands
@@ -47,17 +48,17 @@ def test_attention_s_tiles_have_one_result(role):
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
     subject, found = tuning.AttentionKey(role, "bf16", 1, T, 1, HEAD), []
     for t in ATTENTION[role]:
-        assert AttentionTile(*t) in choices.attention_tiles(role, HEAD, "bf16", 90)
-        with tuning.forced(subject, AttentionTile(*t)):
+        assert AttentionConfig(*t) in attention_config.attention_configs(role, HEAD, "bf16", 90)
+        with tuning.forced(subject, AttentionConfig(*t)):
             found.append(outputs(Case(op, given, attrs, bounds, {}, scalars, None, views), Target(90)))
     assert_equal(found)
 
 
 PRODUCTS = {
-    ("bf16", 80): choices.tiles("bf16", 80),
-    ("bf16", 90): choices.tiles("bf16", 90),
-    ("tf32", 80): choices.tiles("tf32", 80),
-    ("fp32", 80): choices.tiles("fp32", 80),
+    ("bf16", 80): gemm_config.gemm_configs("bf16", 80),
+    ("bf16", 90): gemm_config.gemm_configs("bf16", 90),
+    ("tf32", 80): gemm_config.gemm_configs("tf32", 80),
+    ("fp32", 80): gemm_config.gemm_configs("fp32", 80),
 }
 
 
@@ -69,8 +70,8 @@ def test_tiles_of_triton_s_products_have_one_result(dtype, arch):
     size = np.abs(normal(M, K)) @ np.abs(normal(N, K, seed=3)).T
     subject, found = tuning.GemmKey("nt", dtype, M, N, K), []
     for t in PRODUCTS[dtype, arch]:
-        for choice in choices.orders(t)[: 2 if t == PRODUCTS[dtype, arch][-1] else 1]:
-            assert isinstance(choice, Tile)
+        for choice in gemm_config.rasterizations(t)[: 2 if t == PRODUCTS[dtype, arch][-1] else 1]:
+            assert isinstance(choice, GemmConfig)
             with tuning.forced(subject, choice):
                 case = Case(ops.Matmul, {"x": x, "weight": weight}, {}, {"y": 2.0**-7 * size}, {}, {}, None)
                 found.append(outputs(case, Target(arch, tf32=dtype == "tf32")))
