@@ -112,10 +112,10 @@ def train(
     resume, quiet = converted("resume", resume, bool), converted("quiet", quiet, bool)
     if not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
         raise UserError(f"callbacks is {shown(callbacks)}, expected a list of functions")
-    asked = _Asked(config, overrides.named(changes))
+    asked = _Arguments(config, overrides.named(changes))
     if line := aliases.renamed([*changes, *asked.changes]):
         warnings.warn(line, FutureWarning, stacklevel=2)
-    told = _Told(callbacks)
+    told = _Callbacks(callbacks)
     with ExitStack() as files:
         console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
         if resume:
@@ -149,7 +149,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Arguments:
     """The arguments that say which run is wanted."""
 
     config: str | Config | None
@@ -170,7 +170,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Callbacks:
     """Callbacks, and whether one of them has stopped the run."""
 
     callbacks: list[Callable[[Step], object]]

@@ -113,7 +113,9 @@ def curve(run: Path) -> None:
             leaf.grad = None
         loss = 0.0
         for micro in range(t.gradient_accumulation_steps):
-            inputs, targets = batches.batch((step * t.gradient_accumulation_steps + micro) * t.micro_batch_size, t.micro_batch_size)
+            inputs, targets = batches.batch(
+                (step * t.gradient_accumulation_steps + micro) * t.micro_batch_size, t.micro_batch_size
+            )
             part = model.loss(inputs, targets, 1 / (targets.size * t.gradient_accumulation_steps))
             part.backward()
             loss += part.item()

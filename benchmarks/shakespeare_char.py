@@ -40,7 +40,15 @@ def ours(config, batches, validation, seed: int, dtype: str) -> dict:
         session.write("tokens", inputs)
         session.write("targets", targets)
         start = time.perf_counter()
-        session.run("micro", batch=t.micro_batch_size, seq=t.seq, accumulate=0, inv_targets=1 / targets.size, step=step + 1, pos=0)
+        session.run(
+            "micro",
+            batch=t.micro_batch_size,
+            seq=t.seq,
+            accumulate=0,
+            inv_targets=1 / targets.size,
+            step=step + 1,
+            pos=0,
+        )
         session.run("update", step=step + 1, lr=learning_rate(step, optim=config.optim, total=t.steps))
         seconds += time.perf_counter() - start
     total, count = 0.0, 0

@@ -26,8 +26,8 @@ from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.overrides import changed
-from barellm.training.course import course
 from barellm.training.run import with_vocabulary
+from barellm.training.training_schedule import training_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "sparsity.md", ROOT / "benchmarks" / "results" / "small-worlds.json"
@@ -50,16 +50,23 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
     """Nats per byte of a part of the validation text, processor seconds of a step, and parameters."""
     t = config.train
     with open_machine(config, device="cpu") as machine:
-        session, steps = machine.session, course(config)
+        session, steps = machine.session, training_schedule(config)
         machine.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
         begin = 0.0
         for index in range(t.steps):
             begin = time.process_time() if index == 2 else begin
             plan = steps.step(index, t.steps)
-            for name, array in zip(("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True):
+            for name, array in zip(
+                ("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True
+            ):
                 session.write(name, array)
-            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
+            scalars = {
+                "seed": seed,
+                "step": index + 1,
+                "sample": index * t.micro_batch_size,
+                "inv_targets": plan.inv_targets,
+            }
             session.run("micro", batch=t.micro_batch_size, seq=t.seq, accumulate=0, **scalars)
             for program, values in plan.updates:
                 session.run(program, **{**values, "seed": seed})

@@ -24,10 +24,10 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
-from barellm.training import ranges
-from barellm.training.course import course
-from barellm.training.ranges_chart import numbers
+from barellm.training import exponent_stats
+from barellm.training.exponent_stats_chart import numbers
 from barellm.training.run import with_vocabulary
+from barellm.training.training_schedule import training_schedule
 
 # Weights of the second are 1 / 0.02 times as large. Both lists reach beyond the best rate.
 RATES = {"plain": (0.001, 0.002, 0.004, 0.008, 0.016), "unit": (0.0125, 0.025, 0.05, 0.1, 0.2)}
@@ -44,16 +44,23 @@ def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> floa
     with open_machine(
         replace(config, train=replace(t, exponent_stats=t.steps if rows else 0)), device="cpu"
     ) as machine:
-        session, steps = machine.session, course(config)
+        session, steps = machine.session, training_schedule(config)
         machine.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-        watch = rows and ranges.Watch(rows, machine, every=t.steps)
+        watch = rows and exponent_stats.ExponentStats(rows, machine, every=t.steps)
         for index in range(t.steps):
             plan = steps.step(index, t.steps)
-            for name, array in zip(("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True):
+            for name, array in zip(
+                ("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True
+            ):
                 session.write(name, array)
             due = watch is not None and watch.due(index + 1)
-            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
+            scalars = {
+                "seed": seed,
+                "step": index + 1,
+                "sample": index * t.micro_batch_size,
+                "inv_targets": plan.inv_targets,
+            }
             session.run("ranges" if due else "micro", batch=t.micro_batch_size, seq=t.seq, accumulate=0, **scalars)
             if watch and due:
                 watch.record(index + 1)
@@ -109,7 +116,7 @@ def main() -> int:
         else:
             made["runs"].append({**key, "nats": round(nats, 4)})
         if watched:
-            made["shares"][model] = {str(row["step"]): shares(row) for row in ranges.steps(watched)}
+            made["shares"][model] = {str(row["step"]): shares(row) for row in exponent_stats.steps(watched)}
         print(model, lr, seed, round(nats, 4), flush=True)
         args.out.write_text(json.dumps(made, indent=1) + "\n")
         return round(nats, 4)

@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from barellm.assembly.machine import resolved
     from barellm.checkpoint import storage
-    from barellm.models.course import only_stage
+    from barellm.models.training_schedule import only_stage
     from barellm.plans import devices
 
     devices.check(args.device)

@@ -31,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm import models
-    from barellm.cli.options import Asked
+    from barellm.cli.options import CommandLine
     from barellm.data.gpt2 import Gpt2
     from barellm.errors import UserError
     from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
 
-    asked = Asked.of(args)
+    asked = CommandLine.of(args)
     weights = open_weights(Path(args.source), tokenizer=args.tokenizer or asked.texts.get("data.tokenizer", ""))
     if is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from barellm.assembly.machine import resolved
-    from barellm.models.course import only_stage
+    from barellm.models.training_schedule import only_stage
     from barellm.plans import devices, plan
 
     devices.check(args.device)
@@ -110,14 +110,14 @@ def run(args: argparse.Namespace) -> int:
 def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     """The first of --ranks, or this process alone."""
     from barellm.runtime.ranks import ALONE, Planned
-    from barellm.training import together
+    from barellm.training import agreement
 
     if args.ranks is None:
         return ALONE
     if args.ranks < 1:
         raise UserError(f"--ranks is {args.ranks}, expected at least 1")
     ranks = Planned(0, args.ranks)
-    together.check(config, device=args.device, ranks=ranks)
+    agreement.check(config, device=args.device, ranks=ranks)
     return ranks
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import Asked, add_configuration, add_device, with_weights
+from barellm.cli.options import CommandLine, add_configuration, add_device, with_weights
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
@@ -71,7 +71,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from barellm.training import find_lr, run
 
     check_device(args.device)
-    asked = Asked.of(args)
+    asked = CommandLine.of(args)
     name = asked.preset
     wanted = name or models.usual()
     start = weights = None

@@ -16,7 +16,7 @@ from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, T
 from barellm.config import Config as Run
 from barellm.fields import at_least, below_one, between, divides, entries, one_of, value
 from barellm.models import unit
-from barellm.models.foreign import HuggingFace
+from barellm.models.hf_mapping import HuggingFace
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -234,7 +234,7 @@ def shakespeare_muon() -> Run:
 
 def shakespeare_unit() -> Run:
     """The model, the text and the batch of shakespeare-char in unit scaling. Weights are 50 times as large, so AdamW's rate is
-    larger too, the best of six that were tried (docs/ranges.md), and the weight decay a fiftieth."""
+    larger too, the best of six that were tried (docs/exponent_stats.md), and the weight decay a fiftieth."""
     base = shakespeare_char()
     optim = replace(base.optim, lr=0.025, min_lr=0.0025, weight_decay=0.002, clip=0.0)
     model = replace(base.model, unit_scaling=True)  # pyright: ignore[reportCallIssue]

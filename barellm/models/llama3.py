@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.fields import above, at_least, between, divides, value
-from barellm.models.foreign import HuggingFace, UnknownConfig
+from barellm.models.hf_mapping import HuggingFace, UnknownConfig
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program

@@ -33,9 +33,9 @@ from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError
 from barellm.fields import at_least, between, divides, one_of, value
-from barellm.models.speedrun_course import course as course
-from barellm.models.speedrun_course import only_stage as only_stage
-from barellm.models.speedrun_course import yarn
+from barellm.models.speedrun_schedule import only_stage as only_stage
+from barellm.models.speedrun_schedule import training_schedule as training_schedule
+from barellm.models.speedrun_schedule import yarn
 from barellm.models.stages import Stage, parse, table
 
 if TYPE_CHECKING:

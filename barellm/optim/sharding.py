@@ -31,7 +31,7 @@ Part = tuple[int, int]  # elements of a tensor, from and to
 
 
 @dataclass(frozen=True)
-class Dealing:
+class OptimizerSharding:
     """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: gradients begin to travel while the
     backward pass goes on (`depart`)."""
 
@@ -49,7 +49,7 @@ class Dealing:
 
         ranks = self.ranks
         if self.early:
-            self._arrive(p, params)
+            self._wait_reduce_scatter(p, params)
             return
         for pieces in self._rounds(params):
             sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
@@ -60,7 +60,7 @@ class Dealing:
             for own, parts in zip(owned, found.outputs.values(), strict=True):
                 p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
-    def depart(self, p: Program, params: Sequence[Tensor]) -> None:
+    def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append to the backward pass what sends the gradients of `params` on their way, each as soon as it is whole, where they
         are `early`. All ranks send a round when all its gradients are whole, those of their own share too: so all in one order."""
         from barellm.program import ops
@@ -75,7 +75,7 @@ class Dealing:
             with p.segment(_place(pieces)):
                 p.apply(ops.BeginExchange, into=into, **operands, **how, number=number, ranks=ranks)
 
-    def _arrive(self, p: Program, params: Sequence[Tensor]) -> None:
+    def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append what waits for each round that `depart` has begun, and adds it."""
         from barellm.program import ops
 
@@ -104,8 +104,8 @@ class Dealing:
 
     def _rounds(self, params: Sequence[Tensor], together: int = TOGETHER) -> Iterator[list[list[Tensor]]]:
         """The pieces of each rank's share that are exchanged at once, by rank: so many elements for each."""
-        shares = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
-        of_ranks = [list(_rounds(share, together)) for share in shares]
+        shards = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
+        of_ranks = [list(_rounds(share, together)) for share in shards]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
@@ -113,21 +113,21 @@ class Dealing:
         """Append the sums of the gradients over the ranks, and what finds the partial sums of their squares."""
         found = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
         if self.ranks.direct:
-            self._sum_shares(p, params, found)
+            self._reduce_scatter_shards(p, params, found)
         else:
             self.reduce(p, params)
             self._squares(p, params, found)
         self._gather(p, [(t, self._chunks(param)) for t, param in zip(found, params, strict=True)])
         return found
 
-    def _sum_shares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
+    def _reduce_scatter_shards(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
         """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
         part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
         from barellm.program import ops
 
         groups = self._groups(list(zip(params, partials, strict=True)))
         for number, group in enumerate(groups):
-            operands, into, to = self._shares_of(p, group)
+            operands, into, to = self._operands_of_shards(p, group)
             meets = (number == 0, number == len(groups) - 1)
             largest = max((t for t, _ in group), key=lambda t: t.size)
             with p.segment(_place([[largest]])):
@@ -147,7 +147,7 @@ class Dealing:
             groups[-2:] = [groups[-2] + groups[-1]]
         return groups
 
-    def _shares_of(
+    def _operands_of_shards(
         self, p: Program, params: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]:
         """Operands, results and `to` of the op that sums this rank's share of them."""
@@ -188,17 +188,17 @@ class Dealing:
 
         return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
-    def give(self, p: Program, params: Sequence[Tensor]) -> None:
+    def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append what gives each rank the parameters that the others have updated."""
         self._gather(p, [(t, self.parts[t.name]) for t in params])
 
-    def _gather(self, p: Program, shares: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
+    def _gather(self, p: Program, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
         from barellm.program import ops
         from barellm.program.tensor import Span
 
         rank, count = self.ranks.rank, self.ranks.count
-        sent = [Span(t, *_sized(parts[rank])) for t, parts in shares if _sized(parts[rank])[1]]
-        wanted = [(source, t, parts[source]) for t, parts in shares for source in range(count) if source != rank]
+        sent = [Span(t, *_sized(parts[rank])) for t, parts in shards if _sized(parts[rank])[1]]
+        wanted = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
         received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
         p.apply(
             ops.Gather,
@@ -212,7 +212,7 @@ class Dealing:
         )
 
 
-def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> Dealing:
+def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> OptimizerSharding:
     """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
     to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
     goes to ranks that have least. `overlap`: ranks that send messages begin while the backward pass goes on."""
@@ -232,7 +232,7 @@ def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overla
             parts[t.name].append((at, end))
             held[rank] += end - at
             at = end
-    return Dealing(ranks, parts, early=overlap and not ranks.direct)
+    return OptimizerSharding(ranks, parts, early=overlap and not ranks.direct)
 
 
 def _place(pieces: Sequence[Sequence[Tensor]]) -> str:

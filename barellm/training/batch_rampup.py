@@ -5,7 +5,7 @@ from __future__ import annotations
 from barellm.config import TrainConfig
 
 
-class Ramp:
+class BatchRampup:
     """A function of the step alone: the number of micro-batches rises from `ramp_from` to `accumulate` in a line over the first
     `ramp_tokens` tokens, rounded down. It is found in whole numbers, so that it is the same on every machine."""
 

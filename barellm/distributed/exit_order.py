@@ -17,7 +17,7 @@ INFO_BYTES, EXIT = 64, 1 << 3
 GET_INFO = 3 << 30 | INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
-class Ends:
+class ExitOrder:
     """`order`: the processes that have ended so far, of those that are followed."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from barellm.training.stopping import Stopping
 POLL_S = 0.05
 
 
-class Grace:
+class SignalGracePeriod:
     """While entered, a thread waits for SIGTERM. The loop gets half of the time to end its micro-batch and to begin the last save.
     If it has not, the thread saves the last whole step itself: forward and backward change neither weights nor the optimizer's
     state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case:
@@ -27,9 +27,9 @@ class Grace:
     def __init__(self, seconds: float, *, loop: Loop, stop: Stopping, console: Console) -> None:
         self._seconds, self._loop, self._stop, self._console = seconds, loop, stop, console
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="signal-grace-period", daemon=True)
 
-    def __enter__(self) -> Grace:
+    def __enter__(self) -> SignalGracePeriod:
         if self._seconds:
             self._thread.start()
         return self
@@ -43,7 +43,7 @@ class Grace:
                 return
         half, end = self._stop.terminated + self._seconds / 2, self._stop.terminated + self._seconds
         # A thread of its own, for a disk may be too slow for the save below.
-        threading.Thread(target=self._end, args=(end,), name="grace's end", daemon=True).start()
+        threading.Thread(target=self._end, args=(end,), name="signal-grace-period-end", daemon=True).start()
         while time.monotonic() < half:
             if self._over.wait(POLL_S):
                 return
