@@ -44,7 +44,7 @@ class Step:
     """The rate of the matrices that Muon updates; None where there are none."""
 
     def stop(self) -> None:
-        """End the run behind this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
+        """End the run after this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
         self._stop.append(True)
 
 
@@ -98,8 +98,8 @@ def train(
     own. `changes` replace its keys: the short names of the command line (data, steps, minutes, batch, seq, seed, lr, schedule,
     dtype, recompute, init_from, gemm_backend), or sections, such as `model={"layers": 2}`, `optim=`, `train=` and `data=`.
 
-    `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` goes on from its newest
-    checkpoint, and ends with the same bits as if it had never stopped. Each of `callbacks` gets a `Step` behind every step and may
+    `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` resumes from its newest
+    checkpoint, and is bitwise identical to one that never stopped. Each of `callbacks` gets a `Step` after every step and may
     stop the run; an exception that it raises ends the run without a checkpoint. `quiet`: nothing is printed.
 
     UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite.

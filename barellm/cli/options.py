@@ -130,7 +130,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="matrices in few bits: int8, int4 or nf4; int4/128 has another group (default: numbers of --dtype)",
+        help="weight quantization: int8, int4 or nf4; int4/128 sets the group size (default: none, as --dtype)",
     )
 
 

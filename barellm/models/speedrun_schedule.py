@@ -58,7 +58,7 @@ def yarn(cfg: Staged, index: int) -> Yarn:
 
 @dataclass(frozen=True)
 class Stages:
-    """The `models.training_schedule.TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one,
+    """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one,
     from the sum of two steps' gradients."""
 
     run: Run

@@ -34,15 +34,15 @@ Please see the FAQ page for debugging suggestions
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
 
 
-def send(launcher_protocol: signal.Signals, seconds: float) -> None:
+def send(number: signal.Signals, seconds: float) -> None:
     """Send a signal to this process `seconds` after something has begun to listen to it. Before that it would end the tests."""
-    before = signal.getsignal(launcher_protocol)
+    before = signal.getsignal(number)
 
     def later() -> None:
-        while signal.getsignal(launcher_protocol) == before:
+        while signal.getsignal(number) == before:
             time.sleep(0.01)
         time.sleep(seconds)
-        os.kill(os.getpid(), launcher_protocol)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=later, daemon=True).start()
 
@@ -221,7 +221,7 @@ def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monk
 
 
 @pytest.mark.parametrize(
-    "sign, signed, status, said",
+    "number, signed, status, said",
     [
         (signal.SIGINT, "0", 130, "barellm: interrupted\n"),
         (signal.SIGTERM, "", 143, "barellm: interrupted\n"),
@@ -229,11 +229,11 @@ def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monk
         (signal.SIGHUP, "01", 8, ""),
     ],
 )
-def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, launcher_protocol, signed, status, said):
+def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, number, signed, status, said):
     """Before that one that still imports modules would say more than a line."""
     signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
     launcher(f"trap 'kill $!; exit 7' INT; trap 'kill $!; exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
-    send(launcher_protocol, 0.3)
+    send(number, 0.3)
     assert launch.start(2, ["train"]) == status
     assert capfd.readouterr() == ("", said)
 
