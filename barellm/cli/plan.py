@@ -44,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interconnect",
         metavar="NAME",
-        help="with --ranks: scaling model, predict a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, nvlink4 "
-        "(docs/scale.md)",
+        help="with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
+        "nvlink4 (docs/scale.md)",
     )
     parser.add_argument(
         "--mfu",

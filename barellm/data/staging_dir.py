@@ -1,4 +1,4 @@
-"""Where shards are made until they are whole: a folder OUT.part beside OUT, which the same command goes on with after a stop."""
+"""The staging directory OUT.part, in which shards are written until they are complete; the same command resumes from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Noticing that a rank is gone. Each tells the others twice a second that it is there, and how many waits it has begun: for all
-ranks, and for the one that it tells.
+"""Heartbeats between ranks: failure detection. Each sends one twice a second, with the number of waits that it has begun: for
+collectives, and for messages of the receiver.
 
 One that is silent, or that the others wait for in vain while it goes on, or waits for something else, ends the run on all ranks:
 whoever notices first says in one line which it is, and ends its process; the launcher ends the rest.

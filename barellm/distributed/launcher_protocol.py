@@ -1,4 +1,4 @@
-"""What ranks tell `barellm train --ranks`, which has started them."""
+"""The protocol of ranks with their launcher, `barellm train --ranks`: lines on stdout with a prefix."""
 
 from __future__ import annotations
 

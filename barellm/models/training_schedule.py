@@ -1,4 +1,4 @@
-"""What the steps of a run do, where they are not all alike: an architecture with stages says it with `course(config)`."""
+"""Training schedules: what each optimizer step runs. An architecture with training stages has `training_schedule(config)`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepPlan:
 
 
 class ScheduledSession(Protocol):
-    """What `enter` needs of a session: `standing` holds the scalars that every run has unless it is told otherwise."""
+    """What `on_step` needs of a session: `default_scalars` are those of every run of a program that does not override them."""
 
     default_scalars: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -56,7 +56,7 @@ class TrainingSchedule(Protocol):
         ...
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
-        """Gives a session what its programs read in this step besides weights and text. Behind the last step: what evaluation and
+        """Gives a session what its programs read in this step besides weights and text. After the last step: what evaluation and
         sampling read."""
         ...
 
@@ -72,15 +72,15 @@ def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
 
 
 def model_schedule(config: Config) -> TrainingSchedule | None:
-    """The course of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not fit
-    the run."""
+    """The schedule of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not
+    fit the run."""
     make = getattr(models.of(config.model), "training_schedule", None)
     return None if make is None else make(config)
 
 
 def runs_per_step(config: Config) -> dict[str, float]:
     """How often each program runs in an optimizer step: "micro" once for each micro-batch, a program that ends every second step
-    half the time. Counted over the second cycle of a run's course: the first may hold what happens once, such as untying."""
+    half the time. Counted over the second cycle of a run's schedule: the first may hold what happens once, such as untying."""
     training_schedule, train = model_schedule(config), config.train
     micro = {"micro": float(train.gradient_accumulation_steps)}
     if training_schedule is None:

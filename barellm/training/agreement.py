@@ -1,4 +1,4 @@
-"""What the ranks of a run must agree on before it begins."""
+"""Consistency of the ranks of a run: configuration, versions and data are checked to be equal before it begins."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ class Run:
                 opened = open_machine(self.config, device=self.device, **how)
                 machine = opening.enter_context(opened)
             self.config = machine.config
-            agreement.agree(self.ranks, self._facts(machine))
+            agreement.check_consistent_across_ranks(self.ranks, self._facts(machine))
             self.stored: Any = machine.session  # as checkpoints have it
             if self.ranks.count > 1:
                 self.stored = ShardedState(machine.session, *shards_of(self.config, self.ranks), self.ranks)

@@ -1,4 +1,4 @@
-"""The end of a run within the seconds that a scheduler such as Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
+"""Preemption: saving within the grace period that Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_S = 0.05
 
 class SignalGracePeriod:
     """While entered, a thread waits for SIGTERM. The loop gets half of the time to end its micro-batch and to begin the last save.
-    If it has not, the thread saves the last whole step itself: forward and backward change neither weights nor the optimizer's
+    If it has not, the thread saves the last complete step itself: forward and backward change neither weights nor the optimizer's
     state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case:
     whoever enters it leaves it last, for what is closed at a run's end may hang too.
 
@@ -62,13 +62,13 @@ class SignalGracePeriod:
             self._exit(f"the grace period of {self._seconds:g} s is over, and the run is ended: {held}")
 
     def _save(self) -> None:
-        """Save the last whole step beside the micro-batch that runs, and end the process. Return if that cannot be done."""
+        """Save the last complete step while the micro-batch runs, and end the process. Return if that cannot be done."""
         saving = self._loop.saving
         with saving.changing:  # to the end of the process, so that neither an update nor another save begins
             point = self._loop.point()
             if saving.last_began or not saving.still("micro", point) or not saving.now_or_warn(point):
                 return
-            self._exit(f"stopped inside step {point.step + 1}: a run that goes on from {saving.saved} does it again")
+            self._exit(f"stopped inside step {point.step + 1}: a run resumed from {saving.saved} repeats it")
 
     def _exit(self, words: str) -> None:
         self._console.line(words)

@@ -1,4 +1,4 @@
-"""The steps of a run whose steps are all alike but for the learning rates, and who else has a say."""
+"""The training schedule of a run: that of its architecture, or a constant one, in which only the learning rates change."""
 
 from __future__ import annotations
 
