@@ -1,7 +1,7 @@
-"""Turn another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` begins with it.
+"""Convert another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` starts from it.
 
-With what llm.c keeps for going on, state_*.bin beside model_*.bin, it is a checkpoint from which `train --resume` goes on with
-llm.c's moments and step. llm.c does not keep its learning rate, schedule or batch: PRESET and keys say them.
+With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoint from which `train --resume` resumes with llm.c's
+moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> No
     parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
 
 
-MEASURED_STAGE = "the stage that is measured, of a model whose runs have stages (default: 1)"
+MEASURED_STAGE = "the training stage that is measured, of a model whose runs have stages (default: 1)"
 
 
 def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> None:

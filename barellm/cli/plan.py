@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
-    add_stage(parser, "the stage that is planned alone, of a model whose runs have stages")
+    add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
     add_configuration(parser)
 
 

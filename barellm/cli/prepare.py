@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...) with a file shards.json that says what
-they were made of. Interrupted or killed, it leaves DIR.part; the same command goes on from there and ends with the same bytes.
+they were made of. Interrupted or killed, it leaves DIR.part; the same command resumes from there and writes the same bytes.
 docs/data.md has all formats and examples."""
 
 

@@ -36,11 +36,13 @@ class Config(ModelConfig):
         1, 1024, 12, "transformer blocks"
     )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
     heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
-    d_model: int = at_least(1, 768, "width of the residual stream")
-    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
-    padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
-    max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
-    bias: bool = value(True, "biases in products and norms")
+    d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
+    padded_vocab: int = at_least(
+        0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
+    )
+    max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
+    bias: bool = value(True, "biases in linear layers and norms")
     dropout: float = below_one(0.0, "dropout rate in training", of_run=True)
     dropout_bits: str = one_of(
         DROPOUT_BITS,
@@ -50,7 +52,7 @@ class Config(ModelConfig):
     )
     unit_scaling: bool = value(
         False,
-        "weights from N(0, 1) and constants that keep activations and gradients at unit size; without biases and gains",
+        "unit scaling: weights from N(0, 1), constants that keep activations and gradients at unit size; no biases and gains",
         check=_no_biases,
     )
 
