@@ -31,10 +31,13 @@ RENAMED = {
 }
 # Likewise for options of commands and arguments of functions.
 RENAMED_OPTIONS = {
+    "link": "interconnect",
     "matmul": "gemm_backend",
+    "product": "gemm",
     "ranges": "exponent_stats",
     "repetition": "repetition_penalty",
     "tokens": "max_new_tokens",
+    "utilisation": "mfu",
 }
 # Key -> other spellings of its values.
 VALUES = {

@@ -32,7 +32,7 @@ from barellm.generation.samplers import Sampling
 from barellm.generation.writing import Written, unseen, write
 from barellm.interop import imported
 from barellm.interop.sources import is_checkpoint, open_weights
-from barellm.models.course import enter
+from barellm.models.training_schedule import on_step
 
 R = TypeVar("R")
 
@@ -339,7 +339,7 @@ class Model:
         with ExitStack() as opening:
             session = opening.enter_context(opened(programs, self._device))
             self._weights.load(session)
-            enter(session, self.config, self._step, self._total)
+            on_step(session, self.config, self._step, self._total)
             self._open = opening.pop_all()
         self._session, self._wanted = session, wanted
         return session

@@ -44,7 +44,7 @@ class Step:
     """The rate of the matrices that Muon updates; None where there are none."""
 
     def stop(self) -> None:
-        """End the run behind this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
+        """End the run after this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
         self._stop.append(True)
 
 
@@ -98,8 +98,8 @@ def train(
     own. `changes` replace its keys: the short names of the command line (data, steps, minutes, batch, seq, seed, lr, schedule,
     dtype, recompute, init_from, gemm_backend), or sections, such as `model={"layers": 2}`, `optim=`, `train=` and `data=`.
 
-    `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` goes on from its newest
-    checkpoint, and ends with the same bits as if it had never stopped. Each of `callbacks` gets a `Step` behind every step and may
+    `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` resumes from its newest
+    checkpoint, and is bitwise identical to one that never stopped. Each of `callbacks` gets a `Step` after every step and may
     stop the run; an exception that it raises ends the run without a checkpoint. `quiet`: nothing is printed.
 
     UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite.
@@ -112,10 +112,10 @@ def train(
     resume, quiet = converted("resume", resume, bool), converted("quiet", quiet, bool)
     if not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
         raise UserError(f"callbacks is {shown(callbacks)}, expected a list of functions")
-    asked = _Asked(config, overrides.named(changes))
+    asked = _Arguments(config, overrides.named(changes))
     if line := aliases.renamed([*changes, *asked.changes]):
         warnings.warn(line, FutureWarning, stacklevel=2)
-    told = _Told(callbacks)
+    told = _Callbacks(callbacks)
     with ExitStack() as files:
         console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
         if resume:
@@ -149,7 +149,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Arguments:
     """The arguments that say which run is wanted."""
 
     config: str | Config | None
@@ -170,7 +170,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Callbacks:
     """Callbacks, and whether one of them has stopped the run."""
 
     callbacks: list[Callable[[Step], object]]

@@ -29,8 +29,8 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
-from barellm.models.course import own
 from barellm.models.stages import Stage, table
+from barellm.models.training_schedule import model_schedule
 from barellm.overrides import changed
 from barellm.training.run import with_vocabulary
 
@@ -82,14 +82,14 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
         config, model=replace(config.model, extension=max(2, round(0.03 * steps))), optim=optim, train=train
     )
     with open_model(config, device="cpu") as compiled:
-        session, course = compiled.session, own(compiled.config)
-        assert course is not None
+        session, training_schedule = compiled.session, model_schedule(compiled.config)
+        assert training_schedule is not None
         compiled.initialize(seed)
         batches = Batches(data.train, seq=train.seq, seed=seed)
         begin = 0.0
         for index in range(steps):
             begin = time.process_time() if index == 2 else begin
-            step = course.step(index, steps)
+            step = training_schedule.step(index, steps)
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
@@ -98,7 +98,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
             )
             for program, scalars in step.updates:
                 session.run(program, **scalars)
-            course.enter(session, index + 1, steps)
+            training_schedule.on_step(session, index + 1, steps)
         seconds = time.process_time() - begin
         result = Evaluator(Validation(data.val, seq=train.seq, max_tokens=max_tokens), batch=1, byte_lengths=None).run(
             session

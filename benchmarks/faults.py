@@ -42,7 +42,7 @@ from typing import Any
 
 from barellm.checkpoint import checkpoint, storage
 from barellm.cpu.processor import brand, name
-from barellm.distributed.guard import below, ranks_below
+from barellm.distributed.supervisor import below, ranks_below
 
 KINDS = ("kill", "stop", "hold", "slow", "interrupt", "kill all")
 MOMENTS = ("start", "steps", "evaluation", "saving", "resume")

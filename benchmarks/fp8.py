@@ -24,8 +24,8 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
-from barellm.models.course import own
 from barellm.models.stages import Stage, table
+from barellm.models.training_schedule import model_schedule
 from barellm.overrides import changed
 from barellm.training.run import with_vocabulary
 
@@ -60,12 +60,12 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
     model = replace(config.model, extension=round(0.03 * steps))
     config, losses = replace(config, model=model, optim=optim, train=train), []
     with open_model(config, device="cpu") as compiled:
-        session, course = compiled.session, own(compiled.config)
-        assert course is not None
+        session, training_schedule = compiled.session, model_schedule(compiled.config)
+        assert training_schedule is not None
         compiled.initialize(seed)
         batches = Batches(data.train, seq=train.seq, seed=seed)
         for index in range(steps):
-            step = course.step(index, steps)
+            step = training_schedule.step(index, steps)
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
@@ -75,7 +75,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
             losses.append(round(float(session.read("loss")[0]) * step.shown, 5))
             for program, scalars in step.updates:
                 session.run(program, **scalars)
-            course.enter(session, index + 1, steps)
+            training_schedule.on_step(session, index + 1, steps)
         part = Validation(data.val, seq=train.seq, max_tokens=1 << 17)
         result = Evaluator(part, batch=1, byte_lengths=None).run(session)
     assert result is not None

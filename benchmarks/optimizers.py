@@ -24,7 +24,7 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import hidden, preset
-from barellm.models.course import momentum
+from barellm.models.training_schedule import momentum
 from barellm.optim.recipes import optimize
 from barellm.training.run import with_vocabulary
 from barellm.training.schedule import rates

@@ -5,7 +5,7 @@
 Each run is `barellm train` with one thread a rank; the machines are network namespaces (benchmarks/namespaces.py). Runs with other
 options of compression and other networks take turns. A time is the median of a run's steps but for the first two. "alone" is a
 rank with its rows and nobody to talk to: as many such processes run side by side as there are ranks, for they share the machine's
-memory. With `--predict` the file gets beside all of them what `barellm plan --link` would say.
+memory. With `--predict` the file gets beside all of them what `barellm plan --interconnect` would say.
 """
 
 from __future__ import annotations

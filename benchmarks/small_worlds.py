@@ -26,8 +26,8 @@ from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.overrides import changed
-from barellm.training.course import course
 from barellm.training.run import with_vocabulary
+from barellm.training.training_schedule import training_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "sparsity.md", ROOT / "benchmarks" / "results" / "small-worlds.json"
@@ -50,7 +50,7 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
     """Nats per byte of a part of the validation text, processor seconds of a step, and parameters."""
     t = config.train
     with open_model(config, device="cpu") as compiled:
-        session, steps = compiled.session, course(config)
+        session, steps = compiled.session, training_schedule(config)
         compiled.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
         begin = 0.0

@@ -24,10 +24,10 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
-from barellm.training import ranges
-from barellm.training.course import course
-from barellm.training.ranges_chart import numbers
+from barellm.training import exponent_stats
+from barellm.training.exponent_stats_chart import numbers
 from barellm.training.run import with_vocabulary
+from barellm.training.training_schedule import training_schedule
 
 # Weights of the second are 1 / 0.02 times as large. Both lists reach beyond the best rate.
 RATES = {"plain": (0.001, 0.002, 0.004, 0.008, 0.016), "unit": (0.0125, 0.025, 0.05, 0.1, 0.2)}
@@ -42,10 +42,10 @@ def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> floa
     """Nats per token of the whole validation part after a run, which looks at its first and its last step where `rows` is given."""
     t = config.train
     with open_model(replace(config, train=replace(t, exponent_stats=t.steps if rows else 0)), device="cpu") as compiled:
-        session, steps = compiled.session, course(config)
+        session, steps = compiled.session, training_schedule(config)
         compiled.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-        watch = rows and ranges.Watch(rows, compiled, every=t.steps)
+        watch = rows and exponent_stats.ExponentStats(rows, compiled, every=t.steps)
         for index in range(t.steps):
             plan = steps.step(index, t.steps)
             for name, array in zip(
@@ -120,7 +120,7 @@ def main() -> int:
         else:
             made["runs"].append({**key, "nats": round(nats, 4)})
         if watched:
-            made["shares"][model] = {str(row["step"]): shares(row) for row in ranges.steps(watched)}
+            made["shares"][model] = {str(row["step"]): shares(row) for row in exponent_stats.steps(watched)}
         print(model, lr, seed, round(nats, 4), flush=True)
         args.out.write_text(json.dumps(made, indent=1) + "\n")
         return round(nats, 4)

@@ -417,14 +417,16 @@ RANGES = [a_range(), a_range(name="b", what="gradient")]
 
 
 @reader(
-    "ranges.jsonl", written("ranges.jsonl", [{"kind": "ranges", "step": i, "tensors": RANGES} for i in (1, 2)]), *LINES
+    "exponent_stats.jsonl",
+    written("exponent_stats.jsonl", [{"kind": "exponent_stats", "step": i, "tensors": RANGES} for i in (1, 2)]),
+    *LINES,
 )
 def _(path: Path, draw: random.Random) -> None:
     said = Silent()
     said.line, said.can_show = lambda text: None, lambda text: True  # pyright: ignore[reportAttributeAccessIssue]
     args = {"runs": [str(path.parent)], "json": draw.random() < 0.5, "out": None}
     with contextlib.redirect_stdout(io.StringIO()):
-        plot._ranges(argparse.Namespace(**args), said)  # pyright: ignore[reportArgumentType]
+        plot._exponent_stats(argparse.Namespace(**args), said)  # pyright: ignore[reportArgumentType]
 
 
 CHOICE = {"tile": [4, 2], "rows": [8, 8], "columns": 4, "order": "rows", "part": 64, "ahead": "fetch"}

@@ -22,7 +22,7 @@ from barellm.cpu import isa
 from barellm.cpu.threads import logical_cpus
 from barellm.errors import UserError, nearest
 from barellm.models import gpt2
-from barellm.models.course import shares
+from barellm.models.training_schedule import runs_per_step
 from barellm.plans.devices import device_bytes
 from barellm.profiling.step import one_micro_batch
 from barellm.runtime.backend import backend
@@ -205,7 +205,7 @@ def summary(
     ceiling = measured_ceiling(device=device)
     ceiling.again()
     programs = build_programs(config)
-    bound = step_bound(programs, config.train.dtype, ceiling, shares(one_micro_batch(config)))
+    bound = step_bound(programs, config.train.dtype, ceiling, runs_per_step(one_micro_batch(config)))
     ours = median(all_variants[0].samples)
     peers = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(peers, key=lambda name: peers[name])

@@ -18,7 +18,7 @@ from barellm.data.mapping import check
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.fields import entries
-from barellm.models.own import mistakes_named
+from barellm.models.user_model import mistakes_named
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
 from barellm.runtime.session import Session

@@ -1,4 +1,4 @@
-"""Measure a training step, single kernels against their bounds, or the step on more threads, also beside other programs."""
+"""Benchmark a training step, single kernels against their rooflines, or thread scaling, also against other programs (baselines)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="step",
         choices=KINDS,
         metavar="WHAT",
-        help="step: a training step (the default); ops: each kernel against its bound; gemm: each matrix product by itself; "
-        "attention: causal attention over lengths and head sizes; scaling: the step on 1 thread to all, and beside a rival for a "
-        "core",
+        help="step: a training step (the default); ops: each kernel against its roofline; gemm: each matmul by itself; "
+        "attention: causal attention over lengths and head sizes; scaling: the step on 1 thread to all, and with background "
+        "load",
     )
     parser.add_argument(
         "--peers",
         metavar="LIST",
-        help="step, ops, attention, gemm: beside other programs: all that are installed, torch, llmc=PATH; for gemm torch, or on a "
-        "GPU cublaslt",
+        help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
+        "on a GPU cublaslt",
     )
     parser.add_argument(
         "--interleave",
         type=int,
         metavar="N",
-        help="step --peers, gemm, attention, scaling: rounds of turns (default: 7)",
+        help="step --peers, gemm, attention, scaling: interleaved rounds (default: 7)",
     )
     parser.add_argument(
         "--out",
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--share",
         type=int,
         metavar="N",
-        help="attention: heads of queries that share one of keys and values (default: 1)",
+        help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
     )
     parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from barellm.assembly.build import resolved
     from barellm.checkpoint import storage
-    from barellm.models.course import only_stage
+    from barellm.models.training_schedule import only_stage
     from barellm.plans import devices
 
     devices.check(args.device)

@@ -16,7 +16,7 @@ from barellm.config import Config
 from barellm.data.kinds import load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
-from barellm.models.course import enter
+from barellm.models.training_schedule import on_step
 from barellm.program.quantization import scheme
 
 
@@ -52,7 +52,7 @@ class Found:
             else:
                 checkpoint.load(self.path, compiled.loading, optimizer=False)
             meta = checkpoint.read_meta(self.path)
-            enter(compiled.session, self.config, meta["step"], meta.get("total_steps"))
+            on_step(compiled.session, self.config, meta["step"], meta.get("total_steps"))
             yield compiled
 
 

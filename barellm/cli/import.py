@@ -1,7 +1,7 @@
-"""Turn another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` begins with it.
+"""Convert another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` starts from it.
 
-With what llm.c keeps for going on, state_*.bin beside model_*.bin, it is a checkpoint from which `train --resume` goes on with
-llm.c's moments and step. llm.c does not keep its learning rate, schedule or batch: PRESET and keys say them.
+With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoint from which `train --resume` resumes with llm.c's
+moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm import models
-    from barellm.cli.options import Asked
+    from barellm.cli.options import CommandLine
     from barellm.data.gpt2 import Gpt2
     from barellm.errors import UserError
     from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
 
-    asked = Asked.of(args)
+    asked = CommandLine.of(args)
     weights = open_weights(Path(args.source), tokenizer=args.tokenizer or asked.texts.get("data.tokenizer", ""))
     if is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")

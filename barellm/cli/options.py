@@ -95,9 +95,9 @@ def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     except argparse.ArgumentError:  # the parser itself will say so
         files = []
     for file in files:
-        from barellm.models import own
+        from barellm.models import user_model
 
-        own.add(Path(file))
+        user_model.add(Path(file))
     parser.add_argument("--model", help="a model of your own, in a file (docs/python.md); its code runs", **option)
 
 
@@ -130,7 +130,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="matrices in few bits: int8, int4 or nf4; int4/128 has another group (default: numbers of --dtype)",
+        help="weight quantization: int8, int4 or nf4; int4/128 sets the group size (default: none, as --dtype)",
     )
 
 
@@ -150,7 +150,7 @@ def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> No
     parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
 
 
-MEASURED_STAGE = "the stage that is measured, of a model whose runs have stages (default: 1)"
+MEASURED_STAGE = "the training stage that is measured, of a model whose runs have stages (default: 1)"
 
 
 def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> None:
@@ -166,7 +166,7 @@ SUPERSEDES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLine:
     """The request of a command line, by itself and by the file of --config. `preset` is None if it names none."""
 
     preset: str | None
@@ -174,7 +174,7 @@ class Asked:
     texts: Mapping[str, str]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Asked:
+    def of(cls, args: argparse.Namespace) -> CommandLine:
         file = None if args.config is None else overrides.read_file(Path(args.config))
         texts = {key: text for key in overrides.every_key() if (text := getattr(args, key)) is not None}
         if file and not file.origin.endswith(".json") and (line := aliases.renamed(file.keys)):
@@ -207,7 +207,7 @@ class Asked:
 
 def configuration(args: argparse.Namespace) -> Config:
     """The resolved configuration of a command line that has `add_configuration`'s options."""
-    asked = Asked.of(args)
+    asked = CommandLine.of(args)
     base = asked.base()
     return with_weights(asked.changed(base), asked.changes(base))[0]
 

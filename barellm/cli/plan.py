@@ -1,4 +1,4 @@
-"""Show what a training run needs and does, to the byte and to the operation, without running or allocating anything."""
+"""Memory and roofline plan of a training run, to the byte and to the operation, without running or allocating anything."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's peaks and show the bound of a step: the time that no step can beat",
+        help="measure this machine's peaks and show the roofline of a step: the time that no step can beat",
     )
     parser.add_argument(
-        "--card", metavar="NAME", help="show the bound of a step by the published rates of a card: h100, h200"
+        "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
     )
     parser.add_argument(
-        "--product",
+        "--gemm",
         type=int,
         nargs=3,
         metavar=("M", "N", "K"),
-        help="with --device cuda: only how a product of M rows, N columns and depth K is cut, and its two gradients",
+        help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
     )
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="with --device cuda: compile the products' kernels, to know how many blocks a multiprocessor holds",
+        help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)",
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
     )
     parser.add_argument(
-        "--link",
+        "--interconnect",
         metavar="NAME",
-        help="with --ranks: predict a step over this link between them: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, nvlink4 "
-        "(docs/scale.md)",
+        help="with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
+        "nvlink4 (docs/scale.md)",
     )
     parser.add_argument(
-        "--utilisation",
+        "--mfu",
         type=float,
         default=0.4,
         metavar="SHARE",
-        help="with --link: the share of the peak that a rank's products reach (default: 0.4)",
+        help="with --interconnect: model FLOPs utilization of a rank's matmuls (default: 0.4)",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
-    add_stage(parser, "the stage that is planned alone, of a model whose runs have stages")
+    add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
     add_configuration(parser)
 
 
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from barellm.assembly.build import resolved
-    from barellm.models.course import only_stage
+    from barellm.models.training_schedule import only_stage
     from barellm.plans import devices, plan
 
     devices.check(args.device)
-    for name in ("product", "compile"):
+    for name in ("gemm", "compile"):
         if getattr(args, name) and args.device != "cuda":
             raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
     config = configuration(args)
@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
         ceiling = measured_ceiling(device=args.device)
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
-    if args.link:
+    if args.interconnect:
         return _scale(args, config, ceiling)
-    if args.product:
+    if args.gemm:
         return _one_product(args, config.train.dtype)
     ranks = _ranks(args, config)
     numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks)
@@ -110,14 +110,14 @@ def run(args: argparse.Namespace) -> int:
 def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     """The first of --ranks, or this process alone."""
     from barellm.runtime.ranks import ALONE, Planned
-    from barellm.training import together
+    from barellm.training import agreement
 
     if args.ranks is None:
         return ALONE
     if args.ranks < 1:
         raise UserError(f"--ranks is {args.ranks}, expected at least 1")
     ranks = Planned(0, args.ranks)
-    together.check(config, device=args.device, ranks=ranks)
+    agreement.check(config, device=args.device, ranks=ranks)
     return ranks
 
 
@@ -128,25 +128,25 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
     from barellm.plans import devices, scale
 
     if args.ranks is None or args.ranks < 1:
-        raise UserError(f"--link is {args.link}, expected --ranks too, at least 1")
-    if not 0 < args.utilisation <= 1:
-        raise UserError(f"--utilisation is {args.utilisation:g}, expected more than 0 and at most 1")
+        raise UserError(f"--interconnect is {args.interconnect}, expected --ranks too, at least 1")
+    if not 0 < args.mfu <= 1:
+        raise UserError(f"--mfu is {args.mfu:g}, expected more than 0 and at most 1")
     ceiling = ceiling or devices.published("h100")
-    found = scale.prediction(config, args.ranks, args.link, ceiling=ceiling, utilisation=args.utilisation)
+    found = scale.prediction(config, args.ranks, args.interconnect, ceiling=ceiling, utilisation=args.mfu)
     print(json.dumps(found) if args.json else "\n".join(scale.table(found)))
     return 0
 
 
 def _one_product(args: argparse.Namespace, dtype: str) -> int:
-    """Print how the product of --product and its gradients are cut."""
+    """Print the tiling of the GEMM of --gemm and of its gradients."""
     import json
 
     from barellm.cuda.kernel import Sizes
     from barellm.plans import devices, waves
 
-    M, N, K = args.product
+    M, N, K = args.gemm
     if min(M, N, K) < 1:
-        raise UserError(f"--product is {M} {N} {K}, expected sizes of at least 1")
+        raise UserError(f"--gemm is {M} {N} {K}, expected sizes of at least 1")
     built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, "cuda")
     cuts, lines = _cuts(args, built, ["product"], Sizes(batch=M))
     print(json.dumps({"dtype": dtype, **built.machine, "products": cuts}) if args.json else "\n".join(lines))
@@ -172,7 +172,7 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
         codes = compiled(waves.specifications(built, programs), built.target.arch, processes=2)
     found = waves.products(built, programs, sizes, codes)
     cuts = [{**cut.to_json(sheet), "count": count, "card": card} for cut, count in found.items()]
-    about = f"products on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
+    about = f"GEMMs on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
     others = ", ".join(f"{name} {count}" for name, count in waves.uncounted(built, programs).items())
     lines = [about, *waves.table(found, sheet, known=args.compile)]
     return cuts, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
@@ -189,18 +189,18 @@ def _tables(n: dict[str, Any]) -> list[str]:
         f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
     ]
     rows = [(name.replace("_", " "), nbytes) for name, nbytes in n["memory"].items() if nbytes]
-    rows.append(("arena", n["arena_bytes"]))
+    rows.append(("memory pool", n["arena_bytes"]))
     lines += [f"  {name:<26}{nbytes:>18,}{nbytes / 2**20:>12.1f}" for name, nbytes in rows]
     lines += [
-        f"  most alive at one time: {n['live_peak_bytes']:,} bytes (arena / that: {n['ratio']:.4f}), in {n['peak_at']['program']}",
+        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f}), in {n['peak_at']['program']}",
         f"  at {n['peak_at']['op']}",
         f"  {_fits(n)}",
         *(
-            f"  rank {rank}: optimizer state {row['optimizer_state']:,}, arena {row['arena_bytes']:,} bytes"
+            f"  rank {rank}: optimizer state {row['optimizer_state']:,}, memory pool {row['arena_bytes']:,} bytes"
             for rank, row in enumerate(n.get("of_each_rank", ()))
         ),
         "",
-        f"{'by family, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
+        f"{'by op class, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
     ]
     lines += [
         f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}"
@@ -209,7 +209,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
     timed = "expected_s" in n
     lines += [
         "",
-        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  at least ms" if timed else ""),
+        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + (" roofline ms" if timed else ""),
     ]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
@@ -226,7 +226,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
         speed = n["tokens"] / n["expected_s"]
         lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
-        lines += [f"at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
+        lines += [f"roofline: {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
     return lines
 
 
@@ -237,7 +237,7 @@ def _fits(n: dict[str, Any]) -> str:
 
 
 def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, its highest rate, what else it is told"]
+    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, peak learning rate, hyperparameters"]
     for r in rows:
         told = ", ".join(f"{name} {value}" for name, value in r["options"].items())
         shape = " x ".join(str(n) for n in r["shape"])

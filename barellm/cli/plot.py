@@ -4,8 +4,9 @@ What is drawn is the loss, or what --y names. A finished run has a dashed line f
 the axis shows its mean. Runs with different tokenizers have different tokens, so their nats per token cannot be compared, but their
 bits per byte can (--y bits).
 
-With --ranges it shows the exponents of a run's activations, gradients and weights, which train --train.exponent_stats N writes: a table of
-the last step in the terminal, a picture of the first and the last step, or all numbers. docs/ranges.md explains it.
+With --exponent-stats it shows exponent histograms (dynamic range) of a run's activations, gradients and weights, which
+`train --train.exponent_stats N` logs: a table of the last step in the terminal, a picture of the first and the last step, or all
+numbers. docs/exponent_stats.md explains it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "by the mean loss of a token) (default: loss)",
     )
     parser.add_argument("--log", choices=("x", "y", "xy"), help="which axes are logarithmic (default: none)")
-    parser.add_argument("--ranges", action="store_true", help="exponents of one run, in the place of losses")
     parser.add_argument(
-        "--json", action="store_true", help="with --ranges: print the numbers of every step, and nothing else"
+        "--exponent-stats", action="store_true", help="exponent histograms of one run, in the place of losses"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --exponent-stats: print the numbers of every step, and nothing else"
     )
 
 
@@ -50,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
     from barellm.training.console import Console
 
     console = Console()
-    if args.ranges:
+    if args.exponent_stats:
         for option in ("x", "y", "log"):
             if getattr(args, option) is not None:
-                raise UserError(f"--{option} is for curves, and --ranges draws none: leave one of them out")
-        return _ranges(args, console)
+                raise UserError(f"--{option} is for curves, and --exponent-stats draws none: leave one of them out")
+        return _exponent_stats(args, console)
     axis, log = args.x or "steps", args.log or ""
     if args.json:
-        raise UserError("--json is for --ranges: the losses of a run are in its metrics.jsonl")
+        raise UserError("--json is for --exponent-stats: the losses of a run are in its metrics.jsonl")
     curves = [found for name in args.runs for found in _read(name, axis=axis, y=args.y or "loss")]
     if args.out is not None:
         title = str(Path(args.runs[0])) if len(args.runs) == 1 else "training, smoothed, and validation (dots)"
@@ -72,32 +75,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ranges(args: argparse.Namespace, console: Console) -> int:
-    """The exponents of one run."""
+def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
+    """The exponent histograms of one run."""
     import json
 
     from barellm.checkpoint import checkpoint
     from barellm.errors import UserError
-    from barellm.training import ranges, ranges_chart
+    from barellm.training import exponent_stats, exponent_stats_chart
 
     if len(args.runs) > 1:
-        raise UserError(f"--ranges shows one run, found {len(args.runs)}")
+        raise UserError(f"--exponent-stats shows one run, found {len(args.runs)}")
     (name,) = args.runs
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")
-    rows = ranges.steps(path)
+    rows = exponent_stats.steps(path)
     try:
         if args.json:
-            print(json.dumps({"run": name, "steps": [ranges_chart.numbers(row) for row in rows]}))
+            print(json.dumps({"run": name, "steps": [exponent_stats_chart.numbers(row) for row in rows]}))
         elif args.out is not None:
-            ranges_chart.image(Path(args.out), ranges_chart.chosen(rows), title=name)
-            console.line(f"ranges {args.out}")
+            exponent_stats_chart.image(Path(args.out), exponent_stats_chart.chosen(rows), title=name)
+            console.line(f"exponents {args.out}")
         else:
-            console.line(ranges_chart.terminal(rows[-1], ascii_only=not console.can_show(ranges_chart.SHADES)))
+            console.line(
+                exponent_stats_chart.terminal(rows[-1], ascii_only=not console.can_show(exponent_stats_chart.SHADES))
+            )
     except UserError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError):
-        raise UserError(f"{path} has exponents that no run wrote in {ranges.FILE}") from None
+        raise UserError(f"{path} has exponents that no run wrote in {exponent_stats.FILE}") from None
     return 0
 
 
@@ -108,7 +113,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     from barellm.checkpoint import checkpoint
     from barellm.errors import UserError
     from barellm.training import curve, metrics
-    from barellm.training.course import tokens_before
+    from barellm.training.training_schedule import tokens_before
 
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")

@@ -12,11 +12,11 @@ from barellm.cli.options import ESCAPES, escaped
 
 if TYPE_CHECKING:
     from barellm.data.reading import Layout
-    from barellm.data.workplace import Workplace
+    from barellm.data.staging_dir import StagingDir
 
 DESCRIPTION = """\
 Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...) with a file shards.json that says what
-they were made of. Interrupted or killed, it leaves DIR.part; the same command goes on from there and ends with the same bytes.
+they were made of. Interrupted or killed, it leaves DIR.part; the same command resumes from there and writes the same bytes.
 docs/data.md has all formats and examples."""
 
 
@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
     """Writes the shards; nothing appears in --out until all of them are complete."""
     from barellm.data.named import fetched_corpus
     from barellm.data.sources import corpus_tokenizer, find_text
-    from barellm.data.workplace import Workplace
+    from barellm.data.staging_dir import StagingDir
     from barellm.data.writing import Job
     from barellm.training.console import Console
 
     fraction, layout, named = _checked(args)
     console = Console(json_lines=args.json)
-    with Workplace(Path(args.out).resolve()) as work:
+    with StagingDir(Path(args.out).resolve()) as work:
         val_tokens = args.val_tokens
         if named:
             corpus, own = fetched_corpus(args.source[0], work.folder / "files", console.line)
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _path_of(source: str, work: Workplace) -> str:
+def _path_of(source: str, work: StagingDir) -> str:
     """The path of a source that is not a file yet."""
     from barellm.data.named import tinyshakespeare
 

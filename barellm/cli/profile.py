@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.assembly.build import resolved
     from barellm.cli.bench import warm_steps
-    from barellm.models.course import only_stage
+    from barellm.models.training_schedule import only_stage
     from barellm.plans import devices
     from barellm.profiling import profile
-    from barellm.training import together
+    from barellm.training import agreement
 
     devices.check(args.device)
     steps = warm_steps(args)
     config = configuration(args)
     config.check()
-    together.check(config, device=args.device, ranks=ranks)
+    agreement.check(config, device=args.device, ranks=ranks)
     config = resolved(only_stage(config, args.stage), args.device)
     train = config.train
     several = f"-{ranks.count}-ranks" * (ranks.count > 1)

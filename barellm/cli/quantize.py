@@ -1,5 +1,5 @@
-"""Make a checkpoint whose matrices have few bits, with codes that make up for each other's errors on a text (GPTQ, Frantar et al.
-2022). `sample` and `eval` read it. It cannot be trained or exported: for that the run stays as it is."""
+"""Weight quantization of a checkpoint, with error compensation on a calibration text (GPTQ, Frantar et al. 2022).
+`sample` and `eval` read it. It cannot be trained or exported: for that the run stays as it is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
     from barellm.cli.checkpoints import Found
 
-FORMATS = "int8, int4 or nf4; int4/128 has another group"
+FORMATS = "int8, int4 or nf4; int4/128 sets the group size"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest whole one is taken"
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
     )
     parser.add_argument("--weights", required=True, metavar="FORMAT", help=FORMATS)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
@@ -33,11 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=32768,
         metavar="N",
-        help="calibrate on about N tokens, evenly spread; with 0 each number gets the nearest code (default: 32768)",
+        help="calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)",
     )
-    parser.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="how many sequences are computed at once (default: 8)"
-    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="batch size (default: 8)")
     add_device(parser, "cpu, cuda or reference")
 
 

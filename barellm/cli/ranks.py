@@ -41,12 +41,12 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
     and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
     from barellm.cpu.threads import cores
-    from barellm.distributed import sign, world
+    from barellm.distributed import launcher_protocol, world
     from barellm.distributed.mpi import MpiRanks
     from barellm.errors import UserError
 
     rank, ranks = world.rank_told(), None
-    sign.sign_in(rank)
+    launcher_protocol.announce_rank(rank)
     try:
         ranks = MpiRanks()
         rank = ranks.rank
@@ -61,7 +61,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
         status = command(args, ranks)
         ranks.gather(None, patient=True)
         if rank == 0:
-            sign.tell_end(status)
+            launcher_protocol.announce_exit(status)
         ranks.close()
         return status  # and not os._exit: MPICH takes its leave of the launcher in a handler of the C library's exit
     except UserError as error:

@@ -196,7 +196,8 @@ def _group(
 
 def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sampling) -> None:
     """Read a line, let the model continue all lines and completions so far, and again, until the input ends. Where the history and
-    a completion of --max-new-tokens do not fit into the positions, the oldest tokens are left out; half of the positions are left at least."""
+    a completion of --max-new-tokens do not fit into the positions, the oldest tokens are dropped, and half of the
+    positions are left at least."""
     from dataclasses import replace
 
     from barellm.generation.writing import Written, write

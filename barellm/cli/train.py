@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import Asked, add_configuration, add_device, with_weights
+from barellm.cli.options import CommandLine, add_configuration, add_device, with_weights
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/PRESET-DATE-TIME)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint of --out")
     add_device(parser, "cpu, cuda, or reference (NumPy, small models only)")
     parser.add_argument(
         "--json", action="store_true", help="print the rows of metrics.jsonl as they come, and nothing else"
@@ -29,13 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--find-lr",
         action="store_true",
-        help="train --steps steps (default: 200) whose learning rate grows until they diverge, and suggest one; no run is made",
+        help="learning rate range test: --steps steps (default: 200) of a growing rate until they diverge, and a suggestion",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="train with N processes of this machine, which share the work (docs/ranks.md)",
+        help="data-parallel training (ZeRO-1) with N processes of this machine (docs/ranks.md)",
     )
     add_configuration(parser)
 
@@ -71,7 +71,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from barellm.training import find_lr, run
 
     check_device(args.device)
-    asked = Asked.of(args)
+    asked = CommandLine.of(args)
     name = asked.preset
     wanted = name or models.usual()
     start = weights = None
@@ -80,7 +80,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
         raise UserError("--find-lr tests with one process: leave --ranks out")
     if args.resume and args.find_lr:
         raise UserError(
-            "--find-lr begins anew: it cannot go on with --resume (--init-from begins with a run's weights)"
+            "--find-lr is a test from the start: it cannot --resume (--init-from begins with a run's weights)"
         )
     if args.resume:
         out = Path(args.out) if args.out is not None else run.newest_run(root, wanted)

@@ -89,7 +89,8 @@ class LlmcOrder(Rows):
             ours = f"micro-batch {here.sample} of shard {here.shard} of {_short(here.shards)}"
             keys = f"train.micro_batch_size {self.batch_size}, train.seq {self.seq}, train.gradient_accumulation_steps"
             raise UserError(
-                f"llm.c's data stood at {stood}, and by {keys} and {self.tokens.name} it stands at {ours}: choose llm.c's -b, -t, -d and shards, or another data.order"
+                f"llm.c's data stood at {stood}, and by {keys} and {self.tokens.name} it stands at {ours}: choose "
+                "llm.c's -b, -t, -d and shards, or another data.order"
             )
 
     @property

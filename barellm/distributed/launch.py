@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from barellm.distributed import launchers
-from barellm.distributed.guard import Guard, below
-from barellm.distributed.sign import SIGN
+from barellm.distributed.launcher_protocol import PREFIX
+from barellm.distributed.supervisor import Supervisor, below
 from barellm.errors import UserError
 
 MOST = 1 << 16
@@ -72,15 +72,15 @@ def start(count: int, arguments: Sequence[str]) -> int:
                 os.kill(other, signal.SIGKILL)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    guard = Guard(process.pid, count, launcher.alone, launcher.failed_s)
-    guard.start()
+    supervisor = Supervisor(process.pid, count, launcher.alone, launcher.failed_s)
+    supervisor.start()
     errors.start()
     try:
         banner, told = _pass_on(process, numbers)
         status = process.wait()
         errors.join(LAST_WORDS_S)
     finally:
-        guard.end()
+        supervisor.end()
         for number, handler in before.items():
             signal.signal(number, handler)
     if ended:
@@ -88,9 +88,9 @@ def start(count: int, arguments: Sequence[str]) -> int:
         return ended
     if told is not None:
         return told
-    if guard.first and guard.first[1] and os.WIFEXITED(guard.first[1]) and not guard.words:
-        return os.WEXITSTATUS(guard.first[1])  # a rank that ends by itself says why
-    if words := guard.words or _killed(banner + errors.own, guard.numbers | numbers, guard.first, count):
+    if supervisor.first and supervisor.first[1] and os.WIFEXITED(supervisor.first[1]) and not supervisor.words:
+        return os.WEXITSTATUS(supervisor.first[1])  # a rank that ends by itself says why
+    if words := supervisor.words or _killed(banner + errors.own, supervisor.numbers | numbers, supervisor.first, count):
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
     if status and not errors.others:  # nobody else says why
@@ -158,8 +158,8 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
-        if line.startswith(SIGN):
-            rank, number = line[len(SIGN) :].split()
+        if line.startswith(PREFIX):
+            rank, number = line[len(PREFIX) :].split()
             if rank == b"end":
                 told = int(number) if told is None else told
             else:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from barellm.distributed.guard import FAILED_S
+from barellm.distributed.supervisor import FAILED_S
 
 RULE = b"-" * 74  # above and below what Open MPI's launcher says
 OURS, MPICHS = b"barellm: ", (b"[mpiexec@", b"[proxy:")  # beginnings of lines

@@ -1,4 +1,4 @@
-"""Ranks that talk by MPI, through mpi4py. Nothing here blocks inside MPI: every wait looks at the others (`distributed.watch`)."""
+"""Message passing between ranks by MPI, through mpi4py. Nothing blocks inside MPI: every wait polls (`distributed.heartbeat`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from barellm.distributed import cores as cores_module
-from barellm.distributed.guard import fellow
+from barellm.distributed.heartbeat import Heartbeat, end_all, limit_seconds
 from barellm.distributed.memory import Place, Reading, allow_reading, can_read
+from barellm.distributed.supervisor import peer_supervisor
 from barellm.distributed.transfers import Transfers
-from barellm.distributed.watch import Watch, end_all, limit_seconds
 from barellm.errors import UserError
 
 ARRAYS, VALUES, EARLY, BESIDE = 1, 2, 3, 4  # tags
@@ -43,7 +43,7 @@ class MpiRanks:
             raise UserError(f"several processes need mpi4py ({error}): pip install 'barellm[mpi]'") from None
         except RuntimeError as error:
             raise UserError(f"mpi4py finds no MPI ({error}): pip install 'barellm[mpi]'") from None
-        with fellow():
+        with peer_supervisor():
             _call(MPI, "MPI_Init_thread", None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
             if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
                 raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
@@ -51,7 +51,7 @@ class MpiRanks:
             for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # errors become exceptions: else MPI ends this process
                 comm.Set_errhandler(MPI.ERRORS_RETURN)
             self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
-            self._watch = Watch(MPI, self._world.Dup())
+            self._watch = Heartbeat(MPI, self._world.Dup())
             self._early = Transfers(self._done)
             self._readable = self._try_reading()
         _forget_files()
@@ -181,7 +181,7 @@ class MpiRanks:
     def close(self) -> None:
         """Wait for all others, then leave them."""
         self.gather(None, patient=True)
-        with fellow():
+        with peer_supervisor():
             self._watch.close()
             _call(self._mpi, "MPI_Finalize")
 

@@ -12,7 +12,7 @@ from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest
 from barellm.interop import card, gguf, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
 from barellm.interop.sources import is_checkpoint, open_weights
-from barellm.training.ramp import Ramp
+from barellm.training.batch_rampup import BatchRampup
 
 TOKENIZER, TRAINING = "llmc-tokenizer", "llmc-checkpoint"
 FORMATS = {  # and what each may be stored in
@@ -80,7 +80,7 @@ def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     if config.data.order == "llmc":
         tokens = prepare(config.data, tokenizer=weights.tokenizer).train
         order = LlmcOrder(tokens, batch=train.micro_batch_size, seq=train.seq)
-        standing = order.standing(Ramp(train).before(meta["step"]))
+        standing = order.standing(BatchRampup(train).before(meta["step"]))
         data = f"data in its own order, from sample {standing.sample} of shard {standing.shards[standing.shard]}"
     names = llmc_state.write(weights, moments, out, dtype=dtype, step=meta["step"], standing=standing)
     tokens = train.micro_batch_size * train.seq

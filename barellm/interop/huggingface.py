@@ -1,5 +1,5 @@
 """Hugging Face's folders: config.json and model.safetensors, whole or in shards. Its module says what an
-architecture is called there (`models.foreign.HuggingFace`)."""
+architecture is called there (`models.hf_mapping.HuggingFace`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.fields import converted, entries
 from barellm.interop import vocabulary
-from barellm.models.foreign import HuggingFace
+from barellm.models.hf_mapping import HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"

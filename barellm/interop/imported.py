@@ -15,7 +15,7 @@ from barellm.data.kinds import tokenizer_files
 from barellm.errors import UserError
 from barellm.fields import entries
 from barellm.interop.llmc_state import State, Training
-from barellm.training.ramp import Ramp
+from barellm.training.batch_rampup import BatchRampup
 
 
 def like(weights: Weights) -> Config:
@@ -78,7 +78,7 @@ def _training(config: Config, state: State) -> dict[str, Any]:
         raise UserError("a run that goes on from another program's state ends after some number of steps: --steps N")
     if train.steps < state.step:
         raise UserError(f"train.steps is {train.steps}, {state.path} is of step {state.step}: ask for more steps")
-    samples = Ramp(train).before(state.step) * train.micro_batch_size
+    samples = BatchRampup(train).before(state.step) * train.micro_batch_size
     return {
         "total_steps": train.steps,
         "samples": samples,

@@ -11,15 +11,15 @@ and where it has them
                            text is drawn by `forward`, of all that the model sees, for each token again: slow, and right
     HIDDEN                 its hidden matrices, which `optim.name muon` updates by Muon, in the words of `optim.rules.Rule`; "h.*"
                            unless it says: matrices of blocks whose names begin so
-    course(config)         the steps of a run that has stages, and what programs read in each (`models/course.py`)
+    training_schedule(config)   the steps of a run that has stages, and what programs read in each (`models/training_schedule.py`)
     loss_gradient(cfg)     what the gradient of each target's loss is multiplied by in training, where that is not one over the
                            number of the step's targets; None where it is
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
-    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/foreign.py`)
+    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`)
     TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
 
 Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
-lies anywhere else is one too, once `own.add` or the program has imported it; it may be without PRESETS.
+lies anywhere else is one too, once `user_model.add` or the program has imported it; it may be without PRESETS.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
 HELPERS = {
-    "course",
-    "foreign",
-    "own",
-    "speedrun_course",
+    "hf_mapping",
+    "speedrun_schedule",
     "stages",
+    "training_schedule",
     "unit",
+    "user_model",
 }  # files of this folder that are no architecture
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
-ADDED: dict[str, Path] = {}  # by `own.add`: name -> its file
+ADDED: dict[str, Path] = {}  # by `user_model.add`: name -> its file
 
 
 def names() -> list[str]:

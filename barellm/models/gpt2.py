@@ -16,7 +16,7 @@ from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, T
 from barellm.config import Config as Run
 from barellm.fields import at_least, below_one, between, divides, entries, one_of, value
 from barellm.models import unit
-from barellm.models.foreign import HuggingFace
+from barellm.models.hf_mapping import HuggingFace
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -36,11 +36,13 @@ class Config(ModelConfig):
         1, 1024, 12, "transformer blocks"
     )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
     heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
-    d_model: int = at_least(1, 768, "width of the residual stream")
-    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
-    padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
-    max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
-    bias: bool = value(True, "biases in products and norms")
+    d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
+    padded_vocab: int = at_least(
+        0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
+    )
+    max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
+    bias: bool = value(True, "biases in linear layers and norms")
     dropout: float = below_one(0.0, "dropout rate in training", of_run=True)
     dropout_bits: str = one_of(
         DROPOUT_BITS,
@@ -50,7 +52,7 @@ class Config(ModelConfig):
     )
     unit_scaling: bool = value(
         False,
-        "weights from N(0, 1) and constants that keep activations and gradients at unit size; without biases and gains",
+        "unit scaling: weights from N(0, 1), constants that keep activations and gradients at unit size; no biases and gains",
         check=_no_biases,
     )
 
@@ -234,7 +236,7 @@ def shakespeare_muon() -> Run:
 
 def shakespeare_unit() -> Run:
     """The model, the text and the batch of shakespeare-char in unit scaling. Weights are 50 times as large, so AdamW's rate is
-    larger too, the best of six that were tried (docs/ranges.md), and the weight decay a fiftieth."""
+    larger too, the best of six that were tried (docs/exponent_stats.md), and the weight decay a fiftieth."""
     base = shakespeare_char()
     optim = replace(base.optim, lr=0.025, min_lr=0.0025, weight_decay=0.002, clip=0.0)
     model = replace(base.model, unit_scaling=True)  # pyright: ignore[reportCallIssue]

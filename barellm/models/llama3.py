@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.fields import above, at_least, between, divides, value
-from barellm.models.foreign import HuggingFace, UnknownConfig
+from barellm.models.hf_mapping import HuggingFace, UnknownConfig
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -36,24 +36,30 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 12, "transformer blocks")
-    heads: int = divides(
-        "d_model", 12, "heads of queries in a block; each must have an even width, as RoPE turns pairs", even=True
+    heads: int = divides("d_model", 12, "query heads; each must have an even width, as RoPE rotates pairs", even=True)
+    kv_heads: int = divides(
+        "heads", 4, "key and value heads (grouped-query attention), each shared by heads / kv_heads query heads"
     )
-    kv_heads: int = divides("heads", 4, "heads of keys and values in a block, each shared by heads / kv_heads queries")
-    d_model: int = at_least(1, 768, "width of the residual stream")
-    d_ff: int = at_least(1, 2048, "width between the two products of SwiGLU")
-    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
-    padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
-    max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
-    tied: bool = value(True, "the embedding is the classifier too; false: the classifier is a matrix of its own")
-    norm_eps: float = above(0, 1e-5, "what RMSNorm adds to the mean of squares")
-    rope_theta: float = above(0, 500_000.0, "base of RoPE's wavelengths: the longest is nearly 2 pi times it")
-    rope_factor: float = at_least(0, 0.0, "Llama-3.1's stretch of RoPE's long wavelengths; 0: none")
+    d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    d_ff: int = at_least(1, 2048, "intermediate (FFN) size of SwiGLU")
+    vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
+    padded_vocab: int = at_least(
+        0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
+    )
+    max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
+    tied: bool = value(
+        True, "tied embeddings: the embedding is the LM head too; false: the LM head is a matrix of its own"
+    )
+    norm_eps: float = above(0, 1e-5, "RMSNorm's epsilon")
+    rope_theta: float = above(0, 500_000.0, "RoPE's base frequency theta")
+    rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of Llama 3.1; 0: none")
     rope_low: float = above(
-        0, 1.0, "of the stretch: waves that turn less often than this in rope_old_seq are stretched whole"
+        0, 1.0, "low_freq_factor: wavelengths above rope_old_seq / rope_low are scaled by rope_factor"
     )
-    rope_high: float = above("rope_low", 4.0, "of the stretch: waves that turn more often than this stay as they are")
-    rope_old_seq: int = at_least(1, 8192, "of the stretch: positions that the model had before it")
+    rope_high: float = above(
+        "rope_low", 4.0, "high_freq_factor: wavelengths below rope_old_seq / rope_high are not scaled"
+    )
+    rope_old_seq: int = at_least(1, 8192, "original_max_position_embeddings: the context length before scaling")
 
     @property
     def head_size(self) -> int:

@@ -77,7 +77,7 @@ class Config(gpt2.Config):
         "", "graph of the blocks of each MLP's matrices (docs/sparsity.md); empty: all", check=_graph
     )
     mlp_block: int = value(32, "rows and columns of a block of an MLP by a graph: 8, 16, 32 or 64", check=_mlp_block)
-    mlp_width: int = at_least(1, 4, "hidden columns of an MLP by a graph, for each channel")
+    mlp_width: int = at_least(1, 4, "FFN expansion of an MLP by a graph: d_ff / d_model")
 
 
 def declare(p: Program, cfg: Config) -> gpt2.Weights:

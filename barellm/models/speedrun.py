@@ -33,9 +33,9 @@ from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError
 from barellm.fields import at_least, between, divides, one_of, value
-from barellm.models.speedrun_course import course as course
-from barellm.models.speedrun_course import only_stage as only_stage
-from barellm.models.speedrun_course import yarn
+from barellm.models.speedrun_schedule import only_stage as only_stage
+from barellm.models.speedrun_schedule import training_schedule as training_schedule
+from barellm.models.speedrun_schedule import yarn
 from barellm.models.stages import Stage, parse, table
 
 if TYPE_CHECKING:
@@ -92,38 +92,42 @@ def stage_table(default: str, says: str) -> Any:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 11, "layers, each of attention and an MLP")
-    heads: int = divides("d_model", 6, "heads of attention; an even number where heads are paired")
-    d_model: int = at_least(GATED, 768, "width of the residual stream")
-    d_ff: int = at_least(1, 3072, "width between the two products of an MLP")
-    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
+    heads: int = divides("d_model", 6, "attention heads; an even number where heads are paired")
+    d_model: int = at_least(GATED, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    d_ff: int = at_least(1, 3072, "intermediate (FFN) size of an MLP")
+    vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
     padded_vocab: int = at_least(
-        0, 0, "columns of the classifier in memory; 0: vocab_size rounded up to a multiple of 64"
+        0, 0, "padded vocabulary size: columns of the LM head; 0: vocab_size rounded up to a multiple of 64"
     )
     max_seq: int = at_least(
-        1, 49152, "tokens of the longest micro-batch: many documents, of which each sees itself only"
+        1,
+        49152,
+        "context length: tokens of the longest micro-batch of packed documents, with attention inside a document only",
     )
-    separator: int = at_least(-1, -1, "the token that begins a document; -1: all of a row is one")
+    separator: int = at_least(-1, -1, "the beginning-of-document token; -1: all of a row is one document")
     block: int = at_least(1, 128, "tokens of a block, which is the unit of the windows of the stages")
-    stages: str = stage_table(table(RECORD), "what changes while it trains: a row for each stage (models/stages.py)")
-    extension: int = at_least(0, 40, "steps of the last stage, after those that the others share")
+    stages: str = stage_table(table(RECORD), "training stages: a row for each (models/stages.py)")
+    extension: int = at_least(0, 40, "extension steps: those of the last stage, after the scheduled ones")
     decay_fraction: float = between(
         0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate decays"
     )
-    untie: int = at_least(0, 2, "the stage that begins with an embedding of its own; beyond the last: never")
+    untie: int = at_least(0, 2, "the stage from which the embedding is untied from the LM head; beyond the last: never")
     long: str = some_layers(
-        "3,10", "layers with the long window, whose keys also have their offset; the others have the short one"
+        "3,10", "layers with the long attention window (and key offset); the others have the short one"
     )
-    paired: str = some_layers("0,2,5,9", "layers in which pairs of heads take turns in one sequence of double length")
+    paired: str = some_layers(
+        "0,2,5,9", "layers with paired heads: two heads interleaved in one sequence of double length"
+    )
     values: str = some_layers("1,2,8,9,10", "layers with a value embedding")
-    skipped: str = some_layers("6", "layers without attention; they get the stream that `skip_from` had")
-    skip_from: int = at_least(0, 3, "the layer whose stream after attention goes to the layers without attention")
+    skipped: str = some_layers("6", "layers without attention; they get the residual of `skip_from` (skip connection)")
+    skip_from: int = at_least(0, 3, "the layer whose residual after attention goes to the layers without attention")
     lanes_from: int = at_least(
         0, 7, "the first layer with two lanes: attention reads one, the MLP the other, both write both"
     )
-    backout: int = at_least(0, 7, "the layer whose stream is taken out again before the classifier")
+    backout: int = at_least(0, 7, "the layer whose residual is subtracted again before the LM head (backout)")
     final_window: int = at_least(1, 20, "the long window of evaluation and samples after the last step, in blocks")
-    smear: bool = value(True, "each token's embedding gets a share of the one before")
-    bigram: bool = value(True, "an embedding of pairs of tokens is added in each layer")
+    smear: bool = value(True, "smear: each token's embedding gets a share of the previous one's")
+    bigram: bool = value(True, "bigram hash embedding, added in each layer")
     bigram_first: str = one_of(
         ("token", "reserved"),
         "token",
@@ -133,14 +137,14 @@ class Config(ModelConfig):
     adam_weights: str = one_of(
         ("fp32", "bf16"),
         "fp32",
-        "what Adam's embeddings, gates and classifier keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in "
+        "what Adam's embeddings, gates and LM head keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in "
         "the record (docs/optimizers.md)",
     )
-    softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
+    softcap: bool = value(True, "logit softcapping: 23 sigmoid((x + 5) / 7.5)")
     fp8: str = one_of(
         ("off", "static", "delayed", "floating"),
         "off",
-        "the classifier's products in training in 8 bits (docs/fp8.md): off, static (scales that never change), delayed (scales "
+        "FP8 matmuls of the LM head in training (docs/fp8.md): off, static (scales that never change), delayed (scales "
         "of the largest numbers before), or floating (1-4-3 bits with a floating bias)",
     )
 

@@ -22,7 +22,7 @@ from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.data.shards import SHARD_TOKENS, TokenStream, magic_for, write_shard
 from barellm.data.sources import find_shards
 from barellm.errors import UserError
-from barellm.models.course import own
+from barellm.models.training_schedule import model_schedule
 from barellm.native.source import ORDERS, Image
 from barellm.training.run import Run
 
@@ -87,7 +87,7 @@ def for_arm(isa: ISA) -> bool:
 def check(run: Run) -> None:
     """Raise a UserError for what only the Python-driven loop does."""
     config = run.config
-    if own(config) is not None:
+    if model_schedule(config) is not None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
     for key, value, expected in (
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),

@@ -20,10 +20,10 @@ TOGETHER = 1 << 20  # elements of matrices that take each turn together: of smal
 @dataclass(frozen=True)
 class Muon:
     """Muon with these constants. The learning rate is the run's scalar `rate` times `lr_scale`, and the momentum its scalar
-    `momentum`. `ns_steps` Newton-Schulz steps are done, with the coefficients of `orthogonalization`. `scale` names the rule
-    that scales the learning rate by the matrix's shape; `lr_mul` multiplies it. With `cautious`, `weight_decay` leaves alone what the
-    update makes larger; with `squared`, it is multiplied by the scale. `beta2` is the decay rate of NorMuon's mean of the squares of
-    rows; 0 means none. In each parameter lie so many `matrices` of equal size, one below the other."""
+    `momentum`. `ns_steps` Newton-Schulz steps are done, with the coefficients of `orthogonalization`. `scale` names
+    the rule that scales the learning rate by the matrix's shape, times `lr_mul`. With `cautious`, `weight_decay` leaves alone
+    what the update makes larger; with `squared`, it is multiplied by the scale. `beta2` is the decay rate of NorMuon's mean of the
+    squares of rows; 0 means none. In each parameter lie so many `matrices` of equal size, one below the other."""
 
     rate: str = "lr"
     lr_scale: float = 1.0

@@ -93,7 +93,7 @@ class Compression:
         """What this rank updates of a parameter: all."""
         return param
 
-    def give(self, p: Program, params: Sequence[Tensor]) -> None:
+    def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
         """All ranks have all parameters already."""
 
     # --- tensors ---

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from barellm.assembly.build import build_programs, gemm_options, model_flops
 from barellm.config import Config
 from barellm.models import hidden
-from barellm.models.course import shares
+from barellm.models.training_schedule import runs_per_step
 from barellm.optim.recipes import rules
 from barellm.optim.rules import assigned
 from barellm.plans.devices import device_bytes, lower
@@ -47,7 +47,7 @@ def report(
     built = lower(programs, device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
-    step = shares(config)
+    step = runs_per_step(config)
     limit, limit_source = device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset,

@@ -143,8 +143,8 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
 
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     """What the ranks exchange in a step: bytes by rank, and what may hide them."""
-    from barellm.optim.dealing import TOGETHER
     from barellm.optim.powersgd import TRAVELS, Compression
+    from barellm.optim.sharding import TOGETHER
     from barellm.program.dtypes import FORMATS, itemsize
     from barellm.program.ops.optimizer import CHUNK
 

@@ -65,7 +65,7 @@ def record(bench: StepBench, steps: int) -> DeviceTraces:
         for traced in (True, False) if i % 2 == 0 else (False, True):
             if traced:
                 launches = [(name, np.array([ms / 1e3 for _, ms in found])) for name, found in bench.timed()]
-                timed.append(DeviceStep(launches, bench.course.cycle))
+                timed.append(DeviceStep(launches, bench.training_schedule.cycle))
             else:
                 usual.append(bench.step().seconds)
     return DeviceTraces(timed, usual)

@@ -16,11 +16,11 @@ import numpy as np
 
 from barellm.assembly.build import CompiledModel, open_model
 from barellm.config import Config
-from barellm.models.course import shares
+from barellm.models.training_schedule import runs_per_step
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import ALONE
-from barellm.training.course import course
+from barellm.training.training_schedule import training_schedule
 
 SEED = 1337
 
@@ -55,13 +55,17 @@ class StepBench:
         self.first = ranks.rank * self.rows
         self.vocabulary = compiled.config.model.vocab_size
         alone = one_micro_batch(compiled.config)
-        self.course, self.shares, self.total = course(alone), shares(alone), self.train.steps or None
+        self.training_schedule, self.shares, self.total = (
+            training_schedule(alone),
+            runs_per_step(alone),
+            self.train.steps or None,
+        )
         self.loss = 0.0  # of the last step
 
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
         """A cycle of steps. `wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
         session = self.compiled.session
-        runs, inputs, cycle = run or session.run, self._inputs(), self.course.cycle
+        runs, inputs, cycle = run or session.run, self._inputs(), self.training_schedule.cycle
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
             self._run(runs, inputs)
@@ -78,7 +82,7 @@ class StepBench:
             np.random.default_rng((SEED, self.steps + i)).integers(
                 0, self.vocabulary, (2, self.train.micro_batch_size, self.train.seq), dtype=np.int32
             )
-            for i in range(self.course.cycle)
+            for i in range(self.training_schedule.cycle)
         ]
 
     def _run(self, run: Callable[..., Any], inputs: list[np.ndarray]) -> list[tuple[str, Any]]:
@@ -86,8 +90,8 @@ class StepBench:
         train, session, found = self.train, self.compiled.session, []
         for tokens, targets in inputs:
             at = self.steps
-            plan = self.course.step(at, self.total)
-            self.course.enter(session, at, self.total)
+            plan = self.training_schedule.step(at, self.total)
+            self.training_schedule.on_step(session, at, self.total)
             own = slice(self.first, self.first + self.rows)
             session.write("tokens", tokens[own])
             session.write("targets", targets[own])

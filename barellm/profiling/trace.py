@@ -101,10 +101,13 @@ def record(bench: StepBench, steps: int) -> Traces:
                     )
                 )
             else:
-                plain.append((stop - start) / bench.course.cycle)
+                plain.append((stop - start) / bench.training_schedule.cycle)
     session.trace(None)
     tick_s = (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
-    made = [TracedStep(seconds, begin, end, runs, tick_s, bench.course.cycle) for seconds, begin, end, runs in raw]
+    made = [
+        TracedStep(seconds, begin, end, runs, tick_s, bench.training_schedule.cycle)
+        for seconds, begin, end, runs in raw
+    ]
     for step in made:
         check_order(step)
     return Traces(made, plain)

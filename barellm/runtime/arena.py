@@ -34,7 +34,7 @@ class ArenaSession(ABC):
         self._block = ScalarBlock()
         environment.check()
         self._defaults = scalars.defaults()
-        self.standing: dict[str, Any] = {}
+        self.default_scalars: dict[str, Any] = {}
         self._needed = {name: needed_scalars(p) for name, p in programs.items()}
         self._indices = index_limits(programs.values())
         self._limits = {name: limits_of(p) for name, p in programs.items()}
@@ -82,7 +82,7 @@ class ArenaSession(ABC):
         nobody has or that is missing, for sizes beyond the plan's or not those of the inputs, and for an input that was never
         written."""
         block = self._block
-        values = {**self.standing, **values} if self.standing else values
+        values = {**self.default_scalars, **values} if self.default_scalars else values
         scalars.check_names(program, self.programs, values)
         if not self._needed[program] <= values.keys():
             lacks = ", ".join(sorted(self._needed[program] - values.keys()))

@@ -117,14 +117,14 @@ class ReferenceSession:
         for t in self.store.of_role("constant"):
             self.memory.write(t, t.value)  # pyright: ignore[reportArgumentType]
         self.poison = poison
-        self.standing: dict[str, Any] = {}
+        self.default_scalars: dict[str, Any] = {}
         self._inputs: dict[str, np.ndarray] = {}
         self._indices = index_limits(programs.values())
         self._last: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
 
     def run(self, program: str, **scalars: Any) -> None:
         """One run of a program. `batch` and `seq` default to the planned sizes, pos, accumulate, seed and sample to 0."""
-        scalars = self.standing | scalars
+        scalars = self.default_scalars | scalars
         check_names(program, self.programs, scalars)
         p, ops = self.programs[program], self.ops[program]
         tensors = dict.fromkeys(t for op in ops for t in (*op.inputs.values(), *op.outputs.values()))

@@ -18,7 +18,7 @@ class Session(Protocol):
     """
 
     tensors: dict[str, Tensor]
-    standing: dict[str, Any]
+    default_scalars: dict[str, Any]
 
     def run(self, program: str, /, **scalars: Any) -> None:
         """One pass over a program; `program.scalars` lists the scalars and what they are when not given."""

@@ -21,13 +21,13 @@ from barellm.checkpoint.folder import RunFolder
 from barellm.config import Config
 from barellm.data.loader import Rows
 from barellm.errors import UserError
-from barellm.models.course import own
+from barellm.models.training_schedule import model_schedule
 from barellm.runtime.session import Session
 from barellm.training import curve, report
 from barellm.training.console import duration
-from barellm.training.course import Plain
 from barellm.training.run import Run
 from barellm.training.stopping import Stopping
+from barellm.training.training_schedule import ConstantSchedule
 
 LOWEST, HIGHEST, STEPS = 1e-6, 10.0, 200
 SMOOTH = 0.9  # decay rate of the mean loss
@@ -61,7 +61,7 @@ class Look:
 def steps_of(config: Config, options: Mapping[str, Any]) -> int:
     """How many steps a test has at most. UserError for what no test can do, before anything slow begins. `options`: those of the
     command line; a file says how many steps a run has."""
-    if own(config) is not None:
+    if model_schedule(config) is not None:
         raise UserError("--find-lr needs steps that are all alike, and the runs of this model have stages")
     if options.get("train.minutes"):
         raise UserError("train.minutes is set, and --find-lr takes a number of steps: pass --steps")
@@ -111,16 +111,18 @@ def test(
 ) -> list[Look]:
     """The steps up to the one at which the loss has diverged. The weights are worth nothing afterwards. `told` hears of each,
     and says whether to go on."""
-    course, train = Plain(config), config.train
+    training_schedule, train = ConstantSchedule(config), config.train
     looks: list[Look] = []
     for step, lr in enumerate(rates(steps)):
         tested = with_rate(config, lr).optim.rates(lambda high, low: high)
-        plan, loss, count = course.step(step, None), 0.0, course.ramp.count(step)
+        plan, loss, count = training_schedule.step(step, None), 0.0, training_schedule.batch_rampup.count(step)
         samples = train.micro_batch_size * count
-        counted = batches.counted(course.ramp.before(step) * train.micro_batch_size, samples, seq=plan.seq)
+        counted = batches.counted(
+            training_schedule.batch_rampup.before(step) * train.micro_batch_size, samples, seq=plan.seq
+        )
         inv_targets = plan.inv_targets * samples * plan.seq / counted
         for micro in range(count):
-            sample = (course.ramp.before(step) + micro) * train.micro_batch_size
+            sample = (training_schedule.batch_rampup.before(step) + micro) * train.micro_batch_size
             inputs, targets = batches.batch(sample, train.micro_batch_size, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)

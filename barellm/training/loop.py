@@ -18,21 +18,21 @@ from barellm.data.mapping import LostFile
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.validation import Evaluator, Result
-from barellm.models.course import Course, Step
+from barellm.models.training_schedule import StepPlan, TrainingSchedule
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import first
 from barellm.runtime.session import Session
 from barellm.training import report
+from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, duration, in_words, short
-from barellm.training.course import Plain
+from barellm.training.exponent_stats import ExponentStats
 from barellm.training.metrics import Metrics
-from barellm.training.ramp import Ramp
-from barellm.training.ranges import Watch
 from barellm.training.saving import Point, Saving
 from barellm.training.schedule import steps_in_time
 from barellm.training.spikes import Spikes
 from barellm.training.stopping import Stopping
 from barellm.training.trackers import Tracking
+from barellm.training.training_schedule import ConstantSchedule
 
 # With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
 # the time: a busy moment must not decide.
@@ -64,13 +64,13 @@ class Loop:
     config: Config
     session: Session
     batches: Rows
-    course: Course
-    ramp: Ramp
+    training_schedule: TrainingSchedule
+    batch_rampup: BatchRampup
     spikes: Spikes
     evaluator: Evaluator
     final_targets: int  # of the evaluation after the last step
     metrics: Metrics
-    watch: Watch | None  # of the exponents, where they are asked for
+    watch: ExponentStats | None  # of the exponents, where they are asked for
     console: Console
     stop: Stopping
     saving: Saving
@@ -115,7 +115,7 @@ class Loop:
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
         self._before, self._changed = self.progress.seconds, self.point()
-        self.course.enter(self.session, self.progress.step, self.progress.total)
+        self.training_schedule.on_step(self.session, self.progress.step, self.progress.total)
         while True:
             step = self.progress.step
             self._after_step(step)
@@ -149,10 +149,10 @@ class Loop:
         """Do one optimizer step. Returns False if it was stopped between its micro-batches, which are then thrown away."""
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
-        plan = self.course.step(step, self.progress.total)
+        plan = self.training_schedule.step(step, self.progress.total)
         batch = train.micro_batch_size // self.ranks.count  # of each micro-batch so many rows are this rank's
         shape = {"batch": batch, "seq": plan.seq}
-        loss, begun, count = 0.0, self.ramp.before(step), self.ramp.count(step)
+        loss, begun, count = 0.0, self.batch_rampup.before(step), self.batch_rampup.count(step)
         # The loss is the mean over the targets that count: exactly as planned where all of them do.
         samples = train.micro_batch_size * count
         share = self.batches.counted(begun * train.micro_batch_size, samples, seq=plan.seq) / (samples * plan.seq)
@@ -184,7 +184,7 @@ class Loop:
             self.progress.step = step + 1
             self.progress.tokens += train.micro_batch_size * count * plan.seq
             self.progress.seconds = self._before + time.monotonic() - self.started
-            self.course.enter(session, step + 1, self.progress.total)
+            self.training_schedule.on_step(session, step + 1, self.progress.total)
         self._report(loss, norm, plan, spike)
         return True
 
@@ -197,7 +197,7 @@ class Loop:
             total += more
         return total
 
-    def _update(self, plan: Step, loss: float) -> tuple[float, str]:
+    def _update(self, plan: StepPlan, loss: float) -> tuple[float, str]:
         """Runs the programs that end a step. Gives the norm of the gradient, which the first of them finds, and why the others did
         not run, or ""."""
         (first, scalars), *others = plan.updates
@@ -214,7 +214,7 @@ class Loop:
         """Count a step whose micro-batches took so long on average."""
         self._stepped += 1
         if self._stepped > 1:  # the first step of a process touches cold memory
-            self._stepping_s += seconds * self.ramp.count(self.progress.step)
+            self._stepping_s += seconds * self.batch_rampup.count(self.progress.step)
             weight = max(0.05, 1 / (self._stepped - 1))
             self._micro_s += weight * (seconds - self._micro_s)
         else:
@@ -223,7 +223,7 @@ class Loop:
     @property
     def _step_s(self) -> float:
         """How long a step takes that has as many micro-batches as the last one."""
-        return self._micro_s * self.ramp.count(max(0, self.progress.step - 1))
+        return self._micro_s * self.batch_rampup.count(max(0, self.progress.step - 1))
 
     @property
     def _pauses_s(self) -> float:
@@ -232,9 +232,11 @@ class Loop:
 
     def _left_s(self, total: int) -> float:
         step = self.progress.step
-        return (self.ramp.before(total) - self.ramp.before(step)) * self._micro_s + (total - step) * self._pauses_s
+        return (self.batch_rampup.before(total) - self.batch_rampup.before(step)) * self._micro_s + (
+            total - step
+        ) * self._pauses_s
 
-    def _report(self, loss: float, norm: float, plan: Step, spike: str) -> None:
+    def _report(self, loss: float, norm: float, plan: StepPlan, spike: str) -> None:
         step, total, train = self.progress.step, self.progress.total, self.config.train
         rate = train.micro_batch_size * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
@@ -253,11 +255,11 @@ class Loop:
         self.record(row)
         if self.console.due():
             flops = self.flops_per_step / train.gradient_accumulation_steps
-            share = f"  {flops / self._micro_s / self.peak:.0%} of peak" if self.peak else ""
+            share = f"  {flops / self._micro_s / self.peak:.0%} MFU" if self.peak else ""
             left = "" if total is None else f"  {duration(self._left_s(total))} left"
             of = "?" if total is None else total
             # What matters most comes first: a narrow terminal cuts the end.
-            numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  {report.rates(plan.rates)}"
+            numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  grad norm {norm:.2f}  {report.rates(plan.rates)}"
             self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
         if spike:
             self.console.line(f"step {step:>5}  skipped: {spike} ({self.spikes.skipped:,} skipped so far)")
@@ -275,7 +277,7 @@ class Loop:
         seconds = self._left_s(self.progress.total)
         if seconds > ESTIMATE_S:
             speed = f"{self._step_s * 1e3:,.1f} ms a step"
-            self.console.line(f"speed    {speed}: {in_words(seconds)} to go")
+            self.console.line(f"speed    {speed}: {in_words(seconds)} left")
             if seconds > report.LONG_S:
                 self.console.line(report.months_warning(f"at {speed} this run takes {in_words(seconds)}"))
 
@@ -295,8 +297,8 @@ class Loop:
             )
         raise UserError(
             f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
-            f"norm {norm}): begin anew with a lower learning rate, {report.lower_rates(self.config.optim)}"
-            f"{' or a longer --optim.warmup' if isinstance(self.course, Plain) else ''}{held}"
+            f"norm {norm}): restart with a lower learning rate, {report.lower_rates(self.config.optim)}"
+            f"{' or a longer --optim.warmup' if isinstance(self.training_schedule, ConstantSchedule) else ''}{held}"
         )
 
     def _weights_are_finite(self) -> bool:
@@ -399,13 +401,13 @@ class Loop:
     # --- checkpoints ---
 
     def point(self) -> Point:
-        """The last complete step, as a checkpoint needs it. The newest `train.save_total_limit` checkpoints stay, or all of them while
+        """The last complete step, as a checkpoint needs it. The newest `train.save_total_limit` checkpoints stay, or all while
         the loss or the gradient norm is not finite."""
         train, progress = self.config.train, self.progress
         meta = {
             **self.meta,
             "total_steps": progress.total,
-            "samples": self.ramp.before(progress.step) * train.micro_batch_size,
+            "samples": self.batch_rampup.before(progress.step) * train.micro_batch_size,
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
             "milestone": self._milestone_due or self._is_milestone(progress.step),
@@ -413,7 +415,7 @@ class Loop:
         if self.spikes.active:
             meta["spikes"] = self.spikes.state()
         going_on = progress.step != progress.total
-        adds = going_on and self.course.step(progress.step, progress.total).adds
+        adds = going_on and self.training_schedule.step(progress.step, progress.total).adds
         return Point(progress.step, meta, ALL if self._not_finite else train.save_total_limit, adds)
 
     def _save_if_due(self) -> None:

@@ -39,7 +39,8 @@ def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
     kept = [
         r
         for r in rows
-        if "step" in r and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "ranges")))
+        if "step" in r
+        and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "exponent_stats", "ranges")))
     ]
     storage.replace_file(path, b"".join(_line(row) for row in kept))
     return kept

@@ -1,4 +1,4 @@
-"""The words of a run before its first step and after its last one."""
+"""The summary of a run on the screen: before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from barellm.assembly.build import CompiledModel
 from barellm.config import Config, OptimConfig
 from barellm.data.examples import Packed
 from barellm.data.sources import Dataset
-from barellm.models.course import own
+from barellm.models.training_schedule import model_schedule
+from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import duration, in_words, short
-from barellm.training.ramp import Ramp
 
 FEW_WINDOWS = 8  # a loss over fewer windows than these says little
 LONG_S = 30 * 86400.0  # a run of a month is rarely meant
@@ -29,17 +29,18 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]
     memory = f"{compiled.plan.arena_bytes / MIB:,.1f} MiB of memory"
-    sizes = f"{models.name_of(model)}, {model.d_model} channels, {model.vocab_size:,} token ids"
+    sizes = f"{models.name_of(model)}, d_model {model.d_model}, vocabulary {model.vocab_size:,}"
+    batch = f"batch size {train.micro_batch_size} x gradient accumulation {train.gradient_accumulation_steps}"
     lines = [
         f"barellm {__version__}, preset {config.preset}",
-        f"model    {short(compiled.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
-        f"text     {data.name}",
-        f"         {short(len(data.train))} tokens to learn from and {short(len(data.val))} held back for validation "
+        f"model    {short(compiled.parameters)} parameters: {sizes}, context {model.max_seq:,}",
+        f"dataset  {data.name}",
+        f"         {short(len(data.train))} train tokens, {short(len(data.val))} validation tokens "
         f"(tokenizer {data.tokenizer.name})",
         f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
         f"lr       {_rates(config)}",
-        f"a step   {train.micro_batch_size} x {train.gradient_accumulation_steps} sequences of {train.seq} tokens, {_bound(compiled)}",
-        f"folder   {folder}, where config.json has every setting",
+        f"batch    {batch}, sequences of {train.seq} tokens; a step is {_bound(compiled)}",
+        f"output   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
         lines.append("         no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
@@ -53,7 +54,7 @@ def _rates(config: Config) -> str:
     if optim.has_muon:
         ratio = f" ({optim.muon_lr_ratio:.4g} times that)" if optim.lr else ""
         words += f" (AdamW), Muon {highest['muon_lr']:.4g}{ratio}"
-    if own(config) is not None:
+    if model_schedule(config) is not None:
         return f"{words}, times the lr of each stage"
     fall = "" if optim.schedule == "constant" else f" to {optim.min_lr:.4g}"
     warmup = f" after {optim.warmup:,} steps of warmup" if optim.warmup else ""
@@ -82,29 +83,33 @@ def _bound(compiled: CompiledModel) -> str:
     work = f"{flops / 1e9:,.2f} GFLOP"
     if not peak:
         return work
-    return f"{work}; the bound is {flops / peak * 1e3:,.1f} ms at {peak / 1e9:,.0f} GFLOP/s (measured)"
+    return f"{work}; roofline {flops / peak * 1e3:,.1f} ms at {peak / 1e9:,.0f} GFLOP/s (measured)"
 
 
-def intentions(config: Config, data: Dataset, *, ramp: Ramp, done: int, total: int | None, bound_s: float) -> list[str]:
+def intentions(
+    config: Config, data: Dataset, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
+) -> list[str]:
     """How much is to be trained, and what cannot be meant. `total` None: the number of steps follows from `minutes`; `bound_s`: the
     time that no step can beat, 0 where nobody measured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
-        return [f"to do    as many steps as fit into {train.minutes:g} minutes{most}"]
-    tokens = ramp.tokens(total) - ramp.tokens(done)
+        return [f"budget   as many steps as fit into {train.minutes:g} minutes{most}"]
+    tokens = batch_rampup.tokens(total) - batch_rampup.tokens(done)
     epochs = tokens / max(1, len(data.train))
-    least = (ramp.before(total) - ramp.before(done)) / train.gradient_accumulation_steps * bound_s
-    time = f"; the bound is {in_words(least)}" if least >= 1 else ""
-    lines = [f"to do    {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} times this text{time}"]
+    least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
+    time = f"; roofline {in_words(least)}" if least >= 1 else ""
+    lines = [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
     if train.batch_rampup_from:
-        full = next((step for step in range(total) if ramp.count(step) == train.gradient_accumulation_steps), None)
+        full = next(
+            (step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None
+        )
         last = (
-            f"{ramp.count(total - 1)} in the last"
+            f"{batch_rampup.count(total - 1)} in the last"
             if full is None
             else f"{train.gradient_accumulation_steps} from step {full + 1:,} on"
         )
-        lines.append(f"ramp     {train.batch_rampup_from} micro-batches in the first step, {last}")
+        lines.append(f"rampup   {train.batch_rampup_from} micro-batches in the first step, {last}")
     if optim.warmup >= total:
         lines.append(warmup_warning(config, total))
     if least > LONG_S:
@@ -124,16 +129,18 @@ def months_warning(words: str) -> str:
 
 
 def packing(packed: Packed) -> list[str]:
-    """How examples fill their rows, and which of them do not."""
+    """Sequence packing: how examples fill their rows, and which of them do not."""
     held = sum(last - first for row in packed.rows for first, last in row)
     share = held / (len(packed.rows) * (packed.seq + 1))
     kept = sum(map(len, packed.rows))
-    lines = [f"rows     {kept:,} examples in {len(packed.rows):,} rows of {packed.seq} tokens, {share:.0%} full"]
+    lines = [
+        f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency"
+    ]
     if packed.cut:
-        lines.append(f"warning: {packed.cut:,} examples are longer than a row and cut: a larger --seq keeps them whole")
+        lines.append(f"warning: {packed.cut:,} examples are longer than a sequence and cut: use a larger --seq")
     if packed.dropped:
         lines.append(
-            f"warning: {packed.dropped:,} examples are left out: their prompts fill a row; a larger --seq takes them in"
+            f"warning: {packed.dropped:,} examples are left out: their prompts fill a sequence; a larger --seq takes them in"
         )
     return lines
 
@@ -143,7 +150,7 @@ def few_windows(windows: int, seq: int, key: str) -> str:
     if windows >= FEW_WINDOWS:
         return ""
     several = f"only {windows} windows" if windows > 1 else "a single window"
-    return f"warning: validation looks at {several} of {seq} tokens, so its loss is rough: more text, or a larger {key}"
+    return f"warning: validation has {several} of {seq} tokens, so its loss is noisy: more text, or a larger {key}"
 
 
 def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
@@ -156,11 +163,9 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
     if result["seconds_all_sessions"] > result["seconds"] + 1:
         lines[-1] += f"; {duration(result['seconds_all_sessions'])} with the sessions before"
     if bits is None:
-        lines.append(f"loss     {loss} of text that it was not trained on")
+        lines.append(f"loss     {loss} on validation tokens")
     else:
-        lines.append(
-            f"loss     {loss}, {bits:.3f} bits per byte, on {result['val_bytes']:,} bytes that it was not trained on"
-        )
+        lines.append(f"loss     {loss}, {bits:.3f} bits per byte, on {result['val_bytes']:,} bytes of validation text")
         lines.append(f"         gzip -9 needs {result['gzip_bits_per_byte']:.3f} bits per byte for the same text")
     if "tokenize_share" in result:
         lines.append(

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models, overrides
-from barellm.assembly.build import CompiledModel, open_model, shares_of
+from barellm.assembly.build import CompiledModel, open_model, shards_of
 from barellm.checkpoint import checkpoint, storage
+from barellm.checkpoint.error_feedback_state import ErrorFeedbackState
 from barellm.checkpoint.folder import RunFolder
-from barellm.checkpoint.left_out import LeftOut
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.shards import ShardedState
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.documents import Documents
@@ -40,16 +40,16 @@ from barellm.generation.samplers import Sampling
 from barellm.optim import powersgd
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import ALONE
-from barellm.training import curve, metrics, ranges, report, together, trackers
+from barellm.training import agreement, curve, exponent_stats, metrics, report, trackers
+from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, duration, short
-from barellm.training.course import Plain, course
-from barellm.training.grace import Grace
 from barellm.training.loop import ANY_STEPS, Loop, Progress
-from barellm.training.ramp import Ramp
 from barellm.training.saving import Saving, SharedSaving
+from barellm.training.signal_grace_period import SignalGracePeriod
 from barellm.training.spikes import Spikes
 from barellm.training.stopping import Agreed, Stopping
 from barellm.training.trackers import Tracking
+from barellm.training.training_schedule import ConstantSchedule, training_schedule
 
 # The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
 # these bounds, in evenly spread windows; all of the validation part if it has no more.
@@ -147,8 +147,8 @@ def resume_from(
 def newest_run(root: Path, preset: str) -> Path | None:
     """The last run of a preset below `root` that has a checkpoint, whatever its folder is called."""
     runs = [path.parent for path in root.glob("*/config.json") if checkpoint.steps(path.parent / "checkpoints")]
-    own = [path for path in runs if checkpoint.read_json(path / "config.json").get("preset") == preset]
-    return max(own, key=lambda path: path.stat().st_mtime, default=None)
+    model_schedule = [path for path in runs if checkpoint.read_json(path / "config.json").get("preset") == preset]
+    return max(model_schedule, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -184,14 +184,14 @@ class Run:
         ranks: Ranks = ALONE,
     ) -> None:
         config.check()
-        together.check(config, device=device, ranks=ranks)
+        agreement.check(config, device=device, ranks=ranks)
         self.ranks = ranks
         trackers.chosen(config.train.track)  # before anything slow begins
-        course(config)
+        training_schedule(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         self.listen = listen
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
-        with together.in_turn(ranks):  # what rank 0 prepares, the others find in the cache
+        with agreement.rank_zero_first(ranks):  # what rank 0 prepares, the others find in the cache
             self.data: Dataset = prepare(
                 config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
             )
@@ -202,11 +202,11 @@ class Run:
         if start and known and known["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
-        self.course, self.ramp = course(self.config), Ramp(train)
+        self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
         self.batches = self._rows()
         theirs = start.meta.get("llmc") if start else None
         if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
-            self.batches.check(self.ramp.before(start.meta["step"]), theirs)
+            self.batches.check(self.batch_rampup.before(start.meta["step"]), theirs)
         self.evaluator = self._evaluator(train.eval_tokens)
         self.hellaswag: hellaswag.HellaSwag | None = None
         self.scoring: tuple[int, int] | None = None
@@ -214,7 +214,7 @@ class Run:
             examples = hellaswag.read(Path(train.hellaswag), self.data.tokenizer)
             self.hellaswag, most = hellaswag.HellaSwag(examples), self.config.model.max_seq
             self.scoring = shape_for(self.hellaswag.texts, tokens=train.micro_batch_size * train.seq, most_seq=most)
-        trained = self.ramp.tokens(train.steps or ANY_STEPS)
+        trained = self.batch_rampup.tokens(train.steps or ANY_STEPS)
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self.evaluator
         if train.eval_from == "spread":
@@ -235,7 +235,7 @@ class Run:
         """The source of the rows of the micro-batches."""
         train, data = self.config.train, self.config.data
         if self.data.examples is not None:
-            if not isinstance(self.course, Plain):
+            if not isinstance(self.training_schedule, ConstantSchedule):
                 stages = f"the runs of {models.name_of(self.config.model)} have stages, whose rows change their length"
                 raise UserError(f"{data.source} has prompts and answers, and {stages}: expected a text")
             fill = self.data.tokenizer.start
@@ -246,7 +246,9 @@ class Run:
             return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)
 
         def shape(sample: int) -> tuple[int, int]:
-            step = self.course.step(sample // (train.micro_batch_size * train.gradient_accumulation_steps), train.steps)
+            step = self.training_schedule.step(
+                sample // (train.micro_batch_size * train.gradient_accumulation_steps), train.steps
+            )
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
@@ -260,15 +262,15 @@ class Run:
     def execute(self, folder: RunFolder) -> int:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
         with ExitStack() as opening:
-            with together.in_turn(self.ranks):  # what rank 0 compiles, the others find in the cache
+            with agreement.rank_zero_first(self.ranks):  # what rank 0 compiles, the others find in the cache
                 how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
                 opened = open_model(self.config, device=self.device, **how)
                 compiled = opening.enter_context(opened)
             self.config = compiled.config
-            together.agree(self.ranks, self._facts(compiled))
+            agreement.check_consistent_across_ranks(self.ranks, self._facts(compiled))
             self.stored: Any = compiled.session  # as checkpoints have it
             if self.ranks.count > 1:
-                self.stored = Shares(compiled.session, *shares_of(self.config, self.ranks), self.ranks)
+                self.stored = ShardedState(compiled.session, *shards_of(self.config, self.ranks), self.ranks)
             if self.ranks.rank == 0:
                 folder.need_space(checkpoint.checkpoint_bytes(self.stored))
             with Agreed(self.ranks.rank) if self.ranks.count > 1 else Stopping() as stop:
@@ -281,7 +283,7 @@ class Run:
             compiled.initialize(self.config.train.seed)
         else:
             self.weights.load(compiled.session)
-            self.console.line(f"begins with the weights of {self.weights.path}")
+            self.console.line(f"initialized with the weights of {self.weights.path}")
 
     def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:
         progress, rows = self._begin(folder, compiled)
@@ -291,15 +293,17 @@ class Run:
             files.enter_context(closing(log))
             watch = None
             if every := self.config.train.exponent_stats:
-                watch = files.enter_context(closing(ranges.Watch(folder.path / ranges.FILE, compiled, every=every)))
+                watch = files.enter_context(
+                    closing(exponent_stats.ExponentStats(exponent_stats.file_of(folder.path), compiled, every=every))
+                )
             tracking = files.enter_context(closing(self._tracking(folder, progress.step)))
             saving = files.enter_context(closing(self._saving(folder, compiled, stop)))
             loop = Loop(
                 config=self.config,
                 session=compiled.session,
                 batches=self.batches,
-                course=self.course,
-                ramp=self.ramp,
+                training_schedule=self.training_schedule,
+                batch_rampup=self.batch_rampup,
                 spikes=self._spikes(),
                 evaluator=self.evaluator,
                 final_targets=self.final_evaluator.windows.targets,
@@ -320,14 +324,16 @@ class Run:
                 listen=self.listen,
             )
             # It covers the closing of the files and trackers too, of which one may hang.
-            last.enter_context(Grace(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console))
+            last.enter_context(
+                SignalGracePeriod(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console)
+            )
             if loop.run() and self._finish(folder, compiled, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
             as_before = self.start is not None and loop.progress.step == self.start.meta["step"]
             this = f"{folder.path}{models.option(self.config.model)}"
             again = "the same command" if as_before else f"barellm train --out {this} --resume"
-            self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
+            self.console.line(f"stopped after step {loop.progress.step}; resume with: {again}")
             return stop.status
 
     def _tracking(self, folder: RunFolder, step: int) -> Tracking:
@@ -369,8 +375,8 @@ class Run:
             tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
             progress = Progress(meta["step"], meta["total_steps"], meta["seconds"], tokens)
             if meta["machine"]["isa"] != compiled.meta()["isa"]:
-                found = f"saved on {meta['machine']['isa']}, going on with {compiled.meta()['isa']}"
-                self.console.line(f"warning: {found}: the bits will differ from those of a run never stopped")
+                found = f"saved on {meta['machine']['isa']}, resuming with {compiled.meta()['isa']}"
+                self.console.line(f"warning: {found}: not bitwise identical to a run without interruption")
             self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
         rows = [] if self.ranks.rank else self._begin_files(folder, progress.step)
         self._print_intentions(compiled, progress)
@@ -381,7 +387,7 @@ class Run:
         source: Any = self.stored
         if self.config.optim.powersgd:
             file = path / checkpoint.OPTIMIZER
-            source = LeftOut(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
+            source = ErrorFeedbackState(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
             if source.blocks != self.ranks.count:
                 was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
                 self.console.line(f"what compression has left out on {was} is added up for {now}")
@@ -396,7 +402,7 @@ class Run:
             storage.replace_file(log, b"")
         else:
             rows = metrics.truncate(log, step=step)
-        found = folder.path / ranges.FILE
+        found = exponent_stats.file_of(folder.path)
         if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
             metrics.truncate(found, step=step)
         return rows
@@ -407,7 +413,7 @@ class Run:
         bound_s = compiled.flops_per_step / peak if peak else 0.0
         packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []
         found = packed + report.intentions(
-            self.config, self.data, ramp=self.ramp, done=progress.step, total=total, bound_s=bound_s
+            self.config, self.data, batch_rampup=self.batch_rampup, done=progress.step, total=total, bound_s=bound_s
         )
         # Windows are few because the text is short, or because few were asked for.
         seq = train.eval_seq or train.seq
@@ -435,7 +441,7 @@ class Run:
         """What all ranks must have alike."""
         meta = compiled.meta()
         return {
-            "barellm": together.version(),
+            "barellm": agreement.version(),
             "the text": f"{self.data.name} ({self.data.hash})",
             "the configuration": overrides.to_json(self.config),
             "the tokenizer": self.data.tokenizer.hash,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.checkpoint import checkpoint
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.shards import ShardedState
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
 from barellm.runtime.session import Session
@@ -192,34 +192,34 @@ class SharedSaving(Saving):
     shares. On the way a thread of each rank does that, where all have memory for copies of what the next update changes; else the
     training waits, since ranks that wait for memory at different times would look lost. `shares` is the session."""
 
-    def __init__(self, folder: Path, shares: Shares, *, ranks: Ranks, **how: Any) -> None:
-        super().__init__(folder, shares, **how)  # pyright: ignore[reportArgumentType]
-        self._shares, self._ranks = shares, ranks
+    def __init__(self, folder: Path, shards: ShardedState, *, ranks: Ranks, **how: Any) -> None:
+        super().__init__(folder, shards, **how)  # pyright: ignore[reportArgumentType]
+        self._shards, self._ranks = shards, ranks
 
     def begin(self, point: Point) -> None:
         self.wait()
         begin = time.perf_counter()
-        shares, snapshot = self._shares.snapshot(self._names(point), threads=self._threads)
+        shards, snapshot = self._shards.snapshot(self._names(point), threads=self._threads)
         if not all(self._ranks.gather(snapshot.fits(), patient=True)):
             self.now_or_warn(point)
             return
-        self.writer = _Writer(point, snapshot, lambda: self._given(shares, lambda: self._write(shares, point)))
+        self.writer = _Writer(point, snapshot, lambda: self._given(shards, lambda: self._write(shards, point)))
         self.writer.stalled = time.perf_counter() - begin
         self.writer.start()
 
-    def _given(self, shares: Shares, write: Callable[[], Any]) -> Any:
+    def _given(self, shards: ShardedState, write: Callable[[], Any]) -> Any:
         """What `write` gives on rank 0, while the others serve it."""
         if self._ranks.rank:
-            return shares.serve()
-        with shares.served():
+            return shards.serve()
+        with shards.served():
             return write()
 
     def now_or_warn(self, point: Point) -> bool:
-        return self._given(self._shares, lambda: super(SharedSaving, self).now_or_warn(point)) is not False
+        return self._given(self._shards, lambda: super(SharedSaving, self).now_or_warn(point)) is not False
 
     def last(self, point: Point) -> None:
         self.wait()
-        self._given(self._shares, lambda: super(SharedSaving, self).last(point))
+        self._given(self._shards, lambda: super(SharedSaving, self).last(point))
 
 
 class _Writer(threading.Thread):

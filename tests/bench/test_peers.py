@@ -19,7 +19,7 @@ from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
 from barellm.cpu import isa
 from barellm.errors import UserError
-from barellm.models import course, preset
+from barellm.models import preset, training_schedule
 from barellm.optim.adamw import adamw
 from barellm.overrides import changed
 from barellm.runtime.reference import ReferenceSession
@@ -347,7 +347,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     model = twin.Speedrun(a)
     programs = build_programs(chosen)
     session = ReferenceSession(programs, dtype="float64")
-    course.enter(session, chosen, 0, chosen.train.steps)
+    training_schedule.enter(session, chosen, 0, chosen.train.steps)
     ours = {name: tuple(map(int, t.shape)) for name, t in session.tensors.items() if t.role == "parameter"}
     assert ours == {name: tuple(model[name].shape) for name in model.names} and list(ours) == model.names
     rng = np.random.default_rng(1)
@@ -368,7 +368,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     assert all(
         np.linalg.norm(found[name].numpy() - session.read(f"{name}.grad")) < 2e-4 * found[name].norm() for name in ours
     )
-    steps = course.own(chosen)
+    steps = training_schedule.own(chosen)
     assert steps
     (_, scalars), ((adam, more),) = steps.step(0, 400).updates[0], steps.step(1, 400).updates
     rates = {"lr": twin.RATE, "momentum": twin.MOMENTUM}

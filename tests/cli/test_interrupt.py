@@ -69,7 +69,7 @@ def test_one_signal_saves_and_exits(started, tmp_path, number, status):
     process.send_signal(number)
     assert process.wait(timeout=20) == status
     said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said and "go on with: barellm train --out" in said
+    assert "Traceback" not in said and "resume with: barellm train --out" in said
     path, wrong = checkpoint.find(tmp_path / "run")
     assert not wrong and checkpoint.step_of(path) >= 1
 

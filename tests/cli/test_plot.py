@@ -134,7 +134,9 @@ def test_the_tokens_of_an_older_run_are_those_of_its_steps(run, drawn, tmp_path)
 
 def test_options_of_curves_do_not_go_with_ranges(run, refused):
     for option, value in (("--x", "steps"), ("--y", "loss"), ("--log", "x")):
-        assert f"{option} is for curves, and --ranges draws none" in refused("plot", run, "--ranges", option, value)
+        assert f"{option} is for curves, and --exponent-stats draws none" in refused(
+            "plot", run, "--exponent-stats", option, value
+        )
 
 
 def test_metrics_alone_are_enough_but_for_tokens(run, refused, tmp_path, capsys):
@@ -198,29 +200,30 @@ def watched(tiny, tmp_path) -> Path:
 
 def test_ranges_are_a_table_numbers_or_a_picture(watched, tmp_path, capsys, refused):
     capsys.readouterr()
-    assert main(["plot", str(watched), "--ranges"]) == 0
+    assert main(["plot", str(watched), "--exponent-stats"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["activation,", "step", "3", "rms", "max", "e4m3", "e5m2", "2^-48", "2^20"]
     (ln,) = [line.split() for line in lines if line.startswith("h.0.ln_1")][:1]
     assert 0.9 < float(ln[1]) < 1.1 and not any("bias" in line for line in lines)
-    assert main(["plot", str(watched), "--ranges", "--json"]) == 0
+    assert main(["plot", str(watched), "--exponent-stats", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in found["steps"]] == [1, 3]
     (t,) = [t for t in found["steps"][0]["tensors"] if (t["name"], t["what"]) == ("wpe", "weight")]
     # Normals of deviation 0.02 beside the least number of e4m3, of which half becomes zero.
     assert t["flushed"]["e4m3"] == pytest.approx(0.039, abs=0.03) and t["saturated"]["e5m2"] == 0.0
     out = tmp_path / "ranges.svg"
-    assert main(["plot", str(watched), "--ranges", "--out", str(out)]) == 0
+    assert main(["plot", str(watched), "--exponent-stats", "--out", str(out)]) == 0
     text = out.read_text()
     assert text.count("<image") == 8 and "weight gradient, step 3" in text and "h.0.attn.c_attn" in text
-    assert "--ranges shows one run, found 2" in refused("plot", watched, watched, "--ranges")
-    assert refused("plot", watched, "--json").startswith("--json is for --ranges")
-    assert ".nope" in refused("plot", watched, "--ranges", "--out", tmp_path / "a.nope")
-    (watched / "ranges.jsonl").write_bytes(b"")
-    assert refused("plot", watched, "--ranges") == f"{watched / 'ranges.jsonl'} holds no step yet"
+    assert "--exponent-stats shows one run, found 2" in refused("plot", watched, watched, "--exponent-stats")
+    assert refused("plot", watched, "--json").startswith("--json is for --exponent-stats")
+    assert ".nope" in refused("plot", watched, "--exponent-stats", "--out", tmp_path / "a.nope")
+    (watched / "exponent_stats.jsonl").write_bytes(b"")
+    assert refused("plot", watched, "--exponent-stats") == f"{watched / 'exponent_stats.jsonl'} holds no step yet"
 
 
 def test_a_run_without_ranges_says_how_to_get_them(run, refused):
     assert (
-        refused("plot", run, "--ranges") == f"{run} has no ranges.jsonl, expected a run with --train.exponent_stats N"
+        refused("plot", run, "--exponent-stats")
+        == f"{run} has no exponent_stats.jsonl, expected a run with --train.exponent_stats N"
     )

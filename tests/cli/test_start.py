@@ -39,7 +39,7 @@ def test_help_of_a_command_imports_no_arrays_and_no_compiler(command):
 def test_sampling_imports_nothing_of_training(trained, monkeypatch, tmp_path):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     loaded = modules_after(
-        f"from barellm.cli.main import main\nmain(['sample', {str(trained)!r}, '--max-new-tokens', '2', '--device', 'cpu'])\nprint()"
+        f"from barellm.cli.main import main\nmain(['sample', {str(trained)!r}, '-n', '2', '--device', 'cpu'])\nprint()"
     )
     assert "barellm.generation.decode" in loaded
     assert not {

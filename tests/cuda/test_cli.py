@@ -76,7 +76,7 @@ def test_a_run_moves_between_backends(gpu, text, tmp_path, capsys):
     assert not gpu.launched
     assert main(["train", "--out", str(run), "--resume", "--steps", "4", "--device", "cuda"]) == 0
     told = capsys.readouterr().out
-    assert "going on with sm_80: the bits will differ" in told and "machine  cuda, sm_80, bf16, Mock GPU; " in told
+    assert "resuming with sm_80: not bitwise" in told and "machine  cuda, sm_80, bf16, Mock GPU; " in told
     assert gpu.launched and not gpu.allocated
     nats = []
     for device in ("cpu", "cuda"):

@@ -17,7 +17,7 @@ from barellm.config import Config
 from barellm.cuda import bench, driver, nccl, step
 from barellm.cuda.kernels import optimizer as cuda_optimizer
 from barellm.errors import UserError
-from barellm.optim import dealing
+from barellm.optim import sharding
 from barellm.profiling import profile
 from barellm.program.ops import collectives as program_collectives
 from barellm.program.ops import optimizer as program_optimizer
@@ -70,7 +70,7 @@ class CompiledModel:
 
 def small(monkeypatch: Any, **options: Any) -> Config:
     """A model of which a matrix is cut: the interpreter takes seconds for it."""
-    for module in (program_optimizer, program_collectives, dealing, cuda_optimizer):
+    for module in (program_optimizer, program_collectives, sharding, cuda_optimizer):
         monkeypatch.setattr(module, "CHUNK", 8192)
     config = config_of(**options)
     return resolved(replace(config, model=replace(config.model, d_model=48)), "cuda")

@@ -16,7 +16,7 @@ from barellm.cli.options import Parser
 from barellm.config import DataConfig
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
-from barellm.data.workplace import Workplace
+from barellm.data.staging_dir import StagingDir
 from barellm.data.writing import ShardWriter
 from barellm.errors import UserError
 
@@ -270,7 +270,7 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
 
 
 def test_two_processes_do_not_prepare_the_same_folder(text, tmp_path):
-    with Workplace(tmp_path / "out"), pytest.raises(UserError, match=r"another barellm process is preparing .*out"):
+    with StagingDir(tmp_path / "out"), pytest.raises(UserError, match=r"another barellm process is preparing .*out"):
         run(text, "--out", tmp_path / "out", "--tokenizer", "bytes")
 
 
@@ -285,9 +285,9 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_none(tmp_path, monkeyp
         real(lock, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with Workplace(tmp_path / "out") as work:
+    with StagingDir(tmp_path / "out") as work:
         assert len(taken) == 2 and work.folder.is_dir()
-        with pytest.raises(UserError, match="another barellm process is preparing"), Workplace(tmp_path / "out"):
+        with pytest.raises(UserError, match="another barellm process is preparing"), StagingDir(tmp_path / "out"):
             pass
         assert work.folder.is_dir()
     assert not work.folder.exists()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import guard, launch, launchers, sign, watch
+from barellm.distributed import heartbeat, launch, launcher_protocol, launchers, supervisor
 from barellm.errors import UserError
 from barellm.training import stopping
 
@@ -34,15 +34,15 @@ Please see the FAQ page for debugging suggestions
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
 
 
-def send(sign: signal.Signals, seconds: float) -> None:
+def send(number: signal.Signals, seconds: float) -> None:
     """Send a signal to this process `seconds` after something has begun to listen to it. Before that it would end the tests."""
-    before = signal.getsignal(sign)
+    before = signal.getsignal(number)
 
     def later() -> None:
-        while signal.getsignal(sign) == before:
+        while signal.getsignal(number) == before:
             time.sleep(0.01)
         time.sleep(seconds)
-        os.kill(os.getpid(), sign)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=later, daemon=True).start()
 
@@ -72,10 +72,10 @@ def test_the_launchers_own_words_do_not(monkeypatch):
 
 def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    sign.sign_in(2)
+    launcher_protocol.announce_rank(2)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    sign.sign_in(2)
+    launcher_protocol.announce_rank(2)
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}, None))
 
 
@@ -211,15 +211,17 @@ def test_each_launcher_is_asked_for_ranks_as_it_wants(tmp_path, monkeypatch, cap
 def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monkeypatch, tmp_path, capfd):
     (tmp_path / "banner").write_text(BANNER)
     launcher(f"cat {tmp_path / 'banner'}; exit 9")
-    end = launch.Guard.end
+    end = launch.Supervisor.end
     for first, status in ((512, 2), (9, 1), (None, 1)):
-        monkeypatch.setattr(launch.Guard, "end", lambda g, first=first: (end(g), setattr(g, "first", (4711, first))))
+        monkeypatch.setattr(
+            launch.Supervisor, "end", lambda g, first=first: (end(g), setattr(g, "first", (4711, first)))
+        )
         assert launch.start(2, ["train"]) == status
         assert ("was ended by SIGKILL" in capfd.readouterr().err) == (status == 1)
 
 
 @pytest.mark.parametrize(
-    "sign, signed, status, said",
+    "number, signed, status, said",
     [
         (signal.SIGINT, "0", 130, "barellm: interrupted\n"),
         (signal.SIGTERM, "", 143, "barellm: interrupted\n"),
@@ -227,11 +229,11 @@ def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monk
         (signal.SIGHUP, "01", 8, ""),
     ],
 )
-def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, sign, signed, status, said):
+def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, number, signed, status, said):
     """Before that one that still imports modules would say more than a line."""
     signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
     launcher(f"trap 'kill $!; exit 7' INT; trap 'kill $!; exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
-    send(sign, 0.3)
+    send(number, 0.3)
     assert launch.start(2, ["train"]) == status
     assert capfd.readouterr() == ("", said)
 
@@ -245,7 +247,7 @@ def test_the_status_of_a_run_is_that_of_its_launcher(launcher, capfd):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_rank_that_is_stopped_before_it_has_met_the_others_is_named(launcher, monkeypatch, capfd):
     """What the guard says counts, and not that the launcher then finds all ranks killed."""
-    monkeypatch.setattr(guard, "LOOK_S", 0.05)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "1.1")
     launcher(
         "PMI_RANK=0 sleep 60 & PMI_RANK=1 sh -c 'kill -STOP $$' & wait; printf 'BAD TERMINATION (signal 9)\\n'; exit 9"
@@ -297,11 +299,11 @@ def test_the_words_of_a_rank_that_stops_are_known(capfd):
 
 def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    sign.tell_end(130)
+    launcher_protocol.announce_exit(130)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    sign.tell_end(130)
-    sign.tell_end(1)
+    launcher_protocol.announce_exit(130)
+    launcher_protocol.announce_exit(1)
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {}, 130)), "the first counts"
 
 
@@ -311,7 +313,7 @@ def test_a_rank_that_ends_all_says_so(ours, told):
     script = """
 import os
 from types import SimpleNamespace
-from barellm.distributed.watch import end_all
+from barellm.distributed.heartbeat import end_all
 end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1)
 """
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
@@ -353,12 +355,12 @@ def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
     def ended(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: happened.append(seconds >= 0.2))
-    monkeypatch.setattr(watch.threading, "Timer", lambda *how: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr(watch.os, "dup2", lambda *files: happened.append("silent"))
-    monkeypatch.setattr(watch.os, "_exit", ended)
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: happened.append(seconds >= 0.2))
+    monkeypatch.setattr(heartbeat.threading, "Timer", lambda *how: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(heartbeat.os, "dup2", lambda *files: happened.append("silent"))
+    monkeypatch.setattr(heartbeat.os, "_exit", ended)
     with pytest.raises(SystemExit, match=r"^1$"):
-        watch.end_all(SimpleNamespace(Abort=lambda status: happened.append("end")), 1)
+        heartbeat.end_all(SimpleNamespace(Abort=lambda status: happened.append("end")), 1)
     assert happened == [True, "silent", "end"]
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.build import open_model, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shards_of
 from barellm.checkpoint import tensorfile
-from barellm.checkpoint.left_out import LeftOut
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.error_feedback_state import ErrorFeedbackState
+from barellm.checkpoint.shards import ShardedState
 from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.optim import powersgd
@@ -22,7 +22,7 @@ from barellm.plans import plan
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import decode, encode
 from barellm.runtime.ranks import ALONE, Planned
-from barellm.training import together
+from barellm.training import agreement
 from tests.distributed.test_steps import BATCH, STEPS, config_of, micro, update
 from tests.distributed.threads import each_rank
 
@@ -150,7 +150,7 @@ def saved(config, count: int):
                 micro(session, config, step, 0, first=ranks.rank * rows, rows=rows)
                 update(session, config, step)
             errors = {n: session.read(n) for n in session.tensors if n.endswith(".error")}
-            shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
+            shares = ShardedState(session, *shards_of(compiled.config, ranks), ranks)
             if ranks.rank:
                 shares.serve()
                 return errors, {}
@@ -177,7 +177,7 @@ def test_a_checkpoint_gives_each_rank_its_error_and_other_numbers_of_ranks_their
     monkeypatch.setattr(tensorfile, "NEAR", 5000)  # rows come in pieces
     config = small()
     before = saved(config, 3)
-    tensors, _ = shares_of(config, Planned(0, 3))
+    tensors, _ = shards_of(config, Planned(0, 3))
     states = {n: t for n, t in tensors.items() if t.role == "state"}
     path = tmp_path / "optimizer.safetensors"
     tensorfile.write(path, Rows(before[0][1]), states)
@@ -187,8 +187,8 @@ def test_a_checkpoint_gives_each_rank_its_error_and_other_numbers_of_ranks_their
         with open_model(config, device="cpu", ranks=ranks) as compiled:
             stored = compiled.session
             if ranks.count > 1:
-                stored = Shares(compiled.session, *shares_of(compiled.config, ranks), ranks)
-            source = LeftOut(stored, compiled.session, ranks, path, suffix=f".{powersgd.ERROR}")
+                stored = ShardedState(compiled.session, *shards_of(compiled.config, ranks), ranks)
+            source = ErrorFeedbackState(stored, compiled.session, ranks, path, suffix=f".{powersgd.ERROR}")
             assert source.blocks == 3
             tensorfile.read(path, source, {n: t for n, t in source.tensors.items() if t.role == "state"})
             return {n: compiled.session.read(n) for n, t in compiled.session.tensors.items() if t.role == "state"}
@@ -221,7 +221,7 @@ def test_more_ranks_than_before_begin_with_nothing_left_out(tmp_path):
 
     for rank, expected in ((0, [("w.error", 0, [[0, 1], [2, 3], [4, 5], [6, 7]])]), (1, [])):
         session: Any = Session()
-        source = LeftOut(session, session, Planned(rank, 2), path, suffix=".error")
+        source = ErrorFeedbackState(session, session, Planned(rank, 2), path, suffix=".error")
         assert source.blocks == 1
         tensorfile.read(path, source, source.tensors)
         assert session.written == expected
@@ -238,7 +238,7 @@ def test_an_error_of_another_shape_is_refused(shape, tmp_path):
             self.tensors = {"w.error": Store().get("w.error", (4, 2), "fp32", "state")}
 
     session: Any = Session()
-    source = LeftOut(session, session, ALONE, path, suffix=".error")
+    source = ErrorFeedbackState(session, session, ALONE, path, suffix=".error")
     found = re.escape(f"w.error is F32 {shape}, expected F32 (4, 2)")
     with pytest.raises(UserError, match=found):
         tensorfile.read(path, source, source.tensors)
@@ -290,7 +290,7 @@ def test_what_cannot_be_compressed_is_refused():
 
     config = config_of(powersgd=2)
     with pytest.raises(UserError, match=r"^optim.powersgd is 2, and --device is cuda: expected 0, for now$"):
-        together.check(config, device="cuda", ranks=ALONE)
+        agreement.check(config, device="cuda", ranks=ALONE)
     with pytest.raises(UserError, match=r"^optim.powersgd is 2 and train.dtype fp16, whose loss scale .*expected fp32"):
         replace(config, train=replace(config.train, dtype="fp16")).check()
     with pytest.raises(UserError, match=r"^optim.powersgd is 2 and optim.name 'speedrun', expected adamw or muon$"):

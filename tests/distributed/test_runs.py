@@ -18,8 +18,8 @@ from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
 from barellm.cpu.threads import cores
 from barellm.distributed import launchers
-from barellm.distributed.guard import below, ranks_below
 from barellm.distributed.launch import mpiexec
+from barellm.distributed.supervisor import below, ranks_below
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install -e '.[mpi]'", exc_type=ImportError)
 

@@ -104,7 +104,7 @@ def test_its_keys_are_options_with_their_help(train, capsys):
         "--model.heads INT attention heads in a block; must divide the channels (gpt2, sparse); heads of queries"
         in said
     )
-    assert "--optim.clip FLOAT gradients of a larger norm are scaled down to it; 0: no clipping" in said
+    assert "--optim.clip FLOAT gradient clipping: gradients of a larger norm are scaled down to it; 0: none" in said
     assert "plain-small" in said.replace("- ", "-")  # where a line ends
 
 

@@ -20,7 +20,7 @@ from barellm.config import Config as Run
 from barellm.config import OptimConfig, TrainConfig
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
-from barellm.models.speedrun import RECORD, Config, course, declare, speedrun, speedrun_small
+from barellm.models.speedrun import RECORD, Config, declare, speedrun, speedrun_small, training_schedule
 from barellm.models.stages import Stage, parse, table
 from barellm.optim.recipes import updates
 from barellm.program.builder import Program, Store
@@ -65,7 +65,7 @@ LEFT_OUT = {
 def test_the_record_s_schedule():
     """Its published steps: stages begin at 483, 967 and 1450; the rate falls from step 580 to 0.15; the embedding leaves at 967."""
     run = replace(speedrun(), data=replace(speedrun().data, source="x"))
-    steps, schedule = course(run), course(run).schedule(1490)
+    steps, schedule = training_schedule(run), training_schedule(run).schedule(1490)
     assert schedule.ends == [483, 967, 1450, 1490]
     assert [steps.step(i, 1490).seq for i in (0, 482, 483, 966, 967, 1489)] == [16384] * 2 + [32768] * 2 + [49152] * 2
     assert [schedule.lr(i) for i in (0, 482, 483, 579, 1450, 1489)] == [1.0, 1.0, 1.52, 1.52, 0.15, 0.15]
@@ -90,7 +90,7 @@ class Told:
     """A session that keeps what it is told."""
 
     def __init__(self):
-        self.standing, self.written = {}, {}
+        self.default_scalars, self.written = {}, {}
 
     def write(self, name, values):
         self.written[name] = values
@@ -98,17 +98,17 @@ class Told:
 
 def test_what_each_stage_tells_a_session():
     """Windows in tokens; scales of attention as the anchor of the record has them; angles only when the long window changes."""
-    told, steps = Told(), course(speedrun())
+    told, steps = Told(), training_schedule(speedrun())
     for step, short, long, scale, changes in (
         (0, 128, 384, 0.1, True), (482, 128, 384, 0.1, False), (483, 384, 896, 0.1169, True), (967, 640, 1408, 0.1275, True),
         (1450, 768, 1664, 0.1318, True), (1490, 768, 2560, 0.1318, False),
     ):  # fmt: skip
         told.written = {}
-        steps.enter(told, step, 1490)
-        assert (told.standing["window_short"], told.standing["window_long"]) == (short, long)
-        assert told.standing["attention_scale"] == pytest.approx(scale, abs=6e-5)
+        steps.on_step(told, step, 1490)
+        assert (told.default_scalars["window_short"], told.default_scalars["window_long"]) == (short, long)
+        assert told.default_scalars["attention_scale"] == pytest.approx(scale, abs=6e-5)
         assert bool(told.written) == changes
-    assert told.standing["mtp_0"] == 1.0 and told.standing["mtp_2"] == 0.0
+    assert told.default_scalars["mtp_0"] == 1.0 and told.default_scalars["mtp_2"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def test_a_table_is_read_as_it_was_written():
 ])  # fmt: skip
 def test_a_run_that_the_table_does_not_fit_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
-        course(Run(preset="", model=SMALL, train=replace(TrainConfig(micro_batch_size=1, seq=40, steps=9), **wrong)))
+        training_schedule(
+            Run(preset="", model=SMALL, train=replace(TrainConfig(micro_batch_size=1, seq=40, steps=9), **wrong))
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,11 +168,11 @@ def test_a_wrong_model_is_refused_in_a_line(wrong, message):
 def trained(session, model: Config, steps: int = 4, total: int = 6) -> list[float]:
     """Losses of some steps on drawn text, through the course of a run."""
     run = Run(preset="", model=model, optim=OPTIM, train=TrainConfig(micro_batch_size=1, seq=40, steps=total))
-    ours, rng, losses = course(run), np.random.default_rng(3), []
+    ours, rng, losses = training_schedule(run), np.random.default_rng(3), []
     session.run("init", seed=1)
     for index in range(steps):
         step = ours.step(index, total)
-        ours.enter(session, index, total)
+        ours.on_step(session, index, total)
         row = rng.integers(0, 61, (1, step.seq + 1)).astype(np.int32)
         row[0, [5, 6, 17]] = 3  # documents
         session.write("tokens", row[:, :-1])

@@ -20,7 +20,7 @@ from barellm.program.magnitudes import magnitudes
 from barellm.program.observing import COUNTS, TOTALS, observed
 from barellm.program.ops.exponents import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
-from barellm.training.course import course
+from barellm.training.training_schedule import training_schedule
 
 
 def model(layers: int, heads: int, channels: int, length: int, *, scaled: bool = True) -> gpt2.Config:
@@ -79,7 +79,7 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     r = np.random.default_rng(0)
     for name in ("tokens", "targets"):
         session.write(name, r.integers(0, 61, (batch, cfg.max_seq)))
-    step = course(run).step(0, 1000)
+    step = training_schedule(run).step(0, 1000)
     session.run(
         "forward_backward_stats", batch=batch, seq=cfg.max_seq, accumulate=0, inv_targets=step.inv_targets, step=1
     )

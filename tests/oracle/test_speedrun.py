@@ -17,7 +17,7 @@ from barellm.assembly.programs import build
 from barellm.config import Config as Run
 from barellm.config import TrainConfig
 from barellm.cpu.step import CpuSession
-from barellm.models.speedrun import Config, course, speedrun
+from barellm.models.speedrun import Config, speedrun, training_schedule
 from barellm.models.stages import Stage as Row
 from barellm.models.stages import table
 from barellm.optim.recipes import updates
@@ -131,7 +131,7 @@ def packed(w: dict[str, Any]) -> dict[str, Any]:
 
 def stage_of(step: int) -> theirs.Stage:
     """Theirs in a step, from the table alone."""
-    schedule = course(RUN).schedule(TOTAL)
+    schedule = training_schedule(RUN).schedule(TOTAL)
     index = schedule.index(step)
     frequencies, scale = theirs.first_frequencies(SIZES.head), 0.1
     for before, after in pairwise(STAGES[: index + 1]):
@@ -161,8 +161,8 @@ def test_loss_and_every_gradient(backend, limit, step):
     with opened(backend) as session:
         disturb(session)
         w = weights(session, torch.float64)
-        course(RUN).enter(session, step, TOTAL)
-        seq = course(RUN).step(step, TOTAL).seq
+        training_schedule(RUN).on_step(session, step, TOTAL)
+        seq = training_schedule(RUN).step(step, TOTAL).seq
         tokens, targets = text(seq, step)
         session.write("tokens", tokens)
         session.write("targets", targets)
@@ -185,7 +185,7 @@ def test_a_step_with_the_classifier_in_8_bits(backend, limit):
     with opened(backend, model=replace(MODEL, fp8="static")) as session:
         disturb(session)
         w = weights(session, torch.float64)
-        course(RUN).enter(session, 0, TOTAL)
+        training_schedule(RUN).on_step(session, 0, TOTAL)
         tokens, targets = text(STAGES[0].seq, 4)
         session.write("tokens", tokens)
         session.write("targets", targets)
@@ -201,7 +201,7 @@ def test_a_step_with_the_classifier_in_8_bits(backend, limit):
 def test_validation_loss(backend):
     with opened(backend) as session:
         disturb(session)
-        course(RUN).enter(session, TOTAL, TOTAL)
+        training_schedule(RUN).on_step(session, TOTAL, TOTAL)
         tokens, targets = text(T, 7)
         session.write("tokens", tokens)
         session.write("targets", targets)
@@ -224,12 +224,12 @@ def test_thirty_steps_through_all_stages():
     its own, Adam in every second step, momentum up and down."""
     with opened("cpu") as session:
         w = {name: t.detach().clone().requires_grad_() for name, t in packed(weights(session, torch.float64)).items()}
-        optimizer, ours = theirs.Optimizer(w), course(RUN)
+        optimizer, ours = theirs.Optimizer(w), training_schedule(RUN)
         schedule = ours.schedule(TOTAL)
         split = schedule.first(2) | 1
         for index in range(TOTAL):
             step = ours.step(index, TOTAL)
-            ours.enter(session, index, TOTAL)
+            ours.on_step(session, index, TOTAL)
             found = wanted = 0.0
             for micro in range(2):
                 tokens, targets = text(step.seq, 100 + 2 * index + micro)
@@ -256,11 +256,11 @@ def test_thirty_steps_through_all_stages():
 def test_bf16_is_about_as_near_as_autocast():
     """The error of all gradients together against float64: ours at most 1.5 times that of PyTorch under autocast."""
     step = 10
-    tokens, targets = text(course(RUN).step(step, TOTAL).seq, step)
+    tokens, targets = text(training_schedule(RUN).step(step, TOTAL).seq, step)
     with opened("cpu", "bf16") as session:
         disturb(session)
         exact, rounded = weights(session, torch.float64), weights(session, torch.float32)
-        course(RUN).enter(session, step, TOTAL)
+        training_schedule(RUN).on_step(session, step, TOTAL)
         session.write("tokens", tokens)
         session.write("targets", targets)
         session.run("forward_backward", batch=1, seq=tokens.shape[1], inv_targets=1.0, accumulate=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from barellm.checkpoint import checkpoint
-from barellm.distributed.guard import below, ranks_below
+from barellm.distributed.supervisor import below, ranks_below
 
 pytestmark = [
     pytest.mark.oracle,

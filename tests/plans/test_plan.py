@@ -10,7 +10,7 @@ from barellm import overrides
 from barellm.assembly.build import build_programs, open_model
 from barellm.cli import main
 from barellm.models import preset
-from barellm.models.course import only_stage
+from barellm.models.training_schedule import only_stage
 from barellm.plans import plan
 from tests.presets import planned
 from tests.profiling.conftest import ADAMW, made_up

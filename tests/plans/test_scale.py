@@ -152,12 +152,12 @@ def test_a_step_is_arithmetic_and_exchange():
 
 
 def test_the_command_predicts(capsys):
-    words = ["plan", "shakespeare-char", "--ranks", "1024", "--link", "ib400"]
+    words = ["plan", "shakespeare-char", "--ranks", "1024", "--interconnect", "ib400"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["batch"], found["tokens"]) == (1024, 12, 1024 * 12 * 64)
     assert found["utilisation"] == 0.4 and found["ceiling"].startswith("h100")
-    assert main([*words, "--optim.powersgd", "2", "--utilisation", "0.8"]) == 0
+    assert main([*words, "--optim.powersgd", "2", "--mfu", "0.8"]) == 0
     out = capsys.readouterr().out
     assert "shakespeare-char on 1,024 ranks, predicted and not run" in out and "as factors of 2 columns" in out
     assert "at 80% of the peak" in out and "factors Q, given" in out
@@ -166,15 +166,15 @@ def test_the_command_predicts(capsys):
 @pytest.mark.parametrize(
     "more, complaint",
     [
-        (["--link", "ib40"], "unknown link 'ib40', did you mean 'ib400'?"),
-        (["--link", "ib400", "--ranks", "0"], "--link is ib400, expected --ranks too, at least 1"),
-        (["--link", "ib400", "--utilisation", "1.5"], "--utilisation is 1.5, expected more than 0 and at most 1"),
+        (["--interconnect", "ib40"], "unknown link 'ib40', did you mean 'ib400'?"),
+        (["--interconnect", "ib400", "--ranks", "0"], "--interconnect is ib400, expected --ranks too, at least 1"),
+        (["--interconnect", "ib400", "--mfu", "1.5"], "--mfu is 1.5, expected more than 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(more, complaint, capsys):
     assert main(["plan", "shakespeare-char", "--ranks", "2", *more]) == 2
     assert complaint in capsys.readouterr().err
-    assert main(["plan", "shakespeare-char", "--link", "ib400"]) == 2
+    assert main(["plan", "shakespeare-char", "--interconnect", "ib400"]) == 2
     assert "expected --ranks too" in capsys.readouterr().err
     with pytest.raises(UserError, match="known: memory, 1gbit"):
         scale.link("x")

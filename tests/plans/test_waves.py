@@ -98,7 +98,7 @@ def test_products_that_other_kernels_do_are_said():
 
 
 def test_the_command_prints_a_product_of_any_shape(capsys):
-    assert main.main(["plan", "--device", "cuda", "--product", "300", "7", "50", "--dtype", "fp32", "--json"]) == 0
+    assert main.main(["plan", "--device", "cuda", "--gemm", "300", "7", "50", "--dtype", "fp32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["products"]
     assert {(c["role"], c["M"], c["N"], c["K"]) for c in found} == {
         ("nt", 300, 7, 50), ("nn", 300, 50, 7), ("tn", 7, 50, 300),
@@ -111,9 +111,9 @@ def test_the_command_prints_a_product_of_any_shape(capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--product", "1", "2", "3"], "add --device cuda"),
-        (["--device", "cuda", "--product", "1", "0", "3"], "sizes of at least 1"),
-        (["--device", "cuda", "--product", "1", "2", "3", "--card", "h10"], "did you mean"),
+        (["--gemm", "1", "2", "3"], "add --device cuda"),
+        (["--device", "cuda", "--gemm", "1", "0", "3"], "sizes of at least 1"),
+        (["--device", "cuda", "--gemm", "1", "2", "3", "--card", "h10"], "did you mean"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

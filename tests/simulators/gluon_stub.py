@@ -252,7 +252,7 @@ def _wait(barrier: Shared, phase: int, pred: bool = True) -> None:
         TRACE.add(Step("wait", barrier.key, int(phase)))
 
 
-def _arrive(barrier: Shared, count: int = 1, pred: bool = True) -> None:
+def _wait_reduce_scatter(barrier: Shared, count: int = 1, pred: bool = True) -> None:
     if pred:
         TRACE.add(Step("arrive", barrier.key, count))
 
@@ -330,7 +330,7 @@ gl = types.SimpleNamespace(
 )  # fmt: skip
 hopper = types.SimpleNamespace(
     mbarrier=types.SimpleNamespace(
-        MBarrierLayout=lambda: BARRIER, init=_init, wait=_wait, arrive=_arrive, expect=_expect
+        MBarrierLayout=lambda: BARRIER, init=_init, wait=_wait, arrive=_wait_reduce_scatter, expect=_expect
     ),
     tma=types.SimpleNamespace(
         async_copy_global_to_shared=_copy_in,

@@ -14,7 +14,7 @@ from barellm.cli.main import main
 from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
 from barellm.models import HIDDEN
-from barellm.models.course import momentum
+from barellm.models.training_schedule import momentum
 from barellm.optim.recipes import optimize
 from barellm.program.dtypes import Precision
 from barellm.runtime.reference import ReferenceSession

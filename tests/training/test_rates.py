@@ -21,7 +21,7 @@ from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
 from barellm.models import HIDDEN, preset
-from barellm.models.course import own
+from barellm.models.training_schedule import model_schedule
 from barellm.optim.recipes import optimize
 from barellm.training import metrics
 from barellm.training.console import Console
@@ -106,10 +106,10 @@ def test_the_rates_of_a_preset_are_to_the_bit_those_that_a_kernel_has_computed(n
 
 def test_the_rates_of_stages_are_in_their_ratio_too():
     config = preset("speedrun-small")
-    course = own(config)
-    assert course is not None
+    training_schedule = model_schedule(config)
+    assert training_schedule is not None
     for step in (0, 133, 399):
-        found = course.step(step, 400)
+        found = training_schedule.step(step, 400)
         assert found.rates["muon_lr"] == found.rates["lr"] * (0.023 / 0.008)
         assert found.updates[0][1].items() >= found.rates.items()
 
@@ -250,7 +250,7 @@ def test_the_advice_against_a_norm_that_is_not_finite_works_as_told(fake, comman
     real = fake.read
     fake.read = lambda name: np.array([np.nan, np.nan], np.float32) if name == "clip" else real(name)
     said = refused(*command("run", *words))
-    assert f"begin anew with a lower learning rate, {advice}" in said
+    assert f"restart with a lower learning rate, {advice}" in said
     fake.read = real
     assert main(command("again", *words, *shlex.split(advice.partition(" or ")[0]))) == 0
 

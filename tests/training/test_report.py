@@ -12,8 +12,8 @@ from barellm.cli.main import main
 from barellm.models import preset
 from barellm.overrides import changed
 from barellm.training import loop, report
+from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, in_words
-from barellm.training.ramp import Ramp
 
 
 def config(**keys):
@@ -24,27 +24,27 @@ TEXT = SimpleNamespace(train=range(1_000_000))
 
 
 def said(chosen, *, done=0, total=2000, bound_s=0.0):
-    ramp = Ramp(chosen.train)
-    return report.intentions(chosen, TEXT, ramp=ramp, done=done, total=total, bound_s=bound_s)
+    batch_rampup = BatchRampup(chosen.train)
+    return report.intentions(chosen, TEXT, batch_rampup=batch_rampup, done=done, total=total, bound_s=bound_s)
 
 
 def test_tokens_epochs_and_the_bound_of_what_is_left():
-    assert said(config()) == ["to do    2,000 steps, 1.54M tokens, 1.54 times this text"]
+    assert said(config()) == ["budget   2,000 steps, 1.54M tokens, 1.54 epochs"]
     assert said(config(train__accumulate=2), bound_s=0.1) == [
-        "to do    2,000 steps, 3.07M tokens, 3.07 times this text; the bound is 3 minutes"
+        "budget   2,000 steps, 3.07M tokens, 3.07 epochs; roofline 3 minutes"
     ]
     assert said(config(), done=1500, bound_s=0.1) == [
-        "to do    500 steps, 384k tokens, 0.384 times this text; the bound is 50 seconds"
+        "budget   500 steps, 384k tokens, 0.384 epochs; roofline 50 seconds"
     ]
-    assert said(config(), total=3, bound_s=0.1)[0] == "to do    3 steps, 2.3k tokens, 0.0023 times this text"
+    assert said(config(), total=3, bound_s=0.1)[0] == "budget   3 steps, 2.3k tokens, 0.0023 epochs"
 
 
 def test_a_limit_of_time_is_said_as_one():
     limited = config(train__minutes=2.5)
     assert limited.train.steps == 0
-    assert said(limited, total=None) == ["to do    as many steps as fit into 2.5 minutes"]
+    assert said(limited, total=None) == ["budget   as many steps as fit into 2.5 minutes"]
     both = replace(limited, train=replace(limited.train, steps=3000))
-    assert said(both, total=None) == ["to do    as many steps as fit into 2.5 minutes, at most 3,000"]
+    assert said(both, total=None) == ["budget   as many steps as fit into 2.5 minutes, at most 3,000"]
 
 
 @pytest.mark.parametrize("total, warned", [(99, True), (100, True), (101, False)])
@@ -80,7 +80,7 @@ def test_few_windows_are_warned_of():
 def test_a_run_says_which_key_gives_more_windows(fake, command, capsys, more, key):
     assert main(command("run", "--model.max_seq", "256", *more)) == 0
     out = capsys.readouterr().out
-    assert ("warning: validation looks at" in out) == (key is not None)
+    assert ("warning: validation has" in out) == (key is not None)
     assert key is None or f"or a larger {key}\n" in out
 
 
@@ -91,7 +91,7 @@ def test_the_header_is_a_few_short_lines_and_every_setting_is_in_the_folder(fake
     assert len(head) <= 11 and all(len(line) < 132 for line in head if str(tmp_path) not in line)
     assert not any("beta" in line for line in head) and (tmp_path / "run" / "config.json").is_file()
     assert any("where config.json has every setting" in line for line in head)
-    assert head[-1].startswith("to do    12 steps, 384 tokens, ")
+    assert head[-1].startswith("budget   12 steps, 384 tokens, ")
 
 
 @pytest.mark.parametrize("months", [False, True])
@@ -100,7 +100,7 @@ def test_the_speed_is_said_once_it_is_known(fake, command, capsys, monkeypatch, 
     monkeypatch.setattr(report, "LONG_S", 0.0 if months else 1e9)
     assert main(command("run")) == 0
     out = capsys.readouterr().out
-    assert out.count("ms a step: 0 seconds to go") == 1
+    assert out.count("ms a step: 0 seconds left") == 1
     assert ("warning: at " in out) == months
     before, _, after = out.partition("speed    ")
     assert "step     3  validation" not in before and "step     3  validation" in after
@@ -108,7 +108,7 @@ def test_the_speed_is_said_once_it_is_known(fake, command, capsys, monkeypatch, 
 
 def test_short_runs_say_no_speed(fake, command, capsys):
     assert main(command("run")) == 0
-    assert "to go" not in capsys.readouterr().out
+    assert "speed    " not in capsys.readouterr().out
 
 
 def test_minutes_that_end_within_the_warmup_are_warned_of(fake, command, capsys, monkeypatch):
@@ -198,7 +198,7 @@ def test_the_end_of_a_run():
     assert found[:5] == [
         "",
         "done     12 steps in 1:05, 1,234 tokens/s",
-        "loss     2.0000 nats per token, 1.500 bits per byte, on 4,096 bytes that it was not trained on",
+        "loss     2.0000 nats per token, 1.500 bits per byte, on 4,096 bytes of validation text",
         "         gzip -9 needs 2.250 bits per byte for the same text",
         "saved    my runs/a/checkpoints/step-000012",
     ]
@@ -210,7 +210,7 @@ def test_the_end_of_a_run():
 
 
 def test_the_end_of_a_run_without_a_vocabulary_on_python_and_in_sessions():
-    assert ending(val_bits_per_byte=None)[2] == "loss     2.0000 nats per token of text that it was not trained on"
+    assert ending(val_bits_per_byte=None)[2] == "loss     2.0000 nats per token on validation tokens"
     python = {"tokenize_share": 0.5, "tokenize_lines": 8, "tokenize_share_of_validation": 0.75}
     lines = ending("stdlib", **python)
     words = "50% of 8 sampled lines are Python, each by itself; of the library's own 75%"
@@ -230,7 +230,11 @@ def test_the_header_says_the_memory_in_mib_and_the_bound_of_a_step():
     )
     lines = report.header(machine, data, Path("runs/a"))
     assert "machine  cpu, avx2, fp32, 3 threads; 1.5 MiB of memory" in lines
-    assert "a step   12 x 1 sequences of 64 tokens, 4.00 GFLOP; the bound is 20.0 ms at 200 GFLOP/s (measured)" in lines
+    batch = "batch    batch size 12 x gradient accumulation 1, sequences of 64 tokens; a step is 4.00 GFLOP"
+    assert f"{batch}; roofline 20.0 ms at 200 GFLOP/s (measured)" in lines
     assert "GPT-2's vocabulary is not on this machine" in lines[-1]
     machine.peak = lambda: 0.0
-    assert "a step   12 x 1 sequences of 64 tokens, 4.00 GFLOP" in report.header(machine, data, Path("runs/a"))
+    assert (
+        "batch    batch size 12 x gradient accumulation 1, sequences of 64 tokens; a step is 4.00 GFLOP"
+        in report.header(machine, data, Path("runs/a"))
+    )

@@ -284,4 +284,4 @@ def test_a_longer_run_that_is_stopped_before_its_first_step_says_how_to_go_on(wh
     """Its checkpoint is the old one, which knows nothing of --steps."""
     fake.before_run = lambda entry: os.kill(os.getpid(), signal.SIGINT)
     assert main(["train", "--out", str(whole), "--resume", "--steps", "14"]) == 130
-    assert "stopped after step 12; go on with: the same command" in capsys.readouterr().out
+    assert "stopped after step 12; resume with: the same command" in capsys.readouterr().out

@@ -16,8 +16,8 @@ import pytest
 from barellm.checkpoint import checkpoint, snapshot, storage, tensorfile
 from barellm.cli.main import main
 from barellm.training import metrics
-from barellm.training.grace import Grace
 from barellm.training.saving import Point, Saving
+from barellm.training.signal_grace_period import SignalGracePeriod
 from barellm.training.trackers import Tracking
 from tests.checkpoint.test_checkpoint import in_child
 from tests.training.fake import FakeSession
@@ -239,10 +239,10 @@ def test_what_does_not_end_does_not_prolong_the_grace(fake, command, tmp_path, e
 
 def test_the_thread_saves_at_half_of_the_grace_and_leaves_at_its_end(monkeypatch):
     begin, happened = time.monotonic(), {}
-    monkeypatch.setattr(Grace, "_save", lambda self: happened.update(save=time.monotonic() - begin))
-    monkeypatch.setattr(Grace, "_end", lambda self, end: happened.update(end=end - begin))
+    monkeypatch.setattr(SignalGracePeriod, "_save", lambda self: happened.update(save=time.monotonic() - begin))
+    monkeypatch.setattr(SignalGracePeriod, "_end", lambda self, end: happened.update(end=end - begin))
     loop, stop = SimpleNamespace(saving=SimpleNamespace(last_began=False)), SimpleNamespace(terminated=begin)
-    Grace(3.0, loop=loop, stop=stop, console=None)._watch()
+    SignalGracePeriod(3.0, loop=loop, stop=stop, console=None)._watch()
     assert happened["end"] == pytest.approx(3.0) and 1.5 <= happened["save"] < 2.5
 
 

@@ -1,4 +1,4 @@
-"""The launcher's guard: which processes are ranks, and what becomes of a run with one that is stopped."""
+"""The launcher's supervisor: which processes are ranks, and what becomes of a run with one that is stopped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import guard
-from barellm.distributed.guard import Fellow, Guard, ranks_below
+from barellm.distributed import supervisor
+from barellm.distributed.supervisor import PeerSupervisor, Supervisor, ranks_below
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -51,7 +51,7 @@ def tree(tmp_path):
 
 def wait_for(process: int, states: str) -> None:
     deadline = time.monotonic() + 10
-    while guard._state(process) not in states:
+    while supervisor._state(process) not in states:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -59,7 +59,7 @@ def wait_for(process: int, states: str) -> None:
 def test_ranks_are_known_by_their_variables(tree):
     ranks = tree[1]
     assert sorted(ranks) == [0, 1]
-    assert {guard.variables(number)["PMI_RANK"] for number in ranks.values()} == {"0", "1"}
+    assert {supervisor.variables(number)["PMI_RANK"] for number in ranks.values()} == {"0", "1"}
     assert dict(ranks_below(ranks[0])) == {}
 
 
@@ -70,13 +70,13 @@ def test_a_variable_may_have_equals_signs_in_it():
         process.stdin.write(b"x")
         process.stdin.flush()
         assert process.stdout.read(1) == b"x"  # it runs: in the middle of its start the system shows no variables
-        assert guard.variables(process.pid) == own
+        assert supervisor.variables(process.pid) == own
 
 
 def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
     process, ranks = tree
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
-    found = Guard(process.pid)
+    found = Supervisor(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     wait_for(ranks[1], "T")
     assert [found.look(2.0) for _ in range(5)] == [False] * 5
@@ -90,7 +90,7 @@ def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
 def test_a_rank_that_has_ended_long_before_the_others_ends_the_run(tree, monkeypatch):
     process, ranks = tree
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
-    found = Guard(process.pid)
+    found = Supervisor(process.pid)
     assert not found.look(100.0)
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(ranks[0], "Z")
@@ -101,7 +101,7 @@ def test_a_rank_that_has_ended_long_before_the_others_ends_the_run(tree, monkeyp
 
 def test_when_all_have_ended_nobody_is_missed(tree, monkeypatch):
     process, ranks = tree
-    found = Guard(process.pid)
+    found = Supervisor(process.pid)
     assert not found.look(1.0)
     for number in ranks.values():
         os.kill(number, signal.SIGKILL)
@@ -115,7 +115,7 @@ PIDFD = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files for p
 @PIDFD
 def test_where_the_launcher_does_not_it_ends_the_others_as_soon_as_one_is_killed(tree, monkeypatch):
     process, ranks = tree
-    found = Guard(process.pid, 2, alone=True, failed_s=60.0)
+    found = Supervisor(process.pid, 2, alone=True, failed_s=60.0)
     found.start()
     while len(found.numbers) < 2:
         time.sleep(0.005)
@@ -135,7 +135,7 @@ def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, mo
     """And longer after one that has ended well, or where it is the launcher who looks."""
     process, ranks = tree
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
-    found = Guard(process.pid, 2, alone)
+    found = Supervisor(process.pid, 2, alone)
     assert not found.look(100.0)
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(ranks[0], "Z")
@@ -151,7 +151,7 @@ def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, mo
 @pytest.mark.parametrize("status, ends", [(1 << 8, True), (None, True), (0, False)])
 def test_it_waits_for_nobody_after_a_failure_where_the_launcher_does_not_either(tree, monkeypatch, status, ends):
     process, ranks = tree
-    found = Guard(process.pid, 2, alone=True, failed_s=0.0)
+    found = Supervisor(process.pid, 2, alone=True, failed_s=0.0)
     assert not found.look(100.0)
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(ranks[0], "Z")
@@ -165,7 +165,7 @@ def test_it_waits_for_nobody_after_a_failure_where_the_launcher_does_not_either(
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_rank_that_has_ended_before_the_first_look_is_missed(tree, monkeypatch, alone):
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
-    found = Guard(tree[0].pid, 3, alone)
+    found = Supervisor(tree[0].pid, 3, alone)
     assert [found.look(2.0) for _ in range(6)] == [False] * 5 + [alone]
     assert found.words == ("a rank has been gone for 12 s: the run is ended" if alone else "")
 
@@ -173,15 +173,15 @@ def test_a_rank_that_has_ended_before_the_first_look_is_missed(tree, monkeypatch
 @pytest.mark.parametrize("first", [0, 1])
 def test_it_knows_which_rank_has_ended_first(tree, monkeypatch, first):
     """Whatever the launcher says: MPICH's kills the others at once, and names any of them."""
-    monkeypatch.setattr(guard, "LOOK_S", 60.0)
+    monkeypatch.setattr(supervisor, "LOOK_S", 60.0)
     process, ranks = tree
     looks: list[float] = []
-    found = Guard(process.pid, 2)
+    found = Supervisor(process.pid, 2)
     found.start()
     while len(found.numbers) < 2:
         time.sleep(0.005)
     monkeypatch.setattr(found, "look", lambda passed: looks.append(passed))
-    time.sleep(3 * guard.SOON_S)
+    time.sleep(3 * supervisor.SOON_S)
     assert len(looks) < 2, "it has seen all, and may take its time"
     for rank, sign in ((first, signal.SIGABRT), (1 - first, signal.SIGKILL)):
         os.kill(ranks[rank], sign)
@@ -197,13 +197,13 @@ def test_it_knows_which_rank_has_ended_first(tree, monkeypatch, first):
 # Two ranks and their launcher, which is not ours. The second is stopped before it looks at the other.
 FELLOWS = """
 import os, signal, subprocess, sys, time
-from barellm.distributed import guard
+from barellm.distributed import supervisor
 if len(sys.argv) == 1:
     ranks = [subprocess.Popen([sys.executable, __file__, "rank"], env=os.environ | {"PMI_RANK": n}) for n in "012"]
     print(*(rank.wait() for rank in ranks))
     sys.exit()
-guard.LOOK_S = 0.05
-with guard.fellow():
+supervisor.LOOK_S = 0.05
+with supervisor.peer_supervisor():
     if os.environ["PMI_RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
@@ -226,15 +226,15 @@ def test_ranks_that_another_launcher_has_started_look_at_each_other(tmp_path):
 def test_ranks_have_the_word_one_after_the_other(monkeypatch, own, stopped, seconds):
     """The first of those that are well has it at the limit of 10 s, each other one three looks later than the one before it. One
     that is not well itself may not wait for others."""
-    monkeypatch.setattr(guard, "LOOK_S", 2 / 3)
+    monkeypatch.setattr(supervisor, "LOOK_S", 2 / 3)
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
     monkeypatch.setenv("PMI_RANK", str(own))
     first = 1 << 23  # more than any process has
-    monkeypatch.setattr(guard, "ranks_below", lambda launcher: [(first + rank, rank) for rank in range(4)])
-    monkeypatch.setattr(guard, "_state", lambda process: "T" if process == first + stopped else "S")
+    monkeypatch.setattr(supervisor, "ranks_below", lambda launcher: [(first + rank, rank) for rank in range(4)])
+    monkeypatch.setattr(supervisor, "_state", lambda process: "T" if process == first + stopped else "S")
     ended: list[list[int]] = []
-    monkeypatch.setattr(Fellow, "kill", lambda self, processes: ended.append(list(processes)))
-    found = Fellow()
+    monkeypatch.setattr(PeerSupervisor, "kill", lambda self, processes: ended.append(list(processes)))
+    found = PeerSupervisor()
     assert [found.look(1.0) for _ in range(seconds + 1)] == [False] * seconds + [True]
     who = f"rank {stopped} (process {first + stopped})"
     assert found.words == f"{who} has been stopped for {seconds + 1} s: the run is ended"
@@ -243,18 +243,18 @@ def test_ranks_have_the_word_one_after_the_other(monkeypatch, own, stopped, seco
 
 def test_under_our_launcher_ranks_need_not_look(monkeypatch):
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    with guard.fellow():
-        assert all(t.name != "guard" for t in threading.enumerate())
+    with supervisor.peer_supervisor():
+        assert all(t.name != "supervisor" for t in threading.enumerate())
     monkeypatch.delenv("BARELLM_RANKS")
-    with guard.fellow():
-        assert any(t.name == "guard" for t in threading.enumerate())
-    assert all(t.name != "guard" for t in threading.enumerate())
+    with supervisor.peer_supervisor():
+        assert any(t.name == "supervisor" for t in threading.enumerate())
+    assert all(t.name != "supervisor" for t in threading.enumerate())
 
 
 def test_a_rank_that_goes_on_is_let_be(tree, monkeypatch):
     process, ranks = tree
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
-    found = Guard(process.pid)
+    found = Supervisor(process.pid)
     for _ in range(3):
         os.kill(ranks[0], signal.SIGSTOP)
         wait_for(ranks[0], "T")
@@ -266,11 +266,11 @@ def test_a_rank_that_goes_on_is_let_be(tree, monkeypatch):
 
 
 def test_it_ends_when_asked(monkeypatch):
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
     clock = chain([5.0, 5.004, 5.01], count(100.0, 0.01))
-    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     seen: list[float] = []
-    found = Guard(0)
+    found = Supervisor(0)
     monkeypatch.setattr(found, "look", lambda passed: bool(seen.append(passed)))
     found.start()
     while len(seen) < 3:
@@ -283,5 +283,5 @@ def test_it_ends_when_asked(monkeypatch):
 def test_a_process_that_is_gone_has_no_state():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert guard._state(gone.pid) == "Z"
+    assert supervisor._state(gone.pid) == "Z"
     assert not Path(f"/proc/{gone.pid}").exists() and list(ranks_below(gone.pid)) == []

@@ -1,8 +1,8 @@
-"""Loading what compressed gradients have left out, of which each rank has its own (optim/powersgd.py).
+"""Loading the error-feedback state of compressed gradients (PowerSGD, Vogels et al. 2019), of which each rank has its own.
 
-A checkpoint has the errors of all ranks one below the other. As many ranks as before get theirs back, to the bit. Other numbers of
-ranks get sums: what rank r of V had goes to rank r mod W. The sum over all ranks, which is what the training goes on with, stays
-the same but for rounding; the bits do not.
+A checkpoint has the errors of all ranks one below the other. With the same number of ranks each gets its own back, bitwise.
+Another number of ranks gets sums: what rank r of V had goes to rank r mod W. The sum over all ranks, on which training depends,
+stays the same but for rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from barellm.runtime.session import Session
 
 
-class LeftOut:
-    """A session as a checkpoint's reader sees it: `stored`, which has all of a run's tensors, but for those whose names end with
+class ErrorFeedbackState:
+    """A session as a checkpoint's reader has it: `stored`, which has all of a run's tensors, but for those whose names end with
     `suffix`. They have as many blocks of rows as ranks wrote the file, and go to `session`, which is this rank's."""
 
     def __init__(self, stored: Any, session: Session, ranks: Ranks, file: Path, *, suffix: str) -> None:

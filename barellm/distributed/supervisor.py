@@ -1,5 +1,5 @@
-"""What somebody outside sees of the ranks of one machine. Ranks watch each other (`distributed.watch`) from their first meeting to
-their last; one that is stopped, or ends, before or after that would hold up the others for ever.
+"""Supervision of the ranks of one machine from outside. Ranks send each other heartbeats (`distributed.heartbeat`) from their first
+collective to their last; one that is stopped, or exits, before or after that would hang the others for ever.
 
 `barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`).
 """
@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from barellm.distributed import world
-from barellm.distributed.ends import Ends
-from barellm.distributed.watch import limit_seconds
+from barellm.distributed.exit_order import ExitOrder
+from barellm.distributed.heartbeat import limit_seconds
 
 LOOK_S, SOON_S = 1.0, 0.002  # between two looks; until all ranks have been seen
 FAILED_S = 3.0  # for which the others may go on after a rank that has ended by itself, and not well
@@ -24,26 +24,26 @@ NEVER_SEEN = 0  # stands for processes that have ended before the first look
 LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
 
 
-class Guard(threading.Thread):
+class Supervisor(threading.Thread):
     """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long, or has ended long before the
     others. `count`: how many there will be. `alone`: this ends all where one is killed, or `failed_s` seconds after one has failed.
     `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or "". After `end`, `first` is the
     rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
 
     def __init__(self, launcher: int, count: int = 0, alone: bool = False, failed_s: float = FAILED_S) -> None:
-        super().__init__(name="guard", daemon=True)
+        super().__init__(name="supervisor", daemon=True)
         self.numbers: dict[int, int] = {}
         self.words = ""
         self.first: tuple[int, int | None] | None = None
         self._launcher, self._count, self._alone, self._failed_s = launcher, count, alone, failed_s
         self._limit = LATER * limit_seconds()
         self._seconds: dict[int, float] = {}  # for which a process has been stopped, or gone
-        self._ends, self._over = Ends(), False
+        self._exit_order, self._over = ExitOrder(), False
 
     def run(self) -> None:
         last = time.monotonic()
         while True:
-            self._ends.wait(LOOK_S if len(self.numbers) >= self._count else SOON_S)
+            self._exit_order.wait(LOOK_S if len(self.numbers) >= self._count else SOON_S)
             if self._over:
                 return
             now = time.monotonic()
@@ -53,24 +53,24 @@ class Guard(threading.Thread):
 
     def end(self) -> None:
         self._over = True
-        self._ends.wake()
+        self._exit_order.wake()
         self.join()
-        self._ends.wait(0)  # for those that have ended since the last look
-        self.first = next(((process, self._ends.status(process)) for process in self._ends.order), None)
-        self._ends.close()
+        self._exit_order.wait(0)  # for those that have ended since the last look
+        self.first = next(((process, self._exit_order.status(process)) for process in self._exit_order.order), None)
+        self._exit_order.close()
 
     def look(self, passed: float) -> bool:
         """Look at all ranks, `passed` seconds after the last time. True if it has ended them."""
         found = {process: rank for process, rank in ranks_below(self._launcher) if _state(process) != "Z"}
         self.numbers |= found
         for process in found:
-            self._ends.follow(process)
+            self._exit_order.follow(process)
         late = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
         if self._alone and len(self.numbers) < self._count:
             late.append(NEVER_SEEN)
         self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in late if found}
         for process, seconds in self._seconds.items():
-            if self._alone and process in self._ends.order and (status := self._ends.status(process)) != 0:
+            if self._alone and process in self._exit_order.order and (status := self._exit_order.status(process)) != 0:
                 killed = status is not None and os.WIFSIGNALED(status)
                 if killed or seconds > self._failed_s:
                     self.kill(found)
@@ -89,7 +89,7 @@ class Guard(threading.Thread):
                 os.kill(process, signal.SIGKILL)
 
 
-class Fellow(Guard):
+class PeerSupervisor(Supervisor):
     """A guard in a rank, for those that have been started by the same process. Of several the one with the lowest number has the
     word; the others wait for it a little."""
 
@@ -110,12 +110,12 @@ class Fellow(Guard):
 
 
 @contextmanager
-def fellow() -> Iterator[None]:
+def peer_supervisor() -> Iterator[None]:
     """While entered, this rank looks at the others of its machine, unless `barellm train --ranks` does."""
     if os.environ.get("BARELLM_RANKS"):
         yield
         return
-    found = Fellow()
+    found = PeerSupervisor()
     found.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The steps of a run whose steps are all alike but for the learning rates, and who else has a say."""
+"""The training schedule of a run: that of its architecture, or a constant one, in which only the learning rates change."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cached_property
 from barellm import models
 from barellm.config import Config
 from barellm.errors import UserError
-from barellm.models.course import Course, Standing, Step, momentum, own
-from barellm.training.ramp import Ramp
+from barellm.models.training_schedule import ScheduledSession, StepPlan, TrainingSchedule, model_schedule, momentum
+from barellm.training.batch_rampup import BatchRampup
 from barellm.training.schedule import rates
 
 
 @dataclass(frozen=True)
-class Plain:
+class ConstantSchedule:
     """The loss is the mean over the targets of the whole step, and the program "optimizer_step" ends it. Its gradient may be larger, where
     the model says so."""
 
@@ -23,32 +23,32 @@ class Plain:
     cycle: int = 1
 
     @cached_property
-    def ramp(self) -> Ramp:
-        return Ramp(self.config.train)
+    def batch_rampup(self) -> BatchRampup:
+        return BatchRampup(self.config.train)
 
     @cached_property
     def loss_gradient(self) -> float | None:
         return models.loss_gradient(self.config.model)
 
-    def step(self, index: int, total: int | None) -> Step:
+    def step(self, index: int, total: int | None) -> StepPlan:
         train, optim = self.config.train, self.config.optim
         found = rates(index, total=total, optim=optim)
         scalars = {"step": index + 1, **found, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=total, optim=optim)
-        inv_targets = 1.0 / (train.micro_batch_size * self.ramp.count(index) * train.seq)
+        inv_targets = 1.0 / (train.micro_batch_size * self.batch_rampup.count(index) * train.seq)
         larger = (self.loss_gradient or inv_targets) / inv_targets
         updates = ((("grad_norm", {}),) if optim.skips else ()) + (("optimizer_step", scalars),)
-        return Step(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
+        return StepPlan(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
 
-    def enter(self, session: Standing, index: int, total: int | None) -> None:
+    def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
         return
 
 
-def course(config: Config) -> Course:
+def training_schedule(config: Config) -> TrainingSchedule:
     """The architecture's own, where its runs have stages. UserError for what goes with steps only that are all alike."""
-    found = own(config)
+    found = model_schedule(config)
     if found is None:
-        return Plain(config)
+        return ConstantSchedule(config)
     stages = f"the runs of {models.name_of(config.model)} have stages"
     optim, train = config.optim, config.train
     for key, asked in (
@@ -65,14 +65,14 @@ def course(config: Config) -> Course:
 
 def tokens_before(config: Config) -> Callable[[int], int]:
     """A function that tells how many tokens all steps before the one with this index have."""
-    steps, ramp, train = course(config), Ramp(config.train), config.train
+    steps, batch_rampup, train = training_schedule(config), BatchRampup(config.train), config.train
     seen = [0]
 
     def before(index: int) -> int:
         while len(seen) <= index:
             last = len(seen) - 1
             seq = steps.step(last, train.steps or None).seq
-            seen.append(seen[-1] + train.micro_batch_size * ramp.count(last) * seq)
+            seen.append(seen[-1] + train.micro_batch_size * batch_rampup.count(last) * seq)
         return seen[index]
 
     return before

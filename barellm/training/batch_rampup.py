@@ -1,13 +1,13 @@
-"""How many micro-batches each step has: always as many, or more and more, as GPT-3's batch grew (Brown et al. 2020, appendix B)."""
+"""Batch-size warmup (batch rampup): micro-batches of each step, constant or rising as in GPT-3 (Brown et al. 2020, appendix B)."""
 
 from __future__ import annotations
 
 from barellm.config import TrainConfig
 
 
-class Ramp:
-    """A function of the step alone: the number of micro-batches rises from `ramp_from` to `accumulate` in a line over the first
-    `ramp_tokens` tokens, rounded down. It is found in whole numbers, so that it is the same on every machine."""
+class BatchRampup:
+    """A function of the step alone: the number of micro-batches rises linearly from `batch_rampup_from` to
+    `gradient_accumulation_steps` over the first `batch_rampup_tokens` tokens, rounded down, in integers."""
 
     def __init__(self, train: TrainConfig) -> None:
         self._first, self._full, self._ramp_tokens = (
@@ -16,7 +16,7 @@ class Ramp:
             train.batch_rampup_tokens,
         )
         self._tokens = train.micro_batch_size * train.seq  # of a micro-batch
-        # Micro-batches before each step of the ramp, and before the first full one, as far as somebody has asked for them.
+        # Micro-batches before each step of the ramp, and before the first full one, as far as they were needed.
         self._before = [0]
         self._rises = train.batch_rampup_from > 0
 

@@ -1,6 +1,6 @@
-"""ranges.jsonl: the exponents of activations, gradients and weights of some steps of a run, one JSON object a step.
+"""exponent_stats.jsonl: exponent histograms (dynamic range) of activations, gradients and weights of some steps, one object a step.
 
-    {"kind": "ranges", "step": 100, "tensors": [{"name": "h.0.attn.c_attn", "what": "activation", "shape": [12, 64, 384],
+    {"kind": "exponent_stats", "step": 100, "tensors": [{"name": "h.0.attn.c_attn", "what": "activation", "shape": [12, 64, 384],
       "dtype": "bf16", "size": 294912, "zeros": 0, "not_finite": 0, "mean": 0.01, "mean_abs": 0.4, "rms": 0.5, "max": 3.2,
       "first": -20, "counts": [1, 0, 5, ...]}, ...]}
 
@@ -24,11 +24,12 @@ from barellm.program.observing import COUNTS, TOTALS, observed
 from barellm.program.ops.exponents import BINS, NOT_FINITE, SUMS
 from barellm.training.metrics import Metrics, read
 
-FILE = "ranges.jsonl"
+FILE, OLD_FILE = "exponent_stats.jsonl", "ranges.jsonl"
+KINDS = ("exponent_stats", "ranges")  # of a row, by this version and by older ones
 
 
-class Watch:
-    """Writes what the program "forward_backward_stats" finds, in the first step and in every one whose number `every` divides."""
+class ExponentStats:
+    """Logs the exponent histograms of the program "forward_backward_stats", in the first step and in every one whose number `every` divides."""
 
     def __init__(self, path: Path, compiled: CompiledModel, *, every: int) -> None:
         self.every, self.session = every, compiled.session
@@ -50,7 +51,7 @@ class Watch:
             found = magnitudes(counts[t.number], sums[t.number])
             if found.size:
                 rows.append({"name": t.name, "what": t.kind, "shape": t.shape, "dtype": t.dtype, **_row(found)})
-        self._rows.add({"kind": "ranges", "step": step, "tensors": rows})
+        self._rows.add({"kind": "exponent_stats", "step": step, "tensors": rows})
         self._rows.rows.clear()  # nobody asks for them before the end, and there are many
 
     def close(self) -> None:
@@ -84,12 +85,17 @@ def magnitudes_of(row: Mapping[str, Any]) -> Magnitudes:
     return Magnitudes(counts, mean * finite, mean_abs * finite, rms**2 * finite, largest)
 
 
+def file_of(run: Path) -> Path:
+    """The file of a run, which may have its old name."""
+    return run / (OLD_FILE if (run / OLD_FILE).exists() else FILE)
+
+
 def steps(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's file. UserError where there are none."""
-    file = path / FILE if path.is_dir() else path
+    file = file_of(path) if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path} has no {FILE}, expected a run with --train.exponent_stats N")
-    rows = [row for row in read(file) if row.get("kind") == "ranges"]
+    rows = [row for row in read(file) if row.get("kind") in KINDS]
     if not rows:
         raise UserError(f"{file} holds no step yet")
     return rows

@@ -18,7 +18,7 @@ from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.errors import UserError
-from barellm.models import own
+from barellm.models import user_model
 from barellm.training import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, refused, name, code, mes
     (tmp_path / name).write_text(code)
     path = [*sys.path]
     with pytest.raises(UserError, match=message):
-        own.add(tmp_path / name)
+        user_model.add(tmp_path / name)
     assert "mine" not in sys.modules and not models.ADDED and sys.path[: len(path)] == path
     assert refused("plan", "--model", tmp_path / name).startswith(str(tmp_path))
     assert "is no file of Python" in refused("plan", "--model", tmp_path / "there.py")
@@ -158,13 +158,13 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, refused, name, code, mes
 
 def test_a_file_without_presets_is_known_by_its_name(tmp_path):
     (tmp_path / "mine.py").write_text(WHOLE)
-    own.add(tmp_path / "mine.py")
-    own.add(tmp_path / "mine.py")  # a second command of the same process
+    user_model.add(tmp_path / "mine.py")
+    user_model.add(tmp_path / "mine.py")  # a second command of the same process
     assert models.module("mine").Config().padded_vocab == 64 and models.usual() == "default"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text(WHOLE)
     with pytest.raises(UserError, match="a module 'mine' is there already"):
-        own.add(tmp_path / "other" / "mine.py")
+        user_model.add(tmp_path / "other" / "mine.py")
 
 
 MODEL = WHOLE.replace("def declare(p, cfg): ...\ndef forward(p, cfg, tokens, targets, *, training): ...\n", '''

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed.ends import Ends
+from barellm.distributed.exit_order import ExitOrder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files for processes here")
 TELLS = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
@@ -22,7 +22,7 @@ TELLS = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
 
 @pytest.fixture
 def ends():
-    found = Ends()
+    found = ExitOrder()
     yield found
     found.close()
 
@@ -37,7 +37,7 @@ def sleepers():
         process.wait()
 
 
-def until(ends: Ends, count: int) -> None:
+def until(ends: ExitOrder, count: int) -> None:
     deadline = time.monotonic() + 10
     while len(ends.order) < count:
         assert time.monotonic() < deadline
@@ -73,7 +73,7 @@ def test_a_status_that_nobody_has_asked_for_is_known_on_every_system(ends, sleep
     def refuse(*args: object) -> None:
         raise OSError
 
-    monkeypatch.setattr("barellm.distributed.ends.fcntl", SimpleNamespace(ioctl=refuse))
+    monkeypatch.setattr("barellm.distributed.exit_order.fcntl", SimpleNamespace(ioctl=refuse))
     ends.follow(sleepers[0].pid)
     assert ends.status(sleepers[0].pid) is None, "it goes on"
     sleepers[0].terminate()

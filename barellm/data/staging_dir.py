@@ -1,4 +1,4 @@
-"""Where shards are made until they are whole: a folder OUT.part beside OUT, which the same command goes on with after a stop."""
+"""The staging directory OUT.part, in which shards are written until they are complete; the same command resumes from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from barellm.data.writing import STATE, Job, read_manifest, write_split
 from barellm.errors import UserError
 
 
-class Workplace:
+class StagingDir:
     """While entered, this process alone prepares `out`. A folder OUT.part in which nothing was noted is removed at the end."""
 
     def __init__(self, out: Path) -> None:
@@ -23,7 +23,7 @@ class Workplace:
         self.folder = out.with_name(f"{out.name}.part")
         self._lock = -1
 
-    def __enter__(self) -> Workplace:
+    def __enter__(self) -> StagingDir:
         import fcntl
 
         if self.out.exists() and not self.out.is_dir():

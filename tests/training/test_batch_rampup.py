@@ -10,7 +10,7 @@ from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.config import TrainConfig
 from barellm.training import metrics
-from barellm.training.ramp import Ramp
+from barellm.training.batch_rampup import BatchRampup
 from tests.training.conftest import whole_and_resumed
 
 
@@ -20,24 +20,24 @@ def train(**more) -> TrainConfig:
 
 @pytest.mark.parametrize("first, tokens", [(1, 1), (1, 2000), (4, 500), (9, 10), (8, 5000)])
 def test_the_micro_batches_are_the_line_rounded_down(first, tokens):
-    ramp, seen = Ramp(train(batch_rampup_from=first, batch_rampup_tokens=tokens)), 0
+    batch_rampup, seen = BatchRampup(train(batch_rampup_from=first, batch_rampup_tokens=tokens)), 0
     for step in range(60):
         line = min(Fraction(9), first + Fraction((9 - first) * seen, tokens))
-        assert ramp.count(step) == int(line)
-        assert ramp.tokens(step) == seen
-        seen += ramp.count(step) * 21
-    assert ramp.count(59) == 9
+        assert batch_rampup.count(step) == int(line)
+        assert batch_rampup.tokens(step) == seen
+        seen += batch_rampup.count(step) * 21
+    assert batch_rampup.count(59) == 9
 
 
 def test_a_ramp_that_no_run_ends_is_found_no_further_than_it_is_asked_for():
-    ramp = Ramp(train(batch_rampup_from=1, batch_rampup_tokens=10**15))
-    assert (ramp.count(99), ramp.tokens(100)) == (1, 2100)
+    batch_rampup = BatchRampup(train(batch_rampup_from=1, batch_rampup_tokens=10**15))
+    assert (batch_rampup.count(99), batch_rampup.tokens(100)) == (1, 2100)
 
 
 def test_without_a_ramp_every_step_is_full():
-    ramp = Ramp(train())
-    assert [ramp.count(step) for step in (0, 1, 1 << 31)] == [9, 9, 9]
-    assert ramp.before(1 << 31) == 9 << 31
+    batch_rampup = BatchRampup(train())
+    assert [batch_rampup.count(step) for step in (0, 1, 1 << 31)] == [9, 9, 9]
+    assert batch_rampup.before(1 << 31) == 9 << 31
 
 
 # Micro-batches have 16 tokens: steps of 1, 1, 2, 3, 4, 5, 5 and so on.

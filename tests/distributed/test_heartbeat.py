@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from barellm.distributed import watch
-from barellm.distributed.watch import Watch, limit_seconds
+from barellm.distributed import heartbeat
+from barellm.distributed.heartbeat import Heartbeat, limit_seconds
 from barellm.errors import UserError
 
 
@@ -78,7 +78,7 @@ class Mpi:
 
 @pytest.fixture
 def mpi(monkeypatch):
-    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "0.3")
     return Mpi()
 
@@ -92,7 +92,7 @@ def watched(mpi):
         said.append(words)
         found._over.set()  # stands for the end of the process
 
-    found = Watch(mpi, mpi, fail=fail)
+    found = Heartbeat(mpi, mpi, fail=fail)
     yield found, said
     found.close()
 
@@ -136,7 +136,7 @@ def test_a_rank_that_mpi_misses_is_silent(mpi, watched):
 def test_at_the_end_nothing_is_left_under_way_but_to_a_rank_that_mpi_misses(mpi):
     """MPI wants each receive to be over before its end. One that has failed is."""
     said: list[str] = []
-    found = Watch(mpi, mpi, fail=said.append)
+    found = Heartbeat(mpi, mpi, fail=said.append)
     until(lambda: mpi.sent)
     lost = mpi.boxes[2][1]
     lost.lost = True
@@ -218,7 +218,7 @@ def test_the_others_learn_of_each_wait(mpi, watched):
 @pytest.mark.alone
 def test_a_rank_that_is_seen_at_work_has_longer(mpi, watched, monkeypatch):
     found, said = watched
-    monkeypatch.setattr(watch, "AT_WORK", 4)
+    monkeypatch.setattr(heartbeat, "AT_WORK", 4)
     found._near = {2: SimpleNamespace(works=lambda: True)}
     mpi.waits[0] = None
     mpi.waits[2] = None
@@ -230,7 +230,7 @@ def test_a_rank_that_is_seen_at_work_has_longer(mpi, watched, monkeypatch):
 @pytest.mark.alone
 def test_a_rank_at_work_that_is_too_late_is_named_too(mpi, watched, monkeypatch):
     found, said = watched
-    monkeypatch.setattr(watch, "AT_WORK", 2)
+    monkeypatch.setattr(heartbeat, "AT_WORK", 2)
     found._near = {2: SimpleNamespace(works=lambda: True)}
     mpi.waits[0] = 1
     with found.waiting():
@@ -243,7 +243,7 @@ def test_a_rank_at_work_that_is_too_late_is_named_too(mpi, watched, monkeypatch)
 def test_work_is_seen_from_outside():
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        process = watch.Process(child.pid)
+        process = heartbeat.Process(child.pid)
         assert process.works()
         child.send_signal(signal.SIGSTOP)
         until(lambda: not process.works())
@@ -256,7 +256,7 @@ def test_work_is_seen_from_outside():
 
 
 def test_sleep_is_no_work_until_time_was_used(tmp_path):
-    process = watch.Process(0)
+    process = heartbeat.Process(0)
     process._stat = str(tmp_path / "stat")
     seen = []
     for state, user, system in (
@@ -280,10 +280,10 @@ def test_who_is_not_the_first_speaks_if_the_first_does_not(mpi, monkeypatch, cap
     """Where rank 1 alone misses rank 2, rank 0 does not know, and a run ended without a word. Whoever has been silent for half of
     the limit of 0.3 s is not waited for."""
     ended, naps = [], []
-    monkeypatch.setattr(watch, "end_all", lambda world, status: ended.append((world, status)))
-    found = Watch(mpi, mpi)
+    monkeypatch.setattr(heartbeat, "end_all", lambda world, status: ended.append((world, status)))
+    found = Heartbeat(mpi, mpi)
     found.close()
-    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    monkeypatch.setattr(heartbeat.time, "sleep", naps.append)
     found._clock = 1.0
     found._heard = {0: 1.0 - silent, 2: 0.0}
     found._end("rank 2 is gone")
@@ -295,10 +295,10 @@ def test_who_is_not_the_first_speaks_if_the_first_does_not(mpi, monkeypatch, cap
 def test_one_that_is_late_is_not_waited_for_to_say_so(mpi, monkeypatch, late, slept):
     """It may be heard of: two ranks waited for the words of rank 0, which was held, and then both spoke."""
     naps = []
-    monkeypatch.setattr(watch, "end_all", lambda world, status: None)
-    found = Watch(mpi, mpi)
+    monkeypatch.setattr(heartbeat, "end_all", lambda world, status: None)
+    found = Heartbeat(mpi, mpi)
     found.close()
-    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    monkeypatch.setattr(heartbeat.time, "sleep", naps.append)
     found._clock, found._since, found._waits = 1.0, 0.5, 5
     found._heard, found._begun = {0: 1.0, 2: 1.0}, {0: 5, 2: 5} | {late: 4}
     found._end(found.fault())
@@ -309,9 +309,9 @@ def test_one_that_is_late_is_not_waited_for_to_say_so(mpi, monkeypatch, late, sl
 def test_a_process_that_was_stopped_itself_blames_nobody(mpi, monkeypatch):
     """As after Ctrl-Z and fg: the clock has moved on, and nothing was heard meanwhile."""
     now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     said: list[str] = []
-    found = Watch(mpi, mpi, fail=said.append)
+    found = Heartbeat(mpi, mpi, fail=said.append)
     with found.waiting():
         now[0] = 1000.0
         time.sleep(0.2)
@@ -331,7 +331,7 @@ def test_the_limit_is_a_number_of_seconds(monkeypatch):
 
 
 def test_the_rank_that_holds_up_a_late_one_is_named(mpi):
-    found = Watch(mpi, mpi)
+    found = Heartbeat(mpi, mpi)
     found.close()
     found._clock, found._since, found._waits = 1.0, 0.5, 5
     found._heard = {0: 0.9, 2: 0.8}

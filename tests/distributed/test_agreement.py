@@ -12,7 +12,7 @@ import pytest
 from barellm import models
 from barellm.errors import UserError
 from barellm.runtime.ranks import ALONE, Planned, first
-from barellm.training import stopping, together
+from barellm.training import agreement, stopping
 from barellm.training.loop import Loop
 from barellm.training.stopping import Agreed
 from tests.distributed.threads import each_rank
@@ -45,17 +45,17 @@ def config_of(preset: str = "shakespeare-char", **sections):
 def test_what_ranks_cannot_do_is_refused(config, words):
     for device in ("cpu", "cuda"):
         with pytest.raises(UserError) as refused:
-            together.check(config, device=device, ranks=Planned(0, 2))
+            agreement.check(config, device=device, ranks=Planned(0, 2))
         assert str(refused.value).startswith(words)
-        together.check(config, device=device, ranks=ALONE)
+        agreement.check(config, device=device, ranks=ALONE)
 
 
 @pytest.mark.parametrize("ranks", [ALONE, Planned(0, 2)])
 def test_gradients_are_not_compressed_on_gpus(ranks):
     config = config_of(optim={"powersgd": 4})
-    together.check(config, device="cpu", ranks=ranks)
+    agreement.check(config, device="cpu", ranks=ranks)
     with pytest.raises(UserError, match=r"^optim.powersgd is 4, and --device is cuda: expected 0, for now$"):
-        together.check(config, device="cuda", ranks=ranks)
+        agreement.check(config, device="cuda", ranks=ranks)
 
 
 def test_the_speedruns_optimizer_is_not_dealt():
@@ -76,19 +76,19 @@ def test_the_first_rank_that_differs_is_named_with_what_differs():
             "the configuration": {"train": {"steps": 4 + (ranks.rank == 2), "seq": 8}, "model": {"layers": 1}},
         }
         try:
-            together.agree(ranks, mine)
+            agreement.check_consistent_across_ranks(ranks, mine)
         except UserError as error:
             return str(error)
 
     assert each_rank(3, each) == [said] * 3
-    assert each_rank(3, lambda ranks: together.agree(ranks, facts)) == [None] * 3
+    assert each_rank(3, lambda ranks: agreement.check_consistent_across_ranks(ranks, facts)) == [None] * 3
 
 
 def test_rank_0_goes_first():
     order: list[int] = []
 
     def goes(ranks):
-        with together.in_turn(ranks):
+        with agreement.rank_zero_first(ranks):
             order.append(ranks.rank)
 
     each_rank(3, goes)
@@ -105,7 +105,7 @@ def test_a_signal_to_one_rank_counts_when_all_have_agreed():
         if ranks.rank == 1:
             stop.request(130)
         before = bool(stop)
-        stop.agree(ranks.gather(stop.status))
+        stop.check_consistent_across_ranks(ranks.gather(stop.status))
         return before, bool(stop), stop.status
 
     assert each_rank(2, stopped) == [(False, True, 130)] * 2
@@ -144,7 +144,7 @@ def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, sai
 
     monkeypatch.setattr(stopping.os, "_exit", ended)
     with Agreed(rank) as stop:
-        stop.agree([143, 143])
+        stop.check_consistent_across_ranks([143, 143])
         assert stop and stop.status == 143
         signal.raise_signal(signal.SIGINT)
         assert stop and stop.status == 143
@@ -154,5 +154,5 @@ def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, sai
 
 
 def test_the_version_knows_the_sources():
-    assert together.version() == together.version()
-    assert together.version().startswith("0.") and "(" in together.version()
+    assert agreement.version() == agreement.version()
+    assert agreement.version().startswith("0.") and "(" in agreement.version()

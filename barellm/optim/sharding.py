@@ -1,10 +1,10 @@
-"""Which rank updates what, where a run has several: ZeRO's first stage (Rajbhandari et al. 2020).
+"""Sharding of the optimizer's state over data-parallel ranks: ZeRO-1 (Rajbhandari et al. 2020).
 
-Each rank holds the whole model and its gradient, but the optimizer's state of its own share only. A step ends so: each rank
-gets the gradient of its share, added up over all ranks in their order; the norm is found from all shares; each rank updates its
-own; and the new weights are given to all.
+Each rank holds all parameters and gradients, but the optimizer's state of its own shard only. A step ends so: a reduce-scatter
+gives each rank the gradient of its shard, summed over the ranks in their order; an all-gather of partial sums gives the gradient
+norm; each rank updates its shard; an all-gather gives the new parameters to all.
 
-Shares are cut where the partial sums of the norm are, so that these, and with them the norm and its bits, are those of one process.
+Shards are cut where the partial sums of the norm are, so the norm is bitwise that of one process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.tensor import Tensor
 
-# Elements of a share that are exchanged at once: what arrives should still be in a cache when it is added. Exchanges of 32 MB made
-# steps of gpt2-124m on two ranks 1.07 times as long.
+# Elements of a shard in a bucket of the reduce-scatter: what arrives should still be in a cache when it is added. Buckets of 32 MB
+# made steps of gpt2-124m on two ranks 1.07 times as long.
 TOGETHER = 1 << 20
 EARLY_ROUNDS = (
     32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
@@ -31,25 +31,25 @@ Part = tuple[int, int]  # elements of a tensor, from and to
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: gradients begin to travel while the
-    backward pass goes on (`depart`)."""
+class OptimizerSharding:
+    """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: the reduce-scatter overlaps the
+    backward pass (`start_reduce_scatter`)."""
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
     early: bool = False
 
     def own(self, param: Tensor) -> Tensor | None:
-        """This rank's share of a parameter: the tensor itself, a span of it, or nothing."""
+        """This rank's shard of a parameter: the tensor itself, a span of it, or nothing."""
         return _cut(param, self.parts[param.name][self.ranks.rank])
 
     def reduce(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what makes this rank's share of the gradients of `params` the sum over all ranks."""
+        """Append the reduce-scatter of the gradients of `params`: this rank's shard becomes the sum over all ranks."""
         from barellm.program import ops
 
         ranks = self.ranks
         if self.early:
-            self._arrive(p, params)
+            self._wait_reduce_scatter(p, params)
             return
         for pieces in self._rounds(params):
             sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
@@ -60,9 +60,9 @@ class Dealing:
             for own, parts in zip(owned, found.outputs.values(), strict=True):
                 p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
-    def depart(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append to the backward pass what sends the gradients of `params` on their way, each as soon as it is whole, where they
-        are `early`. All ranks send a round when all its gradients are whole, those of their own share too: so all in one order."""
+    def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append to the backward pass the non-blocking sends of the gradients of `params`, where they are `early`. All ranks send a
+        bucket when all its gradients are complete, those of their own shard too: so all in one order."""
         from barellm.program import ops
 
         ranks = self.ranks
@@ -75,8 +75,8 @@ class Dealing:
             with p.segment(_place(pieces)):
                 p.apply(ops.BeginExchange, into=into, **operands, **how, number=number, ranks=ranks)
 
-    def _arrive(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what waits for each round that `depart` has begun, and adds it."""
+    def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append the waits for each bucket that `start_reduce_scatter` has sent, and their sums."""
         from barellm.program import ops
 
         ranks = self.ranks
@@ -91,43 +91,43 @@ class Dealing:
                     p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
 
     def _early_rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
-        """Rounds in about the order in which a backward pass ends with gradients: that of the forward pass, from its end."""
+        """Buckets in about the order in which a backward pass completes gradients: that of the forward pass, from its end."""
         share = sum(t.size for t in params) // self.ranks.count
         return self._rounds(list(reversed(params)), min(TOGETHER, max(share // EARLY_ROUNDS, CHUNK)))
 
     def _arrived(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The places where a round's pieces of this rank's share arrive, which nobody else uses between two steps."""
+        """The receive buffers of a bucket's pieces of this rank's shard, preallocated and used for nothing else."""
         others = self.ranks.count - 1
         return [
             p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
         ]
 
     def _rounds(self, params: Sequence[Tensor], together: int = TOGETHER) -> Iterator[list[list[Tensor]]]:
-        """The pieces of each rank's share that are exchanged at once, by rank: so many elements for each."""
-        shares = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
-        of_ranks = [list(_rounds(share, together)) for share in shares]
+        """The buckets: pieces of each rank's shard that are exchanged at once, by rank, of so many elements each."""
+        shards = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
+        of_ranks = [list(_rounds(share, together)) for share in shards]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
     def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
-        """Append the sums of the gradients over the ranks, and what finds the partial sums of their squares."""
+        """Append the reduce-scatter of the gradients, and an all-gather of the partial sums of their squares."""
         found = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
         if self.ranks.direct:
-            self._sum_shares(p, params, found)
+            self._reduce_scatter_shards(p, params, found)
         else:
             self.reduce(p, params)
             self._squares(p, params, found)
         self._gather(p, [(t, self._chunks(param)) for t, param in zip(found, params, strict=True)])
         return found
 
-    def _sum_shares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
+    def _reduce_scatter_shards(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
         """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
         part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
         from barellm.program import ops
 
         groups = self._groups(list(zip(params, partials, strict=True)))
         for number, group in enumerate(groups):
-            operands, into, to = self._shares_of(p, group)
+            operands, into, to = self._operands_of_shards(p, group)
             meets = (number == 0, number == len(groups) - 1)
             largest = max((t for t, _ in group), key=lambda t: t.size)
             with p.segment(_place([[largest]])):
@@ -147,7 +147,7 @@ class Dealing:
             groups[-2:] = [groups[-2] + groups[-1]]
         return groups
 
-    def _shares_of(
+    def _operands_of_shards(
         self, p: Program, params: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]:
         """Operands, results and `to` of the op that sums this rank's share of them."""
@@ -188,17 +188,17 @@ class Dealing:
 
         return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
-    def give(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what gives each rank the parameters that the others have updated."""
+    def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append the all-gather of the updated parameters."""
         self._gather(p, [(t, self.parts[t.name]) for t in params])
 
-    def _gather(self, p: Program, shares: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
+    def _gather(self, p: Program, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
         from barellm.program import ops
         from barellm.program.tensor import Span
 
         rank, count = self.ranks.rank, self.ranks.count
-        sent = [Span(t, *_sized(parts[rank])) for t, parts in shares if _sized(parts[rank])[1]]
-        wanted = [(source, t, parts[source]) for t, parts in shares for source in range(count) if source != rank]
+        sent = [Span(t, *_sized(parts[rank])) for t, parts in shards if _sized(parts[rank])[1]]
+        wanted = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
         received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
         p.apply(
             ops.Gather,
@@ -212,10 +212,10 @@ class Dealing:
         )
 
 
-def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> Dealing:
-    """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
-    to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
-    goes to ranks that have least. `overlap`: ranks that send messages begin while the backward pass goes on."""
+def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> OptimizerSharding:
+    """Load balancing: parameters of `whole` are updated by one rank each (longest processing time first: the costliest goes to the
+    rank with the least work so far). Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; the
+    remainder goes to the ranks that have least. `overlap`: with message passing, the reduce-scatter overlaps the backward pass."""
     parts: dict[str, list[Part]] = {}
     load = [0.0] * ranks.count
     for t in sorted(whole, key=_cost, reverse=True):
@@ -232,7 +232,7 @@ def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overla
             parts[t.name].append((at, end))
             held[rank] += end - at
             at = end
-    return Dealing(ranks, parts, early=overlap and not ranks.direct)
+    return OptimizerSharding(ranks, parts, early=overlap and not ranks.direct)
 
 
 def _place(pieces: Sequence[Sequence[Tensor]]) -> str:
@@ -259,7 +259,7 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
 
 
 def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[list[Tensor]]:
-    """A share, cut into runs of so many elements."""
+    """A shard, cut into buckets of so many elements."""
     found: list[Tensor] = []
     room = together
     for t, (first, end) in share:

@@ -12,7 +12,7 @@ from barellm.program.magnitudes import BIAS, RANGES, Magnitudes
 from barellm.program.observing import KINDS
 from barellm.program.ops.exponents import NOT_FINITE
 from barellm.training.curve import save
-from barellm.training.ranges import magnitudes_of
+from barellm.training.exponent_stats import magnitudes_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The end of a run within the seconds that a scheduler such as Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
+"""Preemption: saving within the grace period that Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from barellm.training.stopping import Stopping
 POLL_S = 0.05
 
 
-class Grace:
+class SignalGracePeriod:
     """While entered, a thread waits for SIGTERM. The loop gets half of the time to end its micro-batch and to begin the last save.
-    If it has not, the thread saves the last whole step itself: forward and backward change neither weights nor the optimizer's
+    If it has not, the thread saves the last complete step itself: forward and backward change neither weights nor the optimizer's
     state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case:
     whoever enters it leaves it last, for what is closed at a run's end may hang too.
 
@@ -27,9 +27,9 @@ class Grace:
     def __init__(self, seconds: float, *, loop: Loop, stop: Stopping, console: Console) -> None:
         self._seconds, self._loop, self._stop, self._console = seconds, loop, stop, console
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="signal-grace-period", daemon=True)
 
-    def __enter__(self) -> Grace:
+    def __enter__(self) -> SignalGracePeriod:
         if self._seconds:
             self._thread.start()
         return self
@@ -43,7 +43,7 @@ class Grace:
                 return
         half, end = self._stop.terminated + self._seconds / 2, self._stop.terminated + self._seconds
         # A thread of its own, for a disk may be too slow for the save below.
-        threading.Thread(target=self._end, args=(end,), name="grace's end", daemon=True).start()
+        threading.Thread(target=self._end, args=(end,), name="signal-grace-period-end", daemon=True).start()
         while time.monotonic() < half:
             if self._over.wait(POLL_S):
                 return
@@ -62,13 +62,13 @@ class Grace:
             self._exit(f"the grace period of {self._seconds:g} s is over, and the run is ended: {held}")
 
     def _save(self) -> None:
-        """Save the last whole step beside the micro-batch that runs, and end the process. Return if that cannot be done."""
+        """Save the last complete step while the micro-batch runs, and end the process. Return if that cannot be done."""
         saving = self._loop.saving
         with saving.changing:  # to the end of the process, so that neither an update nor another save begins
             point = self._loop.point()
             if saving.last_began or not saving.still("forward_backward", point) or not saving.now_or_warn(point):
                 return
-            self._exit(f"stopped inside step {point.step + 1}: a run that goes on from {saving.saved} does it again")
+            self._exit(f"stopped inside step {point.step + 1}: a run resumed from {saving.saved} repeats it")
 
     def _exit(self, words: str) -> None:
         self._console.line(words)

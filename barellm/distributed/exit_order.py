@@ -1,4 +1,4 @@
-"""Which of several processes ended first, and how.
+"""The order in which processes exit, and their statuses.
 
 A launcher that is told to end all ranks once it misses one then names any of them. So the order is found here, by files that stand
 for processes (pidfd, Linux 5.3): they are ready in the order in which the processes end.
@@ -17,7 +17,7 @@ INFO_BYTES, EXIT = 64, 1 << 3
 GET_INFO = 3 << 30 | INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
-class Ends:
+class ExitOrder:
     """`order`: the processes that have ended so far, of those that are followed."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the steps of a run do, where they are not all alike: an architecture with stages says it with `course(config)`."""
+"""Training schedules: what each optimizer step runs. An architecture with training stages has `training_schedule(config)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPlan:
     """One optimizer step.
 
     `seq`: tokens in a sequence; `document`: the most tokens of a document that are kept, where rows are made of documents.
@@ -36,27 +36,27 @@ class Step:
     adds: bool = False
 
 
-class Standing(Protocol):
-    """What `enter` needs of a session: `standing` holds the scalars that every run has unless it is told otherwise."""
+class ScheduledSession(Protocol):
+    """What `on_step` needs of a session: `default_scalars` are those of every run of a program that does not override them."""
 
-    standing: dict[str, Any]
+    default_scalars: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def write(self, name: str, values: Any, /) -> None: ...
 
 
-class Course(Protocol):
+class TrainingSchedule(Protocol):
     """`total`: steps of the run; None while they are not chosen yet. `cycle`: after so many steps the same programs run again."""
 
     @property
     def cycle(self) -> int: ...
 
-    def step(self, index: int, total: int | None) -> Step:
+    def step(self, index: int, total: int | None) -> StepPlan:
         """The step with this index, from 0."""
         ...
 
-    def enter(self, session: Standing, index: int, total: int | None) -> None:
-        """Gives a session what its programs read in this step besides weights and text. Behind the last step: what evaluation and
+    def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
+        """Gives a session what its programs read in this step besides weights and text. After the last step: what evaluation and
         sampling read."""
         ...
 
@@ -71,23 +71,25 @@ def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
     return high - falling / max(1, optim.momentum_cooldown) * (high - low)
 
 
-def own(config: Config) -> Course | None:
-    """The course of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not fit
-    the run."""
-    make = getattr(models.of(config.model), "course", None)
+def model_schedule(config: Config) -> TrainingSchedule | None:
+    """The schedule of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not
+    fit the run."""
+    make = getattr(models.of(config.model), "training_schedule", None)
     return None if make is None else make(config)
 
 
-def shares(config: Config) -> dict[str, float]:
+def runs_per_step(config: Config) -> dict[str, float]:
     """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every second step
-    half the time. Counted over the second cycle of a run's course: the first may hold what happens once, such as untying."""
-    course, train = own(config), config.train
+    half the time. Counted over the second cycle of a run's schedule: the first may hold what happens once, such as untying."""
+    training_schedule, train = model_schedule(config), config.train
     micro = {"forward_backward": float(train.gradient_accumulation_steps)}
-    if course is None:
+    if training_schedule is None:
         return micro | ({"grad_norm": 1.0} if config.optim.skips else {}) | {"optimizer_step": 1.0}
-    steps = [course.step(course.cycle + i, train.steps or None) for i in range(course.cycle)]
+    steps = [
+        training_schedule.step(training_schedule.cycle + i, train.steps or None) for i in range(training_schedule.cycle)
+    ]
     counts = Counter(name for step in steps for name, _ in step.updates)
-    return micro | {name: count / course.cycle for name, count in counts.items()}
+    return micro | {name: count / training_schedule.cycle for name, count in counts.items()}
 
 
 def only_stage(config: Config, number: int | None) -> Config:
@@ -102,8 +104,8 @@ def only_stage(config: Config, number: int | None) -> Config:
     return config if alone is None else alone(config, 1 if number is None else number)
 
 
-def enter(session: Standing, config: Config, step: int, total: int | None) -> None:
+def on_step(session: ScheduledSession, config: Config, step: int, total: int | None) -> None:
     """Gives a session what the programs of its model read at this step of a run."""
-    course = own(config)
-    if course is not None:
-        course.enter(session, step, total)
+    training_schedule = model_schedule(config)
+    if training_schedule is not None:
+        training_schedule.on_step(session, step, total)

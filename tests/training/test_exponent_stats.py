@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.cli.main import main
-from barellm.training import metrics, ranges
+from barellm.training import exponent_stats, metrics
 
 SIZES = (
     *("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "8"),
@@ -43,24 +43,24 @@ def train(text, tmp_path):
 
 def test_a_run_is_the_same_to_the_bit_and_resumed_has_each_step_once(train, tmp_path, monkeypatch):
     totals = {}
-    real = ranges.Watch.record
+    real = exponent_stats.ExponentStats.record
 
     def record(self, step):
         """What the rows say of gradients must be of the whole step: of both micro-batches."""
         real(self, step)
         totals[step] = float(np.abs(self.session.read("wte.grad")).max())
 
-    monkeypatch.setattr(ranges.Watch, "record", record)
+    monkeypatch.setattr(exponent_stats.ExponentStats, "record", record)
     plain = train("plain", "--steps", "9")
     assert train("watched", "--steps", "9", "--train.exponent_stats", "4", "--train.checkpoint_every", "5") == plain
-    rows = ranges.steps(tmp_path / "watched")
+    rows = exponent_stats.steps(tmp_path / "watched")
     assert [row["step"] for row in rows] == [1, 4, 8]
     check_row(rows[-1])
     for row in rows:
         (largest,) = [t["max"] for t in row["tensors"] if (t["name"], t["what"]) == ("wte", "weight gradient")]
         assert largest == pytest.approx(totals[row["step"]], rel=1e-5)
     # As if it had been killed behind the checkpoint of step 5, in the middle of a line.
-    file = tmp_path / "watched" / ranges.FILE
+    file = tmp_path / "watched" / exponent_stats.FILE
     whole = file.read_bytes()
     for path in (tmp_path / "watched" / "checkpoints").glob("step-000009"):
         path.rename(tmp_path / "gone")
@@ -77,7 +77,7 @@ def check_row(row: dict) -> None:
     """A row gives back what was counted."""
     kinds = {}
     for t in row["tensors"]:
-        m = ranges.magnitudes_of(t)
+        m = exponent_stats.magnitudes_of(t)
         assert m.size == t["size"] and m.rms == pytest.approx(t["rms"]) and m.largest == t["max"]
         above = t["first"] + len(t["counts"])
         assert not t["counts"] or 2.0 ** (above - 1) <= m.largest < 2.0**above

@@ -1,5 +1,5 @@
-"""Noticing that a rank is gone. Each tells the others twice a second that it is there, and how many waits it has begun: for all
-ranks, and for the one that it tells.
+"""Heartbeats between ranks: failure detection. Each sends one twice a second, with the number of waits that it has begun: for
+collectives, and for messages of the receiver.
 
 One that is silent, or that the others wait for in vain while it goes on, or waits for something else, ends the run on all ranks:
 whoever notices first says in one line which it is, and ends its process; the launcher ends the rest.
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from barellm.distributed.sign import tell_end
+from barellm.distributed.launcher_protocol import announce_exit
 from barellm.errors import UserError
 
 BEAT_S = 0.5
@@ -46,7 +46,7 @@ def limit_seconds() -> float:
     return seconds
 
 
-class Watch:
+class Heartbeat:
     """`comm`: a communicator of its own, which nobody else uses. `fail` gets the line that names the rank at fault, and does not
     return."""
 
@@ -65,7 +65,7 @@ class Watch:
         self._near: dict[int, Process] = {}
         self.at_fault = -1
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def look_at(self, processes: Mapping[int, int]) -> None:
@@ -186,7 +186,7 @@ class Process:
 
 def end_all(world: Any, status: int) -> NoReturn:
     """End this process and all others of the communicator `world`, also those that do not answer."""
-    tell_end(status)
+    announce_exit(status)
     threading.Timer(BEAT_S * 4, os._exit, (status,)).start()  # where MPI cannot
     time.sleep(LAST_WORDS_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it would say so, in words of its own

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from barellm.errors import UserError
-from barellm.models.course import Standing, Step, momentum
 from barellm.models.stages import Schedule, parse, table
+from barellm.models.training_schedule import ScheduledSession, StepPlan, momentum
 
 if TYPE_CHECKING:
     from barellm.config import Config as Run
@@ -58,8 +58,8 @@ def yarn(cfg: Staged, index: int) -> Yarn:
 
 @dataclass(frozen=True)
 class Stages:
-    """The `models.course.Course` of a run. Matrices of layers learn in every step, the rest in every second one, from the sum of
-    two steps' gradients."""
+    """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one,
+    from the sum of two steps' gradients."""
 
     run: Run
     cycle: int = 2
@@ -73,7 +73,7 @@ class Stages:
     def _config(self) -> Staged:
         return _staged(self.run)
 
-    def step(self, index: int, total: int | None) -> Step:
+    def step(self, index: int, total: int | None) -> StepPlan:
         schedule, optim, train, cfg = self.schedule(total), self.run.optim, self.run.train, self._config
         stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
         begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
@@ -86,7 +86,7 @@ class Stages:
         else:
             updates = [("optimizer_step_tied" if index <= untied else "optimizer_step_untied", scalars)]
             updates += [("untie", {})] * (index == untied)
-        return Step(
+        return StepPlan(
             seq=stage.seq,
             document=stage.document,
             rates=rates,
@@ -97,7 +97,7 @@ class Stages:
             updates=tuple(updates),
         )
 
-    def enter(self, session: Standing, index: int, total: int | None) -> None:
+    def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
         schedule, cfg = self.schedule(total), self._config
         number = schedule.index(index)
         short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)
@@ -105,14 +105,14 @@ class Stages:
             long = cfg.final_window * cfg.block
         angles = yarn(cfg, number)
         weights = schedule.weights(index)
-        session.standing |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
-        if angles.scale != session.standing.get("attention_scale"):  # both follow from the long window
+        session.default_scalars |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
+        if angles.scale != session.default_scalars.get("attention_scale"):  # both follow from the long window
             for name, values in zip(("yarn.cos", "yarn.sin"), angles.tables(2 * cfg.max_seq), strict=True):
                 session.write(name, values)
-        session.standing |= {"window_short": short, "window_long": long, "attention_scale": angles.scale}
+        session.default_scalars |= {"window_short": short, "window_long": long, "attention_scale": angles.scale}
 
 
-def course(config: Run) -> Stages:
+def training_schedule(config: Run) -> Stages:
     """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
     cfg, train = _staged(config), config.train
     longest = max(stage.seq for stage in parse(cfg.stages, key="model.stages"))

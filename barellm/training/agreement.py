@@ -1,4 +1,4 @@
-"""What the ranks of a run must agree on before it begins."""
+"""Consistency of the ranks of a run: configuration, versions and data are checked to be equal before it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import barellm
 from barellm import models
 from barellm.config import Config
 from barellm.errors import UserError
-from barellm.models.course import own
+from barellm.models.training_schedule import model_schedule
 from barellm.program.ranks import Ranks
 
 
@@ -28,7 +28,7 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
         raise UserError(
             f"train.micro_batch_size is {train.micro_batch_size}, {said}, which do not divide it: each takes as many sequences"
         )
-    if own(config) is not None:
+    if model_schedule(config) is not None:
         raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
     for key, value in (
         ("train.exponent_stats", train.exponent_stats),
@@ -41,7 +41,7 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
 
 
 @contextmanager
-def in_turn(ranks: Ranks) -> Iterator[None]:
+def rank_zero_first(ranks: Ranks) -> Iterator[None]:
     """Rank 0 goes through this first, then all others: they find in caches what it has made."""
     if ranks.rank:
         ranks.gather(None, patient=True)
@@ -50,7 +50,7 @@ def in_turn(ranks: Ranks) -> Iterator[None]:
         ranks.gather(None)
 
 
-def agree(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def check_consistent_across_ranks(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     """Raise a UserError on all ranks that names the first rank for which something is not as for rank 0."""
     found = ranks.gather(dict(facts), patient=True)
     for rank, theirs in enumerate(found):

@@ -9,12 +9,12 @@ import pytest
 from barellm.assembly.build import build_programs, resolved
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.models.course import only_stage, shares
+from barellm.models.training_schedule import only_stage, runs_per_step
 from barellm.overrides import changed
 from barellm.plans.roofline import step_bound
 from barellm.profiling import profile
 from barellm.profiling.step import measure, opened
-from barellm.training.course import course
+from barellm.training.training_schedule import training_schedule
 from tests.profiling.conftest import CEILING, made_up, small
 
 STAGES = "share=1/2 seq=16 windows=1,2 mtp=1,0.5; share=1/2 seq=32 windows=1,3 lr=2; seq=32 windows=1,4"
@@ -40,12 +40,13 @@ def speedrun(number=None):
 def test_one_stage_is_chosen():
     assert [speedrun(n).train.seq for n in (None, 1, 2, 3)] == [16, 16, 32, 32]
     assert speedrun(2).model.stages == "share=1 seq=32 windows=1,3 lr=2 mtp=1; seq=32 windows=1,3 lr=2 mtp=1"
-    assert {update for at in range(2, 500) for update, _ in course(speedrun(1)).step(at, speedrun(1).train.steps).updates} == {
+    first, steps = training_schedule(speedrun(1)), speedrun(1).train.steps
+    assert {update for at in range(2, 500) for update, _ in first.step(at, steps).updates} == {
         "optimizer_step", "optimizer_step_tied"
     }  # fmt: skip
     assert only_stage(speedrun(2), None) == speedrun(2)  # what a process of ours makes of it
-    assert shares(speedrun(1)) == SHARES
-    assert shares(speedrun(2)) == {
+    assert runs_per_step(speedrun(1)) == SHARES
+    assert runs_per_step(speedrun(2)) == {
         "forward_backward": 1.0,
         "optimizer_step": 0.5,
         "optimizer_step_untied": 0.5,
@@ -54,7 +55,7 @@ def test_one_stage_is_chosen():
         with pytest.raises(UserError, match=f"--stage is {number}, expected 1 to 3"):
             speedrun(number)
     assert only_stage(small(), None) == small()
-    assert shares(small()) == {"forward_backward": 1.0, "optimizer_step": 1.0}
+    assert runs_per_step(small()) == {"forward_backward": 1.0, "optimizer_step": 1.0}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -81,7 +82,7 @@ def test_a_cycle_is_two_steps_with_the_course_s_scalars():
             session.run(program, **values)
 
         assert bench.steps == 2 and bench.step(run=run).loss == pytest.approx(7, abs=1)
-        assert bench.steps == 4 and session.standing["window_long"] == 8
+        assert bench.steps == 4 and session.default_scalars["window_long"] == 8
     assert [program for program, _ in ran] == [
         "forward_backward",
         "optimizer_step",
