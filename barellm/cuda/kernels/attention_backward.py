@@ -171,17 +171,8 @@ def attention_dkv(
         scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
     keys, values = None, None
     if DC == DP:
-<<<<<<< ours
-        keys, values = (
-            load_rows(k, n0, seq, K_ROW, BN, D, DP, K_APART),
-            load_rows(v, n0, seq, V_ROW, BN, D, DP, K_APART),
-        )
-||||||| base
-        keys, values = load_rows(k, n0, seq, K_ROW, BN, D, DP, K_APART), load_rows(v, n0, seq, V_ROW, BN, D, DP, K_APART)
-=======
         keys = load_rows(k, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
         values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP, K_PAIR_STRIDE)
->>>>>>> theirs
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
     begin, stop = 0, seq
     if CAUSAL:

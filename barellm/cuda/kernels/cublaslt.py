@@ -48,26 +48,12 @@ def append(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
     residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-<<<<<<< ours
-    """Appends what `matmul.product` would, as a call of the library."""
-    (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
-    spec = GemmSpec(role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32)
-    extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
-||||||| base
-    """Appends what `matmul.product` would, as a call of the library."""
-    (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
-    spec = GemmSpec(
-        role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
-    )
-    extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
-=======
     """Appends what `matmul.append_gemm` would, as a call of the library."""
     (to, kind), (left, dtype), (right, _) = (operand_of(v) for v in (out, a, b))
     spec = GemmSpec(
         gemm_kind, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
     )
     extra = [None if v is None else operand_of(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
->>>>>>> theirs
     c.launches.append(LibraryGemm(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
 
 

@@ -41,17 +41,9 @@ def epilogue_tile(
             OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
     else:
-<<<<<<< ours
-        epilogue_subtile(
-            out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW
-        )
-||||||| base
-        epilogue_subtile(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW)
-=======
         epilogue_subtile(
             out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
         )
->>>>>>> theirs
 
 
 @device
