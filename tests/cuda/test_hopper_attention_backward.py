@@ -141,9 +141,9 @@ MUTANTS = {
     "the stream is kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(empty.index(s))", "pass"),
     "the tile is kept": ("three short tiles", "consumer", "hopper.mbarrier.arrive(tile_empty.index(t % 2))", "pass"),
     "a block beyond the diagonal is given back before it has arrived": (
-        "three tiles", "pass_by", "hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)", "pass"
+        "three tiles", "skip_block", "hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)", "pass"
     ),
-    "a block beyond the diagonal is kept": ("three tiles", "pass_by", "hopper.mbarrier.arrive(empty.index(i % STAGES))", "pass"),
+    "a block beyond the diagonal is kept": ("three tiles", "skip_block", "hopper.mbarrier.arrive(empty.index(i % STAGES))", "pass"),
     "one half's answer is enough": (
         "three short tiles", "hopper_attention_backward", "tile_empty.index(s), count=2", "tile_empty.index(s), count=1"
     ),
