@@ -139,7 +139,7 @@ def _help(key: str, owners: Mapping[str, Entry]) -> str:
     everybody = models.names() if key.startswith("model.") else [""]
     said: dict[str, list[str]] = {}
     for owner, entry in owners.items():
-        said.setdefault(entry.says, []).append(owner)
+        said.setdefault(entry.help, []).append(owner)
     whole = len(said) == 1 and len(owners) == len(everybody)
     return "; ".join(text if whole else f"{text} ({', '.join(names)})" for text, names in said.items()).replace(
         "%", "%%"
