@@ -29,24 +29,24 @@ class Entry:
     """The facts about a field. With `of_run`, training may choose it, whatever weights it begins with."""
 
     kind: type
-    says: str
+    help: str
     of_run: bool
     check: Check
 
 
 def value(
     default: Any,
-    says: str,
+    help: str,
     *,
     check: Check = lambda key, found, config: None,
     of_run: bool = False,
     init: bool = True,
 ) -> Any:
     """A field of any value of its type. Not `init`: it follows from others, and `overrides.changed` takes it for them."""
-    return field(default=default, init=init, metadata={"says": says, "check": check, "of_run": of_run})
+    return field(default=default, init=init, metadata={"help": help, "check": check, "of_run": of_run})
 
 
-def between(least: float, most: float | None, default: Any, says: str, **more: Any) -> Any:
+def between(least: float, most: float | None, default: Any, help: str, **more: Any) -> Any:
     """A number from `least` to `most`, both included; None: no upper bound."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
@@ -54,14 +54,14 @@ def between(least: float, most: float | None, default: Any, says: str, **more: A
             return f"{key} is {found}, expected at least {least}"
         return f"{key} is {found}, expected at most {most}" if most is not None and found > most else None
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
-def at_least(least: float, default: Any, says: str, **more: Any) -> Any:
-    return between(least, None, default, says, **more)
+def at_least(least: float, default: Any, help: str, **more: Any) -> Any:
+    return between(least, None, default, help, **more)
 
 
-def above(least: float | str, default: Any, says: str, **more: Any) -> Any:
+def above(least: float | str, default: Any, help: str, **more: Any) -> Any:
     """A number above `least`, which may be another field's name."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
@@ -70,38 +70,38 @@ def above(least: float | str, default: Any, says: str, **more: Any) -> Any:
             bound, name = getattr(config, least), f" {key.rpartition('.')[0]}.{least}"
         return None if found > bound else f"{key} is {found}, expected above{name} {bound}"
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
-def below_one(default: float, says: str, **more: Any) -> Any:
+def below_one(default: float, help: str, **more: Any) -> Any:
     """A number from 0 to 1, but not 1: a rate."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         name = key.rpartition(".")[2]
         return None if 0 <= found < 1 else f"{key} is {found}, expected 0 <= {name} < 1"
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
-def inside_one(default: float, says: str, **more: Any) -> Any:
+def inside_one(default: float, help: str, **more: Any) -> Any:
     """A number between 0 and 1, neither of them: a share that leaves something on both sides."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         return None if 0 < found < 1 else f"{key} is {found}, expected between 0 and 1"
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
-def one_of(known: Sequence[str], default: str, says: str, **more: Any) -> Any:
+def one_of(known: Sequence[str], default: str, help: str, **more: Any) -> Any:
     def check(key: str, found: Any, config: Any) -> str | None:
         if found in known:
             return None
         return f"{key} is {found!r}, expected {', '.join(known[:-1])}{' or ' if known[1:] else ''}{known[-1]}"
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
-def some_of(known: Sequence[str], says: str) -> Any:
+def some_of(known: Sequence[str], help: str) -> Any:
     """Any of these words, with commas between them; none at first."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
@@ -111,10 +111,10 @@ def some_of(known: Sequence[str], says: str) -> Any:
         twice = [word for i, word in enumerate(words) if word in words[:i]]
         return f"{key} names {twice[0]!r} twice, expected each once" if twice else None
 
-    return value("", says, check=check)
+    return value("", help, check=check)
 
 
-def divides(other: str, default: int, says: str, *, even: bool = False, **more: Any) -> Any:
+def divides(other: str, default: int, help: str, *, even: bool = False, **more: Any) -> Any:
     """A number from 1 on that divides another field; with `even` into parts of an even size."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
@@ -130,7 +130,7 @@ def divides(other: str, default: int, says: str, *, even: bool = False, **more: 
             )
         return None
 
-    return value(default, says, check=check, **more)
+    return value(default, help, check=check, **more)
 
 
 @dataclass(frozen=True)

@@ -112,19 +112,19 @@ def train(
     resume, quiet = converted("resume", resume, bool), converted("quiet", quiet, bool)
     if not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
         raise UserError(f"callbacks is {shown(callbacks)}, expected a list of functions")
-    asked = _Arguments(config, overrides.named(changes))
-    if line := aliases.renamed([*changes, *asked.changes]):
+    requested = _Arguments(config, overrides.named(changes))
+    if line := aliases.renamed([*changes, *requested.changes]):
         warnings.warn(line, FutureWarning, stacklevel=2)
-    told = _Callbacks(callbacks)
+    listener = _Callbacks(callbacks)
     with ExitStack() as files:
         console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
         if resume:
             if out is None:
                 raise UserError("resume is True and out is not given, expected the folder of a run")
-            chosen, keys, start = resume_from(out, preset=asked.preset, asked=asked.keys, console=console)
+            chosen, keys, start = resume_from(out, preset=requested.preset, requested=requested.keys, console=console)
             keys = keys if start else overrides.flat(chosen)
         else:
-            chosen, keys, start = asked.chosen()
+            chosen, keys, start = requested.chosen()
         weights = None
         if chosen.train.init_from and start is None:
             weights = open_weights(Path(chosen.train.init_from), tokenizer=str(keys.get("data.tokenizer", "")))
@@ -139,8 +139,8 @@ def train(
             device=device,
             console=console,
             started=started,
-            asked=resume or isinstance(config, Config) or "data.tokenizer" in keys,
-            listen=told.listen,
+            requested=resume or isinstance(config, Config) or "data.tokenizer" in keys,
+            listen=listener.listen,
         )
         job.check_vocabulary(keys)
         files.callback(gc.unfreeze)  # the loop takes what there is for permanent, and this process goes on

@@ -154,8 +154,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if args.out.exists():
         before = json.loads(args.out.read_text())
-        about, asked = {key: before[key] for key in about}, about
-        if about != asked and not args.predict:
+        about, requested = {key: before[key] for key in about}, about
+        if about != requested and not args.predict:
             raise SystemExit(f"{args.out} is about other runs: expected a new file")
         rows = before["rows"]
     if args.predict:

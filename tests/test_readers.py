@@ -199,7 +199,7 @@ def whole(found: Iterable[object]) -> None:
 @reader("config.json", written("config.json", overrides.to_json(models.preset("default"))), *JSON)
 def _(path: Path, draw: random.Random) -> None:
     (draw.choice((lambda: overrides.of_file(overrides.read_file(path)), lambda: run.resume_from(
-        path.parent, preset=None, asked=lambda config: {}, console=Silent()))))()  # fmt: skip
+        path.parent, preset=None, requested=lambda config: {}, console=Silent()))))()  # fmt: skip
 
 
 class Silent:

@@ -251,12 +251,12 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
 
 def warm_steps(args: argparse.Namespace) -> int | None:
     """Warm steps to time: --steps, which is not the preset's number of training steps. None where it is not given."""
-    asked = getattr(args, "train.steps")
-    if asked is None:
+    requested = getattr(args, "train.steps")
+    if requested is None:
         return None
-    if not asked.isdigit() or int(asked) < 1:
-        raise UserError(f"--steps is {asked!r}, expected at least 1")
-    return int(asked)
+    if not requested.isdigit() or int(requested) < 1:
+        raise UserError(f"--steps is {requested!r}, expected at least 1")
+    return int(requested)
 
 
 def _tokens(args: argparse.Namespace, config: Config) -> list[int]:

@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
     from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
 
-    asked = CommandLine.of(args)
-    weights = open_weights(Path(args.source), tokenizer=args.tokenizer or asked.texts.get("data.tokenizer", ""))
+    requested = CommandLine.of(args)
+    weights = open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
     if is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")
     if weights.tokenizer is None:
         raise weights.without_tokenizer("--tokenizer")
-    base = imported.like(weights) if asked.preset is None else asked.base()
-    config = weights.configured(asked.changed(base), asked.changes(base))
+    base = imported.like(weights) if requested.preset is None else requested.base()
+    config = weights.configured(requested.changed(base), requested.changes(base))
     states = llmc_state.beside(weights.path)
     state = llmc_state.read(states, weights) if states else None
     saved = imported.save(weights, Path(args.out), config=config, state=state)

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "fp32", "bf16", "fp16"),
-        help="the dtype of the preset's products (default: auto)",
+        help="the dtype of the preset's matmuls (default: auto)",
     )
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(

@@ -105,35 +105,35 @@ class Barellm(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Requests with the same keywords are answered in batches."""
-        asked: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]  # pyright: ignore[reportAssignmentType]
+        requested: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]  # pyright: ignore[reportAssignmentType]
         groups: dict[str, list[int]] = {}
-        for i, (_, keywords) in enumerate(asked):
+        for i, (_, keywords) in enumerate(requested):
             groups.setdefault(repr(keywords), []).append(i)
         found = [""] * len(requests)
         for members in groups.values():
-            answers = self._answers([asked[i][0] for i in members], asked[members[0]][1])
+            answers = self._answers([requested[i][0] for i in members], requested[members[0]][1])
             for i, answer in zip(members, answers, strict=True):
                 found[i] = answer
                 self.cache_hook.add_partial("generate_until", requests[i].args, answer)
         return found
 
     def _answers(self, contexts: list[str], keywords: dict[str, Any]) -> Iterable[str]:
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
-        if unknown := sorted(asked.keys() - KNOWN - IGNORED):
+        requested: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
+        if unknown := sorted(requested.keys() - KNOWN - IGNORED):
             raise UserError(f"a task asks for {unknown[0]} in its generation_kwargs, which barellm does not have")
-        if int(asked.get("num_beams") or 1) > 1:
+        if int(requested.get("num_beams") or 1) > 1:
             raise UserError(
-                f"a task asks for num_beams {asked['num_beams']}, and barellm has no beam search, expected 1"
+                f"a task asks for num_beams {requested['num_beams']}, and barellm has no beam search, expected 1"
             )
-        count = asked["max_gen_toks"]
+        count = requested["max_gen_toks"]
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")
         how = Sampling(
-            temperature=float(asked.get("temperature", 0.0)),
-            top_k=int(asked.get("top_k") or 0),
-            top_p=float(asked.get("top_p") or 1.0),
-            min_p=float(asked.get("min_p") or 0.0),
-            repetition_penalty=float(asked.get("repetition_penalty") or 1.0),
+            temperature=float(requested.get("temperature", 0.0)),
+            top_k=int(requested.get("top_k") or 0),
+            top_p=float(requested.get("top_p") or 1.0),
+            min_p=float(requested.get("min_p") or 0.0),
+            repetition_penalty=float(requested.get("repetition_penalty") or 1.0),
             seed=self.seed,
         )
         room = self.max_length - count
@@ -145,17 +145,17 @@ class Barellm(TemplateLM):
             decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
             for first in range(0, len(prompts), rows):
                 here = prompts[first : first + rows]
-                texts = [Written(self.vocabulary, stops=asked["until"]) for _ in here]
+                texts = [Written(self.vocabulary, stops=requested["until"]) for _ in here]
                 for _ in write(decoder, here, texts, count=count, hows=[how] * len(here)):
                     pass
                 answers += [text.text for text in texts]
         return answers
 
 
-def _device(asked: str | None) -> str:
+def _device(requested: str | None) -> str:
     """The harness says cuda:0 where its user says nothing: the GPU then, if there is one."""
-    if asked != "cuda:0":
-        return asked or "cpu"
+    if requested != "cuda:0":
+        return requested or "cpu"
     try:
         check_device("cuda")
     except UserError:

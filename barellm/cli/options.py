@@ -139,7 +139,7 @@ def _help(key: str, owners: Mapping[str, Entry]) -> str:
     everybody = models.names() if key.startswith("model.") else [""]
     said: dict[str, list[str]] = {}
     for owner, entry in owners.items():
-        said.setdefault(entry.says, []).append(owner)
+        said.setdefault(entry.help, []).append(owner)
     whole = len(said) == 1 and len(owners) == len(everybody)
     return "; ".join(text if whole else f"{text} ({', '.join(names)})" for text, names in said.items()).replace(
         "%", "%%"
@@ -207,9 +207,9 @@ class CommandLine:
 
 def configuration(args: argparse.Namespace) -> Config:
     """The resolved configuration of a command line that has `add_configuration`'s options."""
-    asked = CommandLine.of(args)
-    base = asked.base()
-    return with_weights(asked.changed(base), asked.changes(base))[0]
+    requested = CommandLine.of(args)
+    base = requested.base()
+    return with_weights(requested.changed(base), requested.changes(base))[0]
 
 
 def with_weights(config: Config, changes: Mapping[str, object]) -> tuple[Config, Weights | None]:

@@ -239,9 +239,9 @@ def _fits(n: dict[str, Any]) -> str:
 def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, peak learning rate, hyperparameters"]
     for r in rows:
-        told = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+        reported = ", ".join(f"{name} {value}" for name, value in r["options"].items())
         shape = " x ".join(str(n) for n in r["shape"])
-        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {told}")
+        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {reported}")
     return lines
 
 

@@ -132,7 +132,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     except (ArithmeticError, LookupError, TypeError, ValueError):
         raise UserError(f"{file} has rows without kind, step or loss: no run wrote it") from None
     if not any(found):
-        what = "no step yet" if y in ("loss", "lr", "norm", "speed") else f"no {curve.QUANTITIES[y].says}"
+        what = "no step yet" if y in ("loss", "lr", "norm", "speed") else f"no {curve.QUANTITIES[y].label}"
         raise UserError(f"{file} holds {what}")
     if not muon:
         return [curve.Curve(str(path), *found, y=y, gzip=gzip)]

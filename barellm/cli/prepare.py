@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             if "-" in args.source:
                 console.line("reading standard input")
             sources = [_path_of(name, work) for name in args.source]
-            corpus = find_text(sources, fraction, layout=layout, report=console.line, told=console.looking())
+            corpus = find_text(sources, fraction, layout=layout, report=console.line, reported=console.looking())
         tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=console.line)
         job = Job(corpus, tokenizer, work.out.name, shard_tokens=args.shard_tokens, val_tokens=val_tokens)
         manifest = work.finished(job)

@@ -45,7 +45,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     from barellm.distributed.mpi import MpiRanks
     from barellm.errors import UserError
 
-    rank, ranks = world.rank_told(), None
+    rank, ranks = world.rank_from_environment(), None
     launcher_protocol.announce_rank(rank)
     try:
         ranks = MpiRanks()

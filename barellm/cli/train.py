@@ -71,8 +71,8 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from barellm.training import find_lr, run
 
     check_device(args.device)
-    asked = CommandLine.of(args)
-    name = asked.preset
+    requested = CommandLine.of(args)
+    name = requested.preset
     wanted = name or models.usual()
     start = weights = None
     root = Path("runs")
@@ -88,17 +88,17 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
             raise UserError(
                 f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)"
             )
-        config, changes, start = run.resume_from(out, preset=name, asked=asked.changes, console=console)
+        config, changes, start = run.resume_from(out, preset=name, requested=requested.changes, console=console)
         if start is None:
             config, weights = with_weights(config, overrides.flat(config))
     else:
-        base = asked.base()
-        changes = asked.changes(base)
-        config, weights = with_weights(asked.changed(base), changes)
+        base = requested.base()
+        changes = requested.changes(base)
+        config, weights = with_weights(requested.changed(base), changes)
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
-    steps = find_lr.steps_of(config, overrides.checked(asked.texts, config)) if args.find_lr else 0
+    steps = find_lr.steps_of(config, overrides.checked(requested.texts, config)) if args.find_lr else 0
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
@@ -108,7 +108,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
             device=args.device,
             console=console,
             started=started,
-            asked=args.resume or "data.tokenizer" in changes,
+            requested=args.resume or "data.tokenizer" in changes,
             ranks=ranks,
         )
         job.check_vocabulary(changes)

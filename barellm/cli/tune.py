@@ -126,15 +126,15 @@ def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
 def _minutes(args: argparse.Namespace) -> float:
     """--minutes bounds the tuning: it is not the preset's training time."""
-    asked = getattr(args, "train.minutes")
-    if asked is None:
+    requested = getattr(args, "train.minutes")
+    if requested is None:
         return math.inf
     try:
-        minutes = float(asked)
+        minutes = float(requested)
     except ValueError:
         minutes = 0.0
     if not minutes > 0:
-        raise UserError(f"--minutes is {asked!r}, expected a number above 0")
+        raise UserError(f"--minutes is {requested!r}, expected a number above 0")
     return minutes
 
 

@@ -137,7 +137,7 @@ def text_corpus(
     *,
     name: str,
     layout: Layout = Layout(),  # noqa: B008
-    told: Callable[[int, int], None] = lambda done, total: None,
+    reported: Callable[[int, int], None] = lambda done, total: None,
 ) -> Corpus:
     """Files in the given order: of all characters the last `val_fraction` are for validation, as in nanoGPT, from the first
     document on that begins there, or where none does the last document; a file of plain text without separators is cut at the
@@ -149,7 +149,7 @@ def text_corpus(
         about = f"{layout!r}{reading_of(path, layout)}"
         found.append(remembered(path, lambda path=path: _walk(path, layout), about=about))
         done += found[-1]["stored"]
-        told(done, total)
+        reported(done, total)
     characters = sum(one["characters"] for one in found)
     if characters == 0:
         raise UserError(f"{name} is empty, expected text")

@@ -97,12 +97,12 @@ def _check_obeyed(found: dict, what: str, where: str) -> None:
 
 def _has_loss(message: dict, where: str) -> bool:
     """What OpenAI's `weight`, 0 or 1, and `train` of other programs say of a message; by default the assistant's have a loss."""
-    asked = [message[key] for key in ("weight", "train") if message.get(key) is not None]
-    if wrong := [value for value in asked if value not in (0, 1)]:
+    requested = [message[key] for key in ("weight", "train") if message.get(key) is not None]
+    if wrong := [value for value in requested if value not in (0, 1)]:
         raise UserError(f"{where} has a message with weight or train {wrong[0]!r:.40}, expected 0, 1, false or true")
-    if message["role"] != "assistant" and any(asked):
+    if message["role"] != "assistant" and any(requested):
         raise UserError(f"{where} asks for a loss of a message of the {message['role']}: only the assistant's have one")
-    return message["role"] == "assistant" and all(asked)
+    return message["role"] == "assistant" and all(requested)
 
 
 def _conversation(messages: Any, where: str) -> Parts:

@@ -17,7 +17,7 @@ AT_ONCE = 1 << 22  # random numbers that are skipped at once
 
 
 @dataclass(frozen=True)
-class Standing:
+class DataPosition:
     """Where llm.c's loader stands: the list of shards and its place in it, the order of that shard's samples and how many of them
     were taken, the key of the Mersenne twister and how many of its numbers were drawn."""
 
@@ -66,19 +66,19 @@ class LlmcOrder(Rows):
             self._order = self._permuted(np.arange(self.sizes[self._shard]))
         return self._shard, int(self._order[sample - self._first]) * self.batch_size * self.seq
 
-    def standing(self, sample: int) -> Standing:
+    def data_position(self, sample: int) -> DataPosition:
         """Before a sample is taken."""
         self.start(sample)
         assert self._order is not None
         state: Any = self._random.get_state()
-        return Standing(
+        return DataPosition(
             self._shards.tolist(), self._place, self._order.tolist(), sample - self._first, state[1], state[2]
         )
 
     def check(self, sample: int, found: Mapping[str, Any]) -> None:
         """Compare with where llm.c's loader stood before the same sample: at the place "shard" of the list "shards", after so many
         samples as "sample". UserError where that is elsewhere: the batches that came before were others."""
-        here, place, taken = self.standing(sample), found["shard"], found["sample"]
+        here, place, taken = self.data_position(sample), found["shard"], found["sample"]
         shards = found["shards"]
         known = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
         if known and taken == self.sizes[shards[place]]:

@@ -77,7 +77,7 @@ def prepare(
     data: DataConfig,
     *,
     tokenizer: Tokenizer | None = None,
-    asked: bool = True,
+    requested: bool = True,
     whole: bool = False,
     report: Report | None = None,
     progress: Progress | None = None,
@@ -96,7 +96,7 @@ def prepare(
     if not shards and has_examples(Path(data.source).expanduser()):
         return _from_examples(data, tokenizer, whole)
     if shards:
-        found = _from_shards(data, shards, tokenizer, asked)
+        found = _from_shards(data, shards, tokenizer, requested)
         return _whole(found) if whole else found
     corpus = _uncut(data.source, report) if whole else find_text([data.source], data.val_fraction, report=report)
     tokenizer = tokenizer or corpus_tokenizer(corpus, data.tokenizer, bpe_vocab=data.bpe_vocab, report=report)
@@ -144,7 +144,7 @@ def find_text(
     *,
     layout: Layout = Layout(),  # noqa: B008
     report: Report = lambda line: None,
-    told: Progress = nobody,
+    reported: Progress = nobody,
 ) -> Corpus:
     """The corpus of `stdlib`, or of the files that the sources name, in that order. `report` gets a line about files that a folder
     holds and nobody reads, `told` how many bytes of how many were looked through."""
@@ -156,7 +156,7 @@ def find_text(
     files = find_files(sources, layout, skipped)
     if str(skipped):
         report(str(skipped))
-    return text_corpus(files, val_fraction, name=", ".join(sources), layout=layout, told=told)
+    return text_corpus(files, val_fraction, name=", ".join(sources), layout=layout, reported=reported)
 
 
 def find_shards(source: str) -> list[Path]:
@@ -218,8 +218,8 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
     )
 
 
-def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, asked: bool) -> Dataset:
-    tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, asked)
+def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, requested: bool) -> Dataset:
+    tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, requested)
     folder = existing(data.source)
     listed = folder.is_dir() and (folder / MANIFEST).exists()
     if not folder.is_dir() and (part := _part(shards[0])):
@@ -248,10 +248,10 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
     return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key)
 
 
-def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, asked: bool) -> Tokenizer:
+def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, requested: bool) -> Tokenizer:
     """The tokenizer saved beside the shards, which must be the one asked for, if one is; else one that needs no text."""
     saved = load_tokenizer(folder) if (folder / FILE).is_file() else None
-    if saved and not given and (name == saved.name or not asked):
+    if saved and not given and (name == saved.name or not requested):
         return saved
     if not given and name in ("bpe", "chars"):
         made = f"were made with tokenizer {saved.name!r}" if saved else f"have no {FILE} beside them (llm.c's: gpt2)"

@@ -59,8 +59,8 @@ class ExitOrder:
             fcntl.ioctl(self._files[process], GET_INFO, answer)
         except (KeyError, OSError):
             return _status_of_zombie(process)
-        (told,), (status,) = struct.unpack_from("Q", answer), struct.unpack_from("i", answer, INFO_BYTES - 4)
-        return status if told & EXIT else _status_of_zombie(process)
+        (reported,), (status,) = struct.unpack_from("Q", answer), struct.unpack_from("i", answer, INFO_BYTES - 4)
+        return status if reported & EXIT else _status_of_zombie(process)
 
     def close(self) -> None:
         self._selector.close()

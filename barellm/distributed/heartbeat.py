@@ -34,15 +34,15 @@ NAP_S = 0.0002
 
 def limit_seconds() -> float:
     """`BARELLM_RANK_LIMIT`, else 20."""
-    asked = os.environ.get("BARELLM_RANK_LIMIT")
-    if asked is None:
+    requested = os.environ.get("BARELLM_RANK_LIMIT")
+    if requested is None:
         return LIMIT_S
     try:
-        seconds = float(asked)
+        seconds = float(requested)
     except ValueError:
         seconds = 0.0
     if not 2 * BEAT_S < seconds < float("inf"):
-        raise UserError(f"BARELLM_RANK_LIMIT is {asked!r}, expected seconds, more than {2 * BEAT_S:g}")
+        raise UserError(f"BARELLM_RANK_LIMIT is {requested!r}, expected seconds, more than {2 * BEAT_S:g}")
     return seconds
 
 

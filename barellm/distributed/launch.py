@@ -76,7 +76,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
     supervisor.start()
     errors.start()
     try:
-        banner, told = _pass_on(process, numbers)
+        banner, reported = _pass_on(process, numbers)
         status = process.wait()
         errors.join(LAST_WORDS_S)
     finally:
@@ -86,8 +86,8 @@ def start(count: int, arguments: Sequence[str]) -> int:
     if ended:
         print("barellm: interrupted", file=sys.stderr)
         return ended
-    if told is not None:
-        return told
+    if reported is not None:
+        return reported
     if supervisor.first and supervisor.first[1] and os.WIFEXITED(supervisor.first[1]) and not supervisor.words:
         return os.WEXITSTATUS(supervisor.first[1])  # a rank that ends by itself says why
     if words := supervisor.words or _killed(banner + errors.own, supervisor.numbers | numbers, supervisor.first, count):
@@ -154,14 +154,14 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     run, if a rank has told it. `numbers` gets {process: rank}."""
     assert process.stdout is not None
     own: list[str] = []
-    told: int | None = None
+    reported: int | None = None
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
         if line.startswith(PREFIX):
             rank, number = line[len(PREFIX) :].split()
             if rank == b"end":
-                told = int(number) if told is None else told
+                reported = int(number) if reported is None else reported
             else:
                 numbers[int(number)] = int(rank)
             continue
@@ -182,7 +182,7 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
                 reader = False
                 process.send_signal(signal.SIGTERM)
             held = []
-    return "\n".join(own), told
+    return "\n".join(own), reported
 
 
 def _killed(
@@ -190,9 +190,9 @@ def _killed(
 ) -> str:
     """Which rank was killed by what, from `first`, the process that has ended before the others, and how; where that is not known
     from the launcher's words. "" if none was. Where less than `count` ranks have been seen, one may have ended before that."""
-    told = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
+    reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
     signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
-    process, status = first or (int(told[1]) if told else -1, None)
+    process, status = first or (int(reported[1]) if reported else -1, None)
     number = os.WTERMSIG(status) if status else int(signalled[1]) if signalled else 0
     if not number:
         return ""

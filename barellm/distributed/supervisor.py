@@ -99,7 +99,7 @@ class PeerSupervisor(Supervisor):
 
     def look(self, passed: float) -> bool:
         well = sorted(rank for process, rank in ranks_below(self._launcher) if _state(process) not in "TtZ")
-        own = world.rank_told()
+        own = world.rank_from_environment()
         self._limit = self._before + 3 * LOOK_S * (well.index(own) if own in well else 0)
         return super().look(passed)
 
@@ -129,7 +129,7 @@ def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
         with suppress(OSError):
             found = variables(process)
             if any(name in found for name in world.NUMBERS):
-                yield process, world.rank_told(found)
+                yield process, world.rank_from_environment(found)
 
 
 def variables(process: int) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
     tasks = int(tasks) if tasks.isdigit() else 1
     found = max(sizes, default=1)
     if tasks > 1 and found == 1 and not any(name.startswith(("PMI", "PMIX")) for name in environment):
-        if rank_told(environment):
+        if rank_from_environment(environment):
             raise SystemExit(2)  # the first process says it
         raise UserError(
             f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI"
@@ -28,7 +28,7 @@ def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
     return max(found, tasks)
 
 
-def rank_told(environment: Mapping[str, str] = os.environ) -> int:
+def rank_from_environment(environment: Mapping[str, str] = os.environ) -> int:
     """The rank of this process as its launcher says, which is known before MPI has started; 0 where none says."""
     return next((int(environment[name]) for name in NUMBERS if environment.get(name, "").isdigit()), 0)
 

@@ -76,13 +76,13 @@ def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     config = overrides.from_json(meta["config"], weights.path / checkpoint.META)
     if config.optim.name != "adamw":
         raise UserError(f"{weights.path} has the state of {config.optim.name}, llm.c goes on with that of adamw alone")
-    train, standing, data = config.train, None, "data from the beginning of its shards, not shuffled"
+    train, data_position, data = config.train, None, "data from the beginning of its shards, not shuffled"
     if config.data.order == "llmc":
         tokens = prepare(config.data, tokenizer=weights.tokenizer).train
         order = LlmcOrder(tokens, batch=train.micro_batch_size, seq=train.seq)
-        standing = order.standing(BatchRampup(train).before(meta["step"]))
-        data = f"data in its own order, from sample {standing.sample} of shard {standing.shards[standing.shard]}"
-    names = llmc_state.write(weights, moments, out, dtype=dtype, step=meta["step"], standing=standing)
+        data_position = order.data_position(BatchRampup(train).before(meta["step"]))
+        data = f"data in its own order, from sample {data_position.sample} of shard {data_position.shards[data_position.shard]}"
+    names = llmc_state.write(weights, moments, out, dtype=dtype, step=meta["step"], data_position=data_position)
     tokens = train.micro_batch_size * train.seq
     options = f"-b {train.micro_batch_size} -t {train.seq} -d {tokens * train.gradient_accumulation_steps}"
     return [f"{out}: {', '.join(names)}, {dtype}; {data}", f"llm.c goes on with it by -o {out} -y 1 {options}"]

@@ -26,7 +26,7 @@ from barellm import models
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
-from barellm.data.llmc import Standing
+from barellm.data.llmc import DataPosition
 from barellm.data.mapping import mapped
 from barellm.errors import UserError
 from barellm.interop import llmc
@@ -188,7 +188,9 @@ class _File:
         return {"shards": lists[0].tolist()} if self.size == at + TWISTER.itemsize else None
 
 
-def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, standing: Standing | None) -> list[str]:
+def write(
+    weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, data_position: DataPosition | None
+) -> list[str]:
     """The new folder `out` with a whole checkpoint for one process of llm.c; returns the names of its files. `moments`: the file of
     a checkpoint that has them. `standing`: where the data stands; None: at its beginning, in its order."""
     model = weights.model
@@ -196,16 +198,16 @@ def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, 
     state = tensorfile.mapped(moments)
     names = [f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}"]
     header = np.zeros(llmc.HEADER // 4, "<i4")
-    header[:6] = [MAGIC, VERSION, 1, 0, 1, standing is not None]
+    header[:6] = [MAGIC, VERSION, 1, 0, 1, data_position is not None]
     header[10] = step
     header[[20, 22]] = RANDOM
     tail = b""
-    if standing is not None:
-        header[[30, 32]] = standing.shard, standing.sample
-        for numbers in (standing.shards, standing.samples):
+    if data_position is not None:
+        header[[30, 32]] = data_position.shard, data_position.sample
+        for numbers in (data_position.shards, data_position.samples):
             tail += np.uint64(len(numbers)).tobytes() + np.asarray(numbers, "<i4").tobytes()
-        left = 625 - standing.drawn  # llm.c counts what is left, and one more
-        tail += np.array((0, left, standing.drawn, standing.key, MATRIX), TWISTER).tobytes()
+        left = 625 - data_position.drawn  # llm.c counts what is left, and one more
+        tail += np.array((0, left, data_position.drawn, data_position.key, MATRIX), TWISTER).tobytes()
     padding = llmc.pad(model)
     sizes = [
         (t.valid_rows + (padding if name == "wte" else 0)) * prod(t.shape[1:]) for name, t in weights.tensors.items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from barellm.config import OptimConfig
 from barellm.errors import UserError
 from barellm.optim import powersgd
-from barellm.optim.rules import Rule, change, clipped, dealt, update
+from barellm.optim.rules import Rule, change, clipped, sharded, update
 from barellm.optim.sharding import OptimizerSharding
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ra
     """Append to a backward pass what sends gradients to other ranks as soon as they are whole, if the update waits for that."""
     if ranks.count > 1 and config.name != "speedrun":
         params = p.store.of_role("parameter")
-        sharding = dealt(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
+        sharding = sharded(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
         if isinstance(sharding, OptimizerSharding) and sharding.early:
             sharding.start_reduce_scatter(p, params)
 
@@ -66,7 +66,7 @@ def shards(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict
         suffix = f".{powersgd.ERROR}"
         kept = [t for t in store.of_role("state") if t.name.endswith(suffix)]
         return {t.name: [(r * t.size, (r + 1) * t.size) for r in range(ranks.count)] for t in kept}
-    sharding = dealt(table, params, ranks)
+    sharding = sharded(table, params, ranks)
     if not isinstance(sharding, OptimizerSharding):
         return {}
     found = dict(sharding.parts)
@@ -86,13 +86,13 @@ def _kept(p: Program) -> Tensor:
 
 def _norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params = p.store.of_role("parameter")
-    sharding = dealt(_table(p, config, hidden), params, ranks, config.powersgd, config.overlap)
+    sharding = sharded(_table(p, config, hidden), params, ranks, config.powersgd, config.overlap)
     clipped(p, params, clip=config.clip, into=_kept(p), sharding=sharding)
 
 
 def _changes(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params, table = p.store.of_role("parameter"), _table(p, config, hidden)
-    sharding = dealt(table, params, ranks, config.powersgd, config.overlap)
+    sharding = sharded(table, params, ranks, config.powersgd, config.overlap)
     change(p, table, _kept(p), params=params, sharding=sharding)
 
 

@@ -81,12 +81,12 @@ def update(
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    sharding = dealt(rules, params, ranks, powersgd, overlap)
+    sharding = sharded(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", clipped(p, params, clip=clip, sharding=sharding))
     change(p, rules, scale, params=params, sharding=sharding)
 
 
-def dealt(
+def sharded(
     rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0, overlap: bool = False
 ) -> OptimizerSharding | Compression | None:
     """The share of each rank; None where there is one process only, and it compresses nothing."""

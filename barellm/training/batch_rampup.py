@@ -10,7 +10,7 @@ class BatchRampup:
     `gradient_accumulation_steps` over the first `batch_rampup_tokens` tokens, rounded down, in integers."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self._first, self._full, self._ramp_tokens = (
+        self._first, self._full, self._rampup_tokens = (
             train.batch_rampup_from,
             train.gradient_accumulation_steps,
             train.batch_rampup_tokens,
@@ -21,7 +21,7 @@ class BatchRampup:
         self._rises = train.batch_rampup_from > 0
 
     def _rising(self, before: int) -> int:
-        return self._first + (self._full - self._first) * before * self._tokens // self._ramp_tokens
+        return self._first + (self._full - self._first) * before * self._tokens // self._rampup_tokens
 
     def before(self, step: int) -> int:
         """Micro-batches of all steps before this one, from 0."""

@@ -29,7 +29,7 @@ class Quantity:
 
     train: str
     val: str
-    says: str
+    label: str
     unit: str = ""
     kind: str = "eval"
     muon: str = ""
@@ -37,7 +37,7 @@ class Quantity:
     @property
     def marks(self) -> str:
         """What the marks of the evaluations are."""
-        return "validation" if self.kind == "eval" else self.says
+        return "validation" if self.kind == "eval" else self.label
 
 
 QUANTITIES = {
@@ -148,15 +148,15 @@ def _columns(points: Points, *, ends: tuple[float, float], width: int, log: str 
 
 def summary(curve: Curve, *, axis: str = "steps") -> str:
     """How far the run is and how good, in words. The training loss is the mean of its last part."""
-    ends, says = _ends([curve], Scale()), QUANTITIES[curve.y].says
+    ends, label = _ends([curve], Scale()), QUANTITIES[curve.y].label
     words = [_place(ends[1], axis)]
-    training, form = ("training loss", ".4f") if curve.y == "loss" else (says, ",.4g")
+    training, form = ("training loss", ".4f") if curve.y == "loss" else (label, ",.4g")
     if parts := list(_columns(curve.train, ends=ends, width=SMOOTH).values()):
         words.append(f"{training} {parts[-1][1]:{form}}")
     if curve.val:
         place, value = curve.val[-1]
         unseen = "validation " * (QUANTITIES[curve.y].kind == "eval")
-        words.append(f"{unseen}{says} {value:.4f} at {_place(place, axis)}")
+        words.append(f"{unseen}{label} {value:.4f} at {_place(place, axis)}")
     if curve.gzip is not None:
         words.append(f"gzip -9 {curve.gzip:.4f}")
     return ", ".join(words)
@@ -209,7 +209,7 @@ def terminal(
     what = QUANTITIES[curve.y]
     parts = ["line: training"] * bool(line) + [f"o: {what.marks}"] * (bool(marks) or curve.y == "loss")
     parts += ["dashes: gzip -9"] * (level is not None)
-    legend = f"{what.says}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
+    legend = f"{what.label}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
     left, right = (x_scale.back(end) for end in ends)
     under = f"{left if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(right, axis):>{columns - columns // 2}}"
     return "\n".join([*lines, " " * 7 + bottom, " " * 8 + under, " " * 8 + legend])
@@ -239,7 +239,7 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
             _draw(axes, curve.val, "o", label="", color=f"C{i}", markersize=4)
         if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
             axes.axhline(curve.gzip, color="#7c8797", linewidth=1.0, linestyle="--", label="gzip -9")
-    axes.set(xlabel=axis, ylabel=f"{what.says} ({what.unit})" if what.unit else what.says)
+    axes.set(xlabel=axis, ylabel=f"{what.label} ({what.unit})" if what.unit else what.label)
     axes.set(xscale="log" if x.logarithmic else "linear", yscale="log" if y.logarithmic else "linear")
     axes.set_title(title, parse_math=False)
     if axis == "tokens" and not x.logarithmic:

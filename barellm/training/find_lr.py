@@ -107,7 +107,7 @@ def command(words: Sequence[str], found: Config, config: Config) -> str:
 
 
 def test(
-    config: Config, session: Session, batches: Rows, *, steps: int, told: Callable[[int, Look], bool]
+    config: Config, session: Session, batches: Rows, *, steps: int, reported: Callable[[int, Look], bool]
 ) -> list[Look]:
     """The steps up to the one at which the loss has diverged. The weights are worth nothing afterwards. `told` hears of each,
     and says whether to go on."""
@@ -135,7 +135,7 @@ def test(
         if not isfinite(loss):
             break
         looks.append(Look(lr, tested.get("muon_lr"), loss, _smoothed([*(look.loss for look in looks), loss])))
-        if not told(step, looks[-1]) or looks[-1].smoothed > DIVERGED * looks[0].loss:
+        if not reported(step, looks[-1]) or looks[-1].smoothed > DIVERGED * looks[0].loss:
             break
     return looks
 
@@ -194,7 +194,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
             say.line(line)
         job.initialize(compiled)
 
-        def told(step: int, look: Look) -> bool:
+        def reported(step: int, look: Look) -> bool:
             found = {key: value for key, value in asdict(look).items() if value is not None}
             say.record({"kind": "find_lr", "step": step + 1} | {k: v for k, v in found.items() if k != "smoothed"})
             begin[0] = begin[0] or time.monotonic()  # behind the first step, which touches cold memory
@@ -204,7 +204,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
                 say.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
             return not stop
 
-        looks = test(compiled.config, compiled.session, job.batches, steps=steps, told=told)
+        looks = test(compiled.config, compiled.session, job.batches, steps=steps, reported=reported)
     if stop:
         return stop.status
     found = write(folder.path, looks, config=job.config, words=words)

@@ -93,7 +93,7 @@ class Start:
 
 
 def resume_from(
-    out: Path, *, preset: str | None, asked: Callable[[Config], Mapping[str, Any]], console: Console
+    out: Path, *, preset: str | None, requested: Callable[[Config], Mapping[str, Any]], console: Console
 ) -> tuple[Config, Mapping[str, Any], Start | None]:
     """The configuration of the run in `out`, what of it the command line changes, and its newest checkpoint that verifies: None
     where it ended before its first one. `asked`: what the command line asks for. UserError where that is another run:
@@ -127,7 +127,7 @@ def resume_from(
             ) from None
     if preset is not None and preset != config.preset:
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
-    saved, changes = overrides.flat(config), asked(config)
+    saved, changes = overrides.flat(config), requested(config)
     for key, value in changes.items():
         differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}
         if key == overrides.MUON_LR_RATIO:  # a quotient, which is rounded
@@ -179,7 +179,7 @@ class Run:
         device: str,
         console: Console,
         started: float,
-        asked: bool = True,
+        requested: bool = True,
         listen: Callable[[dict[str, Any]], bool] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -193,9 +193,13 @@ class Run:
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
         with agreement.rank_zero_first(ranks):  # what rank 0 prepares, the others find in the cache
             self.data: Dataset = prepare(
-                config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
+                config.data,
+                tokenizer=tokenizer,
+                requested=requested,
+                report=console.line,
+                progress=console.tokenizing(),
             )
-        if not asked:
+        if not requested:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         self.config = with_vocabulary(config, self.data.tokenizer)
         known = start.meta["data"] if start else None  # None too for a state that another program has left

@@ -22,7 +22,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.status = 0
-        self._asked = False  # by somebody else than another rank: the next signal is the second
+        self._requested = False  # by somebody else than another rank: the next signal is the second
         self.terminated: float | None = None  # time.monotonic() of a SIGTERM
         self._before: dict[int, Any] = {}
 
@@ -43,19 +43,19 @@ class Stopping:
 
     def request(self, status: int) -> None:
         """Ask for the end after this step without a signal."""
-        self._asked, self.status = True, self.status or status
+        self._requested, self.status = True, self.status or status
 
     def agree(self, statuses: Sequence[int]) -> None:
         """Hear what all ranks of the run have been asked, this one included, which has obeyed already where it is alone."""
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._requested:
             _say(b"\nbarellm: stopped at once, without a checkpoint of the last steps\n")
             # RuntimeError: the signal came inside a write to the same stream.
             with contextlib.suppress(RuntimeError, OSError):
                 sys.stdout.flush()
             os._exit(self.status)
-        self._asked, self.status = True, self.status or 128 + number
+        self._requested, self.status = True, self.status or 128 + number
         if number == signal.SIGTERM:
             self.terminated = time.monotonic()
         if self.tells:
@@ -74,9 +74,9 @@ class Agreed(Stopping):
 
     def agree(self, statuses: Sequence[int]) -> None:
         # Not what this rank alone knows: a signal may have come since it told the others, who would wait for it in the next step.
-        told = max(statuses)
-        self._agreed = told != 0
-        self.status = self.status or told
+        reported = max(statuses)
+        self._agreed = reported != 0
+        self.status = self.status or reported
 
 
 def _say(text: bytes) -> None:

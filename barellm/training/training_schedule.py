@@ -51,13 +51,13 @@ def training_schedule(config: Config) -> TrainingSchedule:
         return ConstantSchedule(config)
     stages = f"the runs of {models.name_of(config.model)} have stages"
     optim, train = config.optim, config.train
-    for key, asked in (
+    for key, requested in (
         ("optim.skip_loss_z", optim.skip_loss_z),
         ("optim.skip_norm_z", optim.skip_norm_z),
         ("train.batch_rampup_from", train.batch_rampup_from),
     ):
-        if asked:
-            raise UserError(f"{key} is {asked:g}, and {stages}, expected 0")
+        if requested:
+            raise UserError(f"{key} is {requested:g}, and {stages}, expected 0")
     if config.data.order == "llmc":
         raise UserError(f"data.order is 'llmc', and {stages}, whose rows change their length, expected another order")
     return found

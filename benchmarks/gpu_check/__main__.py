@@ -89,10 +89,10 @@ def main() -> int:
     return run_all(compiled_first(chosen(args.stages)), Path(args.out), small=args.small, mock=args.mock)
 
 
-def chosen(asked: str) -> list[Stage]:
+def chosen(requested: str) -> list[Stage]:
     """The stages that a list names, in their order."""
     names: set[str] = set()
-    for word in asked.split(","):
+    for word in requested.split(","):
         found = [s.name for s in STAGES if word in ("all", s.group, s.name)]
         if not found:
             raise SystemExit(

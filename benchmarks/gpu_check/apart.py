@@ -81,11 +81,11 @@ def _turns(
     programs = {"op": case.program()}
     session = CudaSession(programs, device=device, built=lower_and_plan(programs, Target.of(device)))
     try:
-        asked = {name for op in programs["op"].ops for name in op.scalars}
+        requested = {name for op in programs["op"].ops for name in op.scalars}
         for name, t in programs["op"].named.items():
             if t.role == "input":
                 session.write(name, np.zeros([int(n) for n in t.shape], np.float32))
-        session.run("op", **case.sizes, **{name: n for name, n in SCALARS.items() if name in asked})
+        session.run("op", **case.sizes, **{name: n for name, n in SCALARS.items() if name in requested})
         session.synchronize()
         _fill(session)
         return peer_process.samples(

@@ -26,12 +26,12 @@ def serve(cases: list[dict[str, Any]], make: Callable[..., dict[str, Call]], dev
     print(json.dumps(facts), flush=True)
     at, made = -1, {}
     for line in sys.stdin:
-        asked = json.loads(line)
+        requested = json.loads(line)
         try:
-            if asked["case"] != at:
+            if requested["case"] != at:
                 at, made = -1, {}
-                at, made = asked["case"], make(device=device, **cases[asked["case"]])
-            answer: dict[str, Any] = {"s": seconds(made[asked["what"]], asked["calls"], device)}
+                at, made = requested["case"], make(device=device, **cases[requested["case"]])
+            answer: dict[str, Any] = {"s": seconds(made[requested["what"]], requested["calls"], device)}
         except RuntimeError as error:  # it has no kernel for this case, say
             answer = {"error": str(error).strip().partition("\n")[0]}
         print(json.dumps(answer), flush=True)

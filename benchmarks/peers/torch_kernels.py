@@ -76,8 +76,8 @@ def rows(kind: Kind, *, name: str, count: int, columns: int, backward: bool) -> 
         return {"run": lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, x.dtype)}
     if name == "layernorm":
         _, mean, rstd = torch.native_layer_norm(x, (columns,), weight, weight, EPS)
-        asked = [True, False, False]
-        given = (dy, x, (columns,), mean, rstd, weight, weight, asked)
+        requested = [True, False, False]
+        given = (dy, x, (columns,), mean, rstd, weight, weight, requested)
         return {"run": lambda: torch.ops.aten.native_layer_norm_backward(*given)}
     x.requires_grad_()
     y = F.rms_norm(x, (columns,), weight, EPS)

@@ -237,29 +237,29 @@ def test_a_stream_has_its_own_text_where_the_cache_is_larger_than_its_own(tmp_pa
 def test_many_threads_get_what_each_would_get_alone(on_both):
     """logits, loss, generate, streams of their own, and one stream that all take pieces from."""
     model = on_both
-    asked: list[Callable[[], object]] = []
+    requested: list[Callable[[], object]] = []
     for i in range(4):
         tokens = (TOKENS[: i % 3 + 1, : 3 + i] + i) % 256
-        asked += [
+        requested += [
             lambda tokens=tokens: model.logits(tokens).tobytes(),
             lambda tokens=tokens: model.loss(tokens, (tokens + 1) % 256),
             lambda i=i: model.generate("x" * i, max_new_tokens=5 + i, seed=i),
             lambda i=i: "".join(model.stream("ab" * i, max_new_tokens=6, seed=i)),
         ]
-    wanted = [ask() for ask in asked]
+    wanted = [ask() for ask in requested]
     whole, shared = model.generate("q", max_new_tokens=40, seed=9), model.stream("q", max_new_tokens=40, seed=9)
     pieces: list[str] = []
     wrong: list[object] = []
     begin = threading.Barrier(4)
 
     def work(number: int) -> None:
-        order = random.Random(number).sample(range(len(asked)), len(asked))
+        order = random.Random(number).sample(range(len(requested)), len(requested))
         begin.wait()
         for at in order * 2:
             with taking:
                 pieces.append(next(shared, ""))
             try:
-                if (found := asked[at]()) != wanted[at]:
+                if (found := requested[at]()) != wanted[at]:
                     wrong.append((at, found))
             except BaseException as error:
                 wrong.append((at, error))

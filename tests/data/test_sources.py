@@ -269,12 +269,12 @@ def test_shards_bring_their_own_tokenizer_where_none_was_asked_for(tmp_path):
     shard(tmp_path / "a.bin", [0, 1, 2] * 10)
     Chars("abc").save(tmp_path)
     for name in ("bpe", "bytes", "gpt2"):
-        data = prepare(DataConfig(source=str(tmp_path), tokenizer=name), asked=False)
+        data = prepare(DataConfig(source=str(tmp_path), tokenizer=name), requested=False)
         assert data.tokenizer.hash == Chars("abc").hash
     with pytest.raises(UserError, match="were made with tokenizer chars"):  # a checkpoint's
-        prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), tokenizer=Bytes(), asked=False)
+        prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), tokenizer=Bytes(), requested=False)
     (tmp_path / "tokenizer.json").unlink()
-    assert prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), asked=False).tokenizer.name == "bytes"
+    assert prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), requested=False).tokenizer.name == "bytes"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

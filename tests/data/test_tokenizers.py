@@ -259,16 +259,16 @@ def test_missing_gpt2_vocabulary_says_what_to_put_where(tmp_path, monkeypatch, c
 def test_downloaded_gpt2_vocabulary_is_kept(shared, monkeypatch, capsys):
     import tiktoken.load
 
-    asked = []
+    requested = []
 
     def download(url, checksum):
-        asked.append((url, checksum))
+        requested.append((url, checksum))
         return (shared / "gpt2_vocab.bpe").read_bytes()
 
     monkeypatch.setattr(tiktoken.load, "read_file_cached", download)
     for _ in range(2):
         assert gpt2.Gpt2().encode("Hello").tolist() == [15496]
-    assert asked == [(gpt2.URL, gpt2.URL_SHA256)]
+    assert requested == [(gpt2.URL, gpt2.URL_SHA256)]
     assert "downloading GPT-2's vocabulary" in capsys.readouterr().err
 
 

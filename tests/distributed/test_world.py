@@ -28,10 +28,10 @@ def test_launchers_are_known_by_their_variables(environment, count):
 
 
 def test_a_rank_knows_its_number_before_mpi_starts():
-    assert world.rank_told({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1"}) == 3
-    assert world.rank_told({"OMPI_COMM_WORLD_RANK": "2"}) == 2
-    assert world.rank_told({"SLURM_PROCID": "1"}) == 1
-    assert world.rank_told({"PMI_RANK": "none"}) == world.rank_told({}) == 0
+    assert world.rank_from_environment({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1"}) == 3
+    assert world.rank_from_environment({"OMPI_COMM_WORLD_RANK": "2"}) == 2
+    assert world.rank_from_environment({"SLURM_PROCID": "1"}) == 1
+    assert world.rank_from_environment({"PMI_RANK": "none"}) == world.rank_from_environment({}) == 0
 
 
 def test_tasks_of_srun_that_do_not_know_of_each_other_are_refused():

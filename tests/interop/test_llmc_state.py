@@ -353,7 +353,7 @@ def test_each_place_of_an_epoch_is_where_llm_c_stands(tmp_path, shards):
     for taken in range(40):
         order.check(taken, {"shard": at.shard, "sample": at.sample, "shards": list(at.shards)})
         at.next_batch()
-        found = order.standing(taken)
+        found = order.data_position(taken)
         assert (found.shards, found.shard, found.sample + 1) == (at.shards, at.shard, at.sample)
         assert found.samples == at.samples
         assert (found.drawn, found.key.tolist()) == (at.twister.next, at.twister.key)

@@ -634,11 +634,11 @@ def test_without_a_compiler_the_package_ziglang_is_asked(made, tmp_path, monkeyp
     monkeypatch.setattr("barellm.native.build.shutil.which", lambda name: None if name in COMPILERS else which(name))
     common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2"]
     assert main(["build", *common, "-o", str(made / "stub/program"), "--static"]) == 0
-    asked = [json.loads(line) for line in (tmp_path / "ziglang" / "asked.jsonl").read_text().splitlines()]
+    requested = [json.loads(line) for line in (tmp_path / "ziglang" / "asked.jsonl").read_text().splitlines()]
     machine = platform.machine()
     targets = (
-        {words[2] for words in asked if "-static" not in words},
-        {words[2] for words in asked if "-static" in words},
+        {words[2] for words in requested if "-static" not in words},
+        {words[2] for words in requested if "-static" in words},
     )
     assert targets == ({f"{machine}-linux-gnu"}, {f"{machine}-linux-musl"})
     assert train(made / "stub", "run").returncode == 0

@@ -36,7 +36,7 @@ class Hub:
     shorter than what was promised, the connection then breaks."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        self.files, self.harm, self.asked = files, lambda path, count, body: body, Counter()
+        self.files, self.harm, self.requested = files, lambda path, count, body: body, Counter()
         self.listed = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
         self.ranges: list[str] = []
         hub = self
@@ -72,11 +72,11 @@ class Hub:
                 if path not in hub.files:
                     return self.send_error(404)
                 body, first = hub.files[path], 0
-                if send and (asked := self.headers.get("Range")):
-                    first = int(asked.removeprefix("bytes=").partition("-")[0])
-                    hub.ranges.append(asked)
+                if send and (requested := self.headers.get("Range")):
+                    first = int(requested.removeprefix("bytes=").partition("-")[0])
+                    hub.ranges.append(requested)
                 if send:
-                    hub.asked[path] += 1
+                    hub.requested[path] += 1
                 self.send_response(206 if first else 200)
                 self.send_header("ETag", f'"{hub.listed[path]}"')
                 self.send_header("X-Repo-Commit", REVISION)
@@ -88,7 +88,7 @@ class Hub:
                 self.send_header("Content-Length", str(len(body) - first))
                 self.end_headers()
                 if send:
-                    self.wfile.write(hub.harm(path, hub.asked[path], body)[first:])
+                    self.wfile.write(hub.harm(path, hub.requested[path], body)[first:])
                     self.close_connection = True
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -141,31 +141,33 @@ def test_the_tokens_of_a_set_are_those_of_its_documents_in_order(hub, tmp_path):
 def test_cut_connections_go_on_where_they_were(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 100)  # what of a broken download is kept
     assert prepared(tmp_path / "whole") == 0
-    hub.asked.clear()
+    hub.requested.clear()
     hub.harm = lambda path, count, body: body[: 300 * count] if count < 4 else body
     assert prepared(tmp_path / "out") == 0
     assert {name.removeprefix("out"): part for name, part in read(tmp_path / "out").items() if ".bin" in name} == {
         name.removeprefix("whole"): part for name, part in read(tmp_path / "whole").items() if ".bin" in name
     }
-    assert "bytes=300-" in hub.ranges and max(hub.asked.values()) == 4
+    assert "bytes=300-" in hub.ranges and max(hub.requested.values()) == 4
 
 
 def test_a_wrong_byte_is_fetched_again_and_refused_the_second_time(hub, tmp_path, capsys):
     path = "sample/10BT/002_00000.parquet"
 
     def wrong(times):
-        return lambda asked, count, body: body[:50] + b"!" + body[51:] if asked == path and count <= times else body
+        return lambda requested, count, body: (
+            body[:50] + b"!" + body[51:] if requested == path and count <= times else body
+        )
 
     hub.harm = wrong(1)
-    assert prepared(tmp_path / "out") == 0 and hub.asked[path] == 2
-    hub.asked.clear()
+    assert prepared(tmp_path / "out") == 0 and hub.requested[path] == 2
+    hub.requested.clear()
     hub.harm = wrong(9)
     assert prepared(tmp_path / "two") == 2
     assert f"{path} of {REPO} came twice with sha256" in capsys.readouterr().err and not (tmp_path / "two").exists()
-    hub.harm = lambda asked, count, body: body
-    before = Counter(hub.asked)
+    hub.harm = lambda requested, count, body: body
+    before = Counter(hub.requested)
     assert prepared(tmp_path / "two") == 0  # goes on: what was tokenized is not fetched again
-    assert hub.asked["sample/10BT/000_00000.parquet"] == before["sample/10BT/000_00000.parquet"]
+    assert hub.requested["sample/10BT/000_00000.parquet"] == before["sample/10BT/000_00000.parquet"]
     assert {n.removeprefix("two"): p for n, p in read(tmp_path / "two").items() if ".bin" in n} == {
         n.removeprefix("out"): p for n, p in read(tmp_path / "out").items() if ".bin" in n
     }

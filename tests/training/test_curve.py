@@ -211,9 +211,9 @@ def test_a_curve_is_of_any_number_that_rows_have(y, train, val, gzip):
     assert curve.series(RUN, axis="tokens", before=lambda step: 7 * step, y=y) == (train, val)
     assert curve.gzip_line(RUN, y=y) == gzip
     found = Curve("run", train, val, y=y, gzip=gzip)
-    assert curve.QUANTITIES[y].says in curve.terminal(found, axis="tokens").splitlines()[-1]
+    assert curve.QUANTITIES[y].label in curve.terminal(found, axis="tokens").splitlines()[-1]
     (axes,) = curve.picture([found], axis="tokens").axes
-    assert axes.get_ylabel().startswith(curve.QUANTITIES[y].says)
+    assert axes.get_ylabel().startswith(curve.QUANTITIES[y].label)
     unseen = "accuracy on HellaSwag 0.2500 at 30 tokens" if y == "hellaswag" else "validation "
     assert bool(val) == (unseen in curve.summary(found, axis="tokens"))
     dashed = [line.get_ydata()[0] for line in axes.lines if line.get_label() == "gzip -9"]
