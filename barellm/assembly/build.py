@@ -132,7 +132,7 @@ def build_programs(
     takes the place of "eval". Of several `ranks`, each takes its share of a batch."""
     from barellm import models
     from barellm.assembly.programs import build
-    from barellm.optim.recipes import depart, updates
+    from barellm.optim.recipes import start_reduce_scatter, updates
 
     train, hidden = config.train, models.hidden(config.model)
     if positions is None and training:
@@ -145,7 +145,7 @@ def build_programs(
         seq=train.seq,
         compute=train.dtype,
         optimizer=updates(config.optim, hidden, ranks) if training else None,
-        depart=lambda p: depart(p, config.optim, hidden, ranks),
+        start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks),
         recompute=train.recompute,
         ranges=train.ranges > 0,
         eval_batch=eval_batch,
@@ -158,15 +158,15 @@ def build_programs(
     return programs
 
 
-def shares_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
+def shards_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
     """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds.
     What each rank has for itself, as the errors of compressed gradients, lies one below the other."""
     from barellm import models
-    from barellm.optim.recipes import shares
+    from barellm.optim.recipes import shards
 
     store = build_programs(config)["forward_backward"].store
     tensors = {name: t for name, t in store.tensors.items() if t.role in ("parameter", "state")}
-    parts = shares(config.optim, models.hidden(config.model), store, ranks)
+    parts = shards(config.optim, models.hidden(config.model), store, ranks)
     for name, of_ranks in parts.items():
         t, size = tensors[name], sum(end - first for first, end in of_ranks)
         if size != t.size:  # each rank has one of its own

@@ -14,7 +14,7 @@ from barellm.models.own import mistakes_named, place
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import Precision, round_to_bf16
-from barellm.program.observing import observe
+from barellm.program.exponent_stats import add_exponent_stats
 from barellm.program.tensor import Dim, Tensor
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
@@ -29,7 +29,7 @@ def build(
     compute: str | Precision = "fp32",
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None,
     recompute: bool = False,
-    depart: Callable[[Program], None] | None = None,
+    start_reduce_scatter: Callable[[Program], None] | None = None,
     ranges: bool = False,
     eval_batch: int = 0,
     eval_seq: int = 0,
@@ -72,10 +72,10 @@ def build(
             p = programs[name] = Program(store, compute=compute)
             loss = p.output("loss", _loss(p, model, batch, seq, training=True))
             gradients = p.backward(loss, recompute=recompute)
-            if depart is not None:
-                depart(p)
+            if start_reduce_scatter is not None:
+                start_reduce_scatter(p)
             if name == "forward_backward_stats":
-                observe(p, gradients)
+                add_exponent_stats(p, gradients)
         for name, append in ({"optimizer_step": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])

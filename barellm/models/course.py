@@ -79,8 +79,9 @@ def own(config: Config) -> Course | None:
 
 
 def shares(config: Config) -> dict[str, float]:
-    """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every second step
-    half the time. Counted over the second cycle of a run's course: the first may hold what happens once, such as untying."""
+    """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every
+    second step half the time. Counted over the second cycle of a run's course: the first may hold what happens once, such as
+    untying."""
     course, train = own(config), config.train
     micro = {"forward_backward": float(train.accumulate)}
     if course is None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from barellm.config import OptimConfig
 from barellm.errors import UserError
 from barellm.optim import powersgd
-from barellm.optim.dealing import Dealing
-from barellm.optim.rules import Rule, change, clipped, dealt, update
+from barellm.optim.rules import Rule, change, clipped, sharding_of, update
+from barellm.optim.sharding import OptimizerSharding
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program, Store
@@ -34,9 +34,9 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
 
 
 def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dict[str, Callable[[Program], None]]:
-    """The programs that end a step, by name: what appends each. Where spikes may be skipped, "grad_norm" finds the gradient's norm and
-    "optimizer_step" does the rest, so that a run can decide between the two. Of several `ranks` each updates its share. UserError for an
-    optimizer whose work cannot be dealt."""
+    """The programs that end a step, by name: what appends each. Where loss spikes may be skipped, "grad_norm" finds the gradient
+    norm and "optimizer_step" does the rest, so that a run can decide between the two. Of several `ranks` each updates its shard.
+    UserError for an optimizer whose state cannot be sharded."""
     if config.name == "speedrun":
         if ranks is not None and ranks.count > 1:
             raise UserError(f"optim.name is 'speedrun', and the run has {ranks.count} ranks: expected adamw or muon")
@@ -49,16 +49,16 @@ def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dic
     return {"optimizer_step": lambda p: optimize(p, config, hidden, ranks)}
 
 
-def depart(p: Program, config: OptimConfig, hidden: str, ranks: Ranks) -> None:
+def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ranks) -> None:
     """Append to a backward pass what sends gradients to other ranks as soon as they are whole, if the update waits for that."""
     if ranks.count > 1 and config.name != "speedrun":
         params = p.store.of_role("parameter")
-        dealing = dealt(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
-        if isinstance(dealing, Dealing) and dealing.early:
-            dealing.depart(p, params)
+        sharding = sharding_of(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
+        if isinstance(sharding, OptimizerSharding) and sharding.overlap:
+            sharding.start_reduce_scatter(p, params)
 
 
-def shares(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict[str, Sequence[tuple[int, int]]]:
+def shards(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict[str, Sequence[tuple[int, int]]]:
     """The elements of each parameter, and of each tensor of the optimizer's state in `store`, that each rank holds. What is the
     same on all of them is left out. `store` has what one process has."""
     table, params = rules(config, hidden), store.of_role("parameter")
@@ -66,12 +66,12 @@ def shares(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict
         suffix = f".{powersgd.ERROR}"
         kept = [t for t in store.of_role("state") if t.name.endswith(suffix)]
         return {t.name: [(r * t.size, (r + 1) * t.size) for r in range(ranks.count)] for t in kept}
-    dealing = dealt(table, params, ranks)
-    if not isinstance(dealing, Dealing):
+    sharding = sharding_of(table, params, ranks)
+    if not isinstance(sharding, OptimizerSharding):
         return {}
-    found = dict(dealing.parts)
+    found = dict(sharding.parts)
     for t in store.of_role("state"):
-        parts = dealing.parts.get(t.name.rpartition(".")[0])
+        parts = sharding.parts.get(t.name.rpartition(".")[0])
         if parts is not None:
             size = sum(end - first for first, end in parts)
             held = [(first * t.size // size, end * t.size // size) for first, end in parts]
@@ -86,14 +86,14 @@ def _kept(p: Program) -> Tensor:
 
 def _norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params = p.store.of_role("parameter")
-    dealing = dealt(_table(p, config, hidden), params, ranks, config.powersgd, config.overlap)
-    clipped(p, params, clip=config.clip, into=_kept(p), dealing=dealing)
+    sharding = sharding_of(_table(p, config, hidden), params, ranks, config.powersgd, config.overlap)
+    clipped(p, params, clip=config.clip, into=_kept(p), sharding=sharding)
 
 
 def _changes(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params, table = p.store.of_role("parameter"), _table(p, config, hidden)
-    dealing = dealt(table, params, ranks, config.powersgd, config.overlap)
-    change(p, table, _kept(p), params=params, dealing=dealing)
+    sharding = sharding_of(table, params, ranks, config.powersgd, config.overlap)
+    change(p, table, _kept(p), params=params, sharding=sharding)
 
 
 def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> None:

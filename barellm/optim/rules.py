@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
-from barellm.optim.dealing import Dealing, deal
 from barellm.optim.powersgd import Compression
+from barellm.optim.sharding import OptimizerSharding, shard_parameters
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -76,19 +76,19 @@ def update(
 ) -> None:
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
     of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
-    its share (`optim.dealing`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
+    its share (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    dealing = dealt(rules, params, ranks, powersgd, overlap)
-    scale = p.output("clip", clipped(p, params, clip=clip, dealing=dealing))
-    change(p, rules, scale, params=params, dealing=dealing)
+    sharding = sharding_of(rules, params, ranks, powersgd, overlap)
+    scale = p.output("clip", clipped(p, params, clip=clip, sharding=sharding))
+    change(p, rules, scale, params=params, sharding=sharding)
 
 
-def dealt(
+def sharding_of(
     rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0, overlap: bool = False
-) -> Dealing | Compression | None:
+) -> OptimizerSharding | Compression | None:
     """The share of each rank; None where there is one process only, and it compresses nothing."""
     if powersgd:
         return Compression(powersgd, ranks)
@@ -97,7 +97,7 @@ def dealt(
     whole, cut = [], []
     for optimizer, given in _groups(rules, params).items():
         (whole if getattr(optimizer, "whole", True) else cut).extend(given)
-    return deal(ranks, whole=whole, cut=cut, overlap=overlap)
+    return shard_parameters(ranks, whole=whole, cut=cut, overlap=overlap)
 
 
 def clipped(
@@ -106,17 +106,17 @@ def clipped(
     *,
     clip: float,
     into: Tensor | None = None,
-    dealing: Dealing | Compression | None = None,
+    sharding: OptimizerSharding | Compression | None = None,
 ) -> Tensor:
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`: a tensor [norm, scale], which is
     `into` if given. Gradients that are dealt are added up over the ranks first."""
     from barellm.program import ops
     from barellm.program.loss_scale import loss_scale_of
 
-    if dealing is None:
+    if sharding is None:
         partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
     else:
-        partials = dealing.partials(p, params)
+        partials = sharding.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
     operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
     scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
@@ -129,20 +129,20 @@ def change(
     scale: Tensor,
     *,
     params: Sequence[Tensor],
-    dealing: Dealing | Compression | None = None,
+    sharding: OptimizerSharding | Compression | None = None,
 ) -> None:
     """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN. Of
     those that are dealt this rank changes its share, and gets the rest from the others."""
-    if dealing is not None:
-        dealing.restore(p, params, scale)
+    if sharding is not None:
+        sharding.restore(p, params, scale)
     first = len(p.ops)
     for optimizer, given in _groups(rules, params).items():
-        shares = given if dealing is None else [own for t in given if (own := dealing.own(t)) is not None]
+        shares = given if sharding is None else [own for t in given if (own := sharding.own(t)) is not None]
         optimizer.update(p, shares, scale)
     for op in p.ops[first:]:
         op.counted, op.update = False, True
-    if dealing is not None:
-        dealing.give(p, params)
+    if sharding is not None:
+        sharding.all_gather_parameters(p, params)
 
 
 def _groups(rules: Sequence[Rule], params: Sequence[Tensor]) -> dict[Optimizer, list[Tensor]]:

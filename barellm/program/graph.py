@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.dtypes import PRECISIONS, Precision
+from barellm.program.dtypes import ALIASES, PRECISIONS, Precision
 from barellm.program.tensor import PERSISTENT, Role, Span, Tensor, View, describe
 
 if TYPE_CHECKING:  # the families of ops import this file
@@ -91,6 +91,7 @@ class Graph:
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
         bf16, whatever the format has room for."""
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
+        dtype = ALIASES.get(dtype, dtype)
         init: tuple[str, float | str] = ("constant", value)
         if std is not None:
             init = ("normal", std)

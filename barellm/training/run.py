@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models, overrides
-from barellm.assembly.build import CompiledModel, open_model, shares_of
+from barellm.assembly.build import CompiledModel, open_model, shards_of
 from barellm.checkpoint import checkpoint, storage
+from barellm.checkpoint.error_feedback_state import ErrorFeedbackReader
 from barellm.checkpoint.folder import RunFolder
-from barellm.checkpoint.left_out import LeftOut
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.sharded import ShardedSession
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.documents import Documents
@@ -259,7 +259,7 @@ class Run:
             together.agree(self.ranks, self._facts(compiled))
             self.stored: Any = compiled.session  # as checkpoints have it
             if self.ranks.count > 1:
-                self.stored = Shares(compiled.session, *shares_of(self.config, self.ranks), self.ranks)
+                self.stored = ShardedSession(compiled.session, *shards_of(self.config, self.ranks), self.ranks)
             if self.ranks.rank == 0:
                 folder.need_space(checkpoint.checkpoint_bytes(self.stored))
             with Agreed(self.ranks.rank) if self.ranks.count > 1 else Stopping() as stop:
@@ -372,7 +372,7 @@ class Run:
         source: Any = self.stored
         if self.config.optim.powersgd:
             file = path / checkpoint.OPTIMIZER
-            source = LeftOut(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
+            source = ErrorFeedbackReader(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
             if source.blocks != self.ranks.count:
                 was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
                 self.console.line(f"what compression has left out on {was} is added up for {now}")

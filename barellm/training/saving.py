@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.checkpoint import checkpoint
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.sharded import ShardedSession
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
 from barellm.runtime.session import Session
@@ -192,7 +192,7 @@ class SharedSaving(Saving):
     shares. On the way a thread of each rank does that, where all have memory for copies of what the next update changes; else the
     training waits, since ranks that wait for memory at different times would look lost. `shares` is the session."""
 
-    def __init__(self, folder: Path, shares: Shares, *, ranks: Ranks, **how: Any) -> None:
+    def __init__(self, folder: Path, shares: ShardedSession, *, ranks: Ranks, **how: Any) -> None:
         super().__init__(folder, shares, **how)  # pyright: ignore[reportArgumentType]
         self._shares, self._ranks = shares, ranks
 
@@ -207,7 +207,7 @@ class SharedSaving(Saving):
         self.writer.stalled = time.perf_counter() - begin
         self.writer.start()
 
-    def _given(self, shares: Shares, write: Callable[[], Any]) -> Any:
+    def _given(self, shares: ShardedSession, write: Callable[[], Any]) -> Any:
         """What `write` gives on rank 0, while the others serve it."""
         if self._ranks.rank:
             return shares.serve()

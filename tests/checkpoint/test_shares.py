@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.sharded import ShardedSession
 from barellm.program.tensor import Tensor
 from tests.distributed.threads import each_rank
 
@@ -41,19 +41,19 @@ class Session:
         return self.arrays[name][lo:hi].copy()
 
 
-def shares_of(ranks: Any, parts: list[tuple[int, int]]) -> tuple[Shares, Session]:
+def shards_of(ranks: Any, parts: list[tuple[int, int]]) -> tuple[ShardedSession, Session]:
     session = Session(parts[ranks.rank])
     whole = {
         name: Tensor(name, (ROWS, WIDTH), "fp32", role) for name, role in (("moment", "state"), ("weight", "parameter"))
     }
-    return Shares(session, whole, {"moment": parts, "weight": parts}, ranks), session  # pyright: ignore
+    return ShardedSession(session, whole, {"moment": parts, "weight": parts}, ranks), session  # pyright: ignore
 
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("piece", [1, 2, 4, ROWS])
 def test_whatever_piece_of_rows_comes_a_rank_keeps_its_elements(parts, piece):
     for rank, (first, end) in enumerate(parts):
-        shares, session = shares_of(SimpleNamespace(rank=rank, count=len(parts)), parts)
+        shares, session = shards_of(SimpleNamespace(rank=rank, count=len(parts)), parts)
         for lo in range(0, ROWS, piece):
             shares.write_rows("moment", lo, VALUES[lo : lo + piece])
             shares.write_rows("weight", lo, VALUES[lo : lo + piece])
@@ -68,7 +68,7 @@ def test_whatever_piece_of_rows_comes_a_rank_keeps_its_elements(parts, piece):
 @pytest.mark.parametrize("piece", [1, 3, ROWS])
 def test_rank_0_reads_every_element_of_the_rank_that_has_it(parts, piece):
     def work(ranks: Any) -> Any:
-        shares, session = shares_of(ranks, parts)
+        shares, session = shards_of(ranks, parts)
         first, end = parts[ranks.rank]
         if first < end:
             session.arrays["moment"][:] = VALUES.reshape(-1)[first:end]

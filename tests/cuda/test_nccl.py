@@ -17,7 +17,7 @@ from barellm.config import Config
 from barellm.cuda import bench, driver, nccl, step
 from barellm.cuda.kernels import optimizer as cuda_optimizer
 from barellm.errors import UserError
-from barellm.optim import dealing
+from barellm.optim import sharding
 from barellm.profiling import profile
 from barellm.program.ops import collectives as program_collectives
 from barellm.program.ops import optimizer as program_optimizer
@@ -70,7 +70,7 @@ class CompiledModel:
 
 def small(monkeypatch: Any, **options: Any) -> Config:
     """A model of which a matrix is cut: the interpreter takes seconds for it."""
-    for module in (program_optimizer, program_collectives, dealing, cuda_optimizer):
+    for module in (program_optimizer, program_collectives, sharding, cuda_optimizer):
         monkeypatch.setattr(module, "CHUNK", 8192)
     config = config_of(**options)
     return resolved(replace(config, model=replace(config.model, channels=48)), "cuda")
@@ -125,14 +125,14 @@ def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path)
     for row in rows:
         key = (row["program"], row["op"])
         seconds[key] = seconds.get(key, np.zeros(2)) + row["s"]
-    assert not seconds.pop(("optimizer_step", "end_exchange")).any(), "the graph of the backward pass has waited"
+    assert not seconds.pop(("optimizer_step", "wait_all_to_all")).any(), "the graph of the backward pass has waited"
     assert list(seconds) == [
-        ("forward_backward", "begin_exchange"),
-        ("optimizer_step", "add_ranks"),
-        ("optimizer_step", "gather"),
+        ("forward_backward", "start_all_to_all"),
+        ("optimizer_step", "sum_over_ranks"),
+        ("optimizer_step", "all_gather"),
     ]
     assert all(s.min() > 0 for s in seconds.values())
-    begun = [row["s"] for row in rows if row["op"] == "begin_exchange"]
+    begun = [row["s"] for row in rows if row["op"] == "start_all_to_all"]
     assert not any(map(sum, begun[:-1])) and min(begun[-1]) > 0, "the wait at a pass's end is that of what began last"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(profile.FILES.values())
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.build import open_model, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shards_of
 from barellm.checkpoint import checkpoint
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.sharded import ShardedSession
 from tests.distributed.threads import ThreadRanks, each_rank
 
 COUNTS = (1, 2, 3, 4)
@@ -33,7 +33,7 @@ class Rank:
 
     def __init__(self, config, compiled, ranks: ThreadRanks) -> None:
         self.config, self.session, self.ranks = config, compiled.session, ranks
-        self.shares = Shares(compiled.session, *shares_of(config, ranks), ranks)
+        self.shares = ShardedSession(compiled.session, *shards_of(config, ranks), ranks)
 
     def step(self, step: int, before: Callable[[str], None] = lambda program: None) -> None:
         session, rows = self.session, BATCH // self.ranks.count

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.build import open_model, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shards_of
 from barellm.checkpoint import tensorfile
-from barellm.checkpoint.left_out import LeftOut
-from barellm.checkpoint.shares import Shares
+from barellm.checkpoint.error_feedback_state import ErrorFeedbackReader
+from barellm.checkpoint.sharded import ShardedSession
 from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.optim import powersgd
@@ -150,7 +150,7 @@ def saved(config, count: int):
                 micro(session, config, step, 0, first=ranks.rank * rows, rows=rows)
                 update(session, config, step)
             errors = {n: session.read(n) for n in session.tensors if n.endswith(".error")}
-            shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
+            shares = ShardedSession(session, *shards_of(compiled.config, ranks), ranks)
             if ranks.rank:
                 shares.serve()
                 return errors, {}
@@ -177,7 +177,7 @@ def test_a_checkpoint_gives_each_rank_its_error_and_other_numbers_of_ranks_their
     monkeypatch.setattr(tensorfile, "NEAR", 5000)  # rows come in pieces
     config = small()
     before = saved(config, 3)
-    tensors, _ = shares_of(config, Planned(0, 3))
+    tensors, _ = shards_of(config, Planned(0, 3))
     states = {n: t for n, t in tensors.items() if t.role == "state"}
     path = tmp_path / "optimizer.safetensors"
     tensorfile.write(path, Rows(before[0][1]), states)
@@ -187,8 +187,8 @@ def test_a_checkpoint_gives_each_rank_its_error_and_other_numbers_of_ranks_their
         with open_model(config, device="cpu", ranks=ranks) as compiled:
             stored = compiled.session
             if ranks.count > 1:
-                stored = Shares(compiled.session, *shares_of(compiled.config, ranks), ranks)
-            source = LeftOut(stored, compiled.session, ranks, path, suffix=f".{powersgd.ERROR}")
+                stored = ShardedSession(compiled.session, *shards_of(compiled.config, ranks), ranks)
+            source = ErrorFeedbackReader(stored, compiled.session, ranks, path, suffix=f".{powersgd.ERROR}")
             assert source.blocks == 3
             tensorfile.read(path, source, {n: t for n, t in source.tensors.items() if t.role == "state"})
             return {n: compiled.session.read(n) for n, t in compiled.session.tensors.items() if t.role == "state"}
@@ -221,7 +221,7 @@ def test_more_ranks_than_before_begin_with_nothing_left_out(tmp_path):
 
     for rank, expected in ((0, [("w.error", 0, [[0, 1], [2, 3], [4, 5], [6, 7]])]), (1, [])):
         session: Any = Session()
-        source = LeftOut(session, session, Planned(rank, 2), path, suffix=".error")
+        source = ErrorFeedbackReader(session, session, Planned(rank, 2), path, suffix=".error")
         assert source.blocks == 1
         tensorfile.read(path, source, source.tensors)
         assert session.written == expected
@@ -238,7 +238,7 @@ def test_an_error_of_another_shape_is_refused(shape, tmp_path):
             self.tensors = {"w.error": Store().get("w.error", (4, 2), "fp32", "state")}
 
     session: Any = Session()
-    source = LeftOut(session, session, ALONE, path, suffix=".error")
+    source = ErrorFeedbackReader(session, session, ALONE, path, suffix=".error")
     found = re.escape(f"w.error is F32 {shape}, expected F32 (4, 2)")
     with pytest.raises(UserError, match=found):
         tensorfile.read(path, source, source.tensors)
@@ -251,7 +251,7 @@ def test_the_plan_shows_fewer_bytes_between_ranks_and_a_whole_state(capsys):
     def numbers(rank: int):
         config = resolved(config_of(powersgd=rank), "cpu")
         found, _ = plan.report(config, ranks=Planned(0, 2))
-        return found, sum(row["bytes"] for row in found["ops"] if row["op"] in ("exchange", "gather"))
+        return found, sum(row["bytes"] for row in found["ops"] if row["op"] in ("all_to_all", "all_gather"))
 
     (_, many), (compressed, few) = numbers(0), numbers(RANK)
     assert few < many / 10
@@ -260,7 +260,7 @@ def test_the_plan_shows_fewer_bytes_between_ranks_and_a_whole_state(capsys):
     extra = compressed["memory"]["optimizer_state"] - dealt
     assert extra == pytest.approx(4 * matrices, rel=0.05), "an error for each element of a matrix, and no shares"
     names = {row["op"] for row in compressed["ops"]}
-    assert {"factor", "householder", "feedback", "exchange", "add_ranks", "gather"} <= names
+    assert {"factor", "householder", "feedback", "all_to_all", "sum_over_ranks", "all_gather"} <= names
     sizes = ("--model.layers", "1", "--model.channels", "64", "--model.heads", "2", "--batch", "4", "--seq", "16")
     assert main(["plan", "shakespeare-char", *sizes, "--ranks", "2", "--optim.powersgd", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["of_each_rank"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.build import open_model, resolved, shares_of
-from barellm.checkpoint.shares import Shares
+from barellm.assembly.build import open_model, resolved, shards_of
+from barellm.checkpoint.sharded import ShardedSession
 from barellm.cpu import step as cpu_step
 from barellm.distributed.memory import can_read
 from barellm.program.dtypes import FORMATS
@@ -64,7 +64,7 @@ def trained(config, ranks, device: str):
             for number in range(config.train.accumulate):
                 micro(session, config, step, number, first=ranks.rank * rows, rows=rows)
             update(session, config, step)
-        shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
+        shares = ShardedSession(session, *shards_of(compiled.config, ranks), ranks)
         if ranks.rank:
             shares.serve()
             whole = {}
@@ -139,7 +139,7 @@ WAYS = ("", "behind", "read") if readable else ("", "behind")
 def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, way, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     # The norm of the gradients of all ranks is found in memory, as ranks find it.
-    monkeypatch.setattr(cpu_step, "summed_where_stored", lambda programs, takes: (programs, {}))
+    monkeypatch.setattr(cpu_step, "fuse_grad_norm", lambda programs, takes: (programs, {}))
     config = resolved(config_of(**options, overlap=way != "behind"), device)
     whole, read, clip, nbytes = oracle(config, count, device)
     results = each_rank(count, lambda ranks: trained(config, ranks, device), direct=way == "read")
@@ -254,7 +254,7 @@ def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
 
     def loaded(ranks):
         with open_model(config, device="cpu", ranks=ranks) as compiled:
-            shares = Shares(compiled.session, *shares_of(compiled.config, ranks), ranks)
+            shares = ShardedSession(compiled.session, *shards_of(compiled.config, ranks), ranks)
             for name, t in shares.tensors.items():
                 for lo in range(0, int(t.shape[0]), 7):
                     shares.write_rows(name, lo, given[name][lo : lo + 7])

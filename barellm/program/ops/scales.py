@@ -15,7 +15,7 @@ import numpy as np
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.exponents import SUMS, Exponents
+from barellm.program.ops.exponent_stats import SUMS, ExponentStats
 from barellm.program.ops.fp8 import Quantise, Quantised
 from barellm.program.tensor import Tensor, describe
 
@@ -28,7 +28,7 @@ FARTHEST = 64  # of largest exponents, so that all numbers below are normal in f
 FIRST, LAST = 4, 1024  # updates after so many micro-batches, then after twice as many, at last after every LAST
 
 
-class Measure(Exponents):
+class Measure(ExponentStats):
     """The same, in any case: nothing is fused that would keep x from memory."""
 
     name = "measure"

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 # Elements of a share that are exchanged at once: what arrives should still be in a cache when it is added. Exchanges of 32 MB made
 # steps of gpt2-124m on two ranks 1.07 times as long.
-TOGETHER = 1 << 20
-EARLY_ROUNDS = (
+BUCKET_ELEMENTS = 1 << 20
+MIN_BUCKETS = (
     32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
 )
 Part = tuple[int, int]  # elements of a tensor, from and to
 
 
 @dataclass(frozen=True)
-class Dealing:
+class OptimizerSharding:
     """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: gradients begin to travel while the
-    backward pass goes on (`depart`)."""
+    backward pass goes on (`start_reduce_scatter`)."""
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
-    early: bool = False
+    overlap: bool = False
 
     def own(self, param: Tensor) -> Tensor | None:
         """This rank's share of a parameter: the tensor itself, a span of it, or nothing."""
@@ -48,64 +48,64 @@ class Dealing:
         from barellm.program import ops
 
         ranks = self.ranks
-        if self.early:
-            self._arrive(p, params)
+        if self.overlap:
+            self._wait_reduce_scatter(p, params)
             return
-        for pieces in self._rounds(params):
+        for pieces in self._buckets(params):
             sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sent)}
             operands["to"] = [(rank,) for _, rank in sent]
             owned = [p.gradient_of(t) for t in pieces[ranks.rank]]
-            found = p.apply(ops.Exchange, **operands, own=[t.size for t in owned], ranks=ranks)
+            found = p.apply(ops.AllToAll, **operands, own=[t.size for t in owned], ranks=ranks)
             for own, parts in zip(owned, found.outputs.values(), strict=True):
-                p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
+                p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
-    def depart(self, p: Program, params: Sequence[Tensor]) -> None:
+    def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append to the backward pass what sends the gradients of `params` on their way, each as soon as it is whole, where they
         are `early`. All ranks send a round when all its gradients are whole, those of their own share too: so all in one order."""
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._early_rounds(params)):
+        for number, pieces in enumerate(self._overlapped_buckets(params)):
             all_ = [(t, (rank,) if rank != ranks.rank else ()) for rank, theirs in enumerate(pieces) for t in theirs]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(all_)}
-            arrived = self._arrived(p, number, pieces)
+            buffers = self._receive_buffers(p, number, pieces)
             how: dict[str, Any] = {"to": [to for _, to in all_], "own": [t.size for t in pieces[ranks.rank]]}
-            into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
+            into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
             with p.segment(_place(pieces)):
-                p.apply(ops.BeginExchange, into=into, **operands, **how, number=number, ranks=ranks)
+                p.apply(ops.StartAllToAll, into=into, **operands, **how, number=number, ranks=ranks)
 
-    def _arrive(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what waits for each round that `depart` has begun, and adds it."""
+    def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append what waits for each round that `start_reduce_scatter` has begun, and adds it."""
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._early_rounds(params)):
-            arrived = self._arrived(p, number, pieces)
+        for number, pieces in enumerate(self._overlapped_buckets(params)):
+            buffers = self._receive_buffers(p, number, pieces)
             with p.segment(_place(pieces)):
-                operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(arrived)}
-                into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
-                p.apply(ops.EndExchange, into=into, **operands, number=number, ranks=ranks)
-                for t, others in zip(pieces[ranks.rank], arrived, strict=True):
+                operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(buffers)}
+                into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
+                p.apply(ops.WaitAllToAll, into=into, **operands, number=number, ranks=ranks)
+                for t, others in zip(pieces[ranks.rank], buffers, strict=True):
                     own = p.gradient_of(t)
-                    p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
+                    p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
 
-    def _early_rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    def _overlapped_buckets(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
         """Rounds in about the order in which a backward pass ends with gradients: that of the forward pass, from its end."""
         share = sum(t.size for t in params) // self.ranks.count
-        return self._rounds(list(reversed(params)), min(TOGETHER, max(share // EARLY_ROUNDS, CHUNK)))
+        return self._buckets(list(reversed(params)), min(BUCKET_ELEMENTS, max(share // MIN_BUCKETS, CHUNK)))
 
-    def _arrived(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _receive_buffers(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The places where a round's pieces of this rank's share arrive, which nobody else uses between two steps."""
         others = self.ranks.count - 1
         return [
             p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
         ]
 
-    def _rounds(self, params: Sequence[Tensor], together: int = TOGETHER) -> Iterator[list[list[Tensor]]]:
+    def _buckets(self, params: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[list[Tensor]]]:
         """The pieces of each rank's share that are exchanged at once, by rank: so many elements for each."""
         shares = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
-        of_ranks = [list(_rounds(share, together)) for share in shares]
+        of_ranks = [list(_buckets(share, elements)) for share in shares]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
@@ -113,14 +113,14 @@ class Dealing:
         """Append the sums of the gradients over the ranks, and what finds the partial sums of their squares."""
         found = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
         if self.ranks.direct:
-            self._sum_shares(p, params, found)
+            self._reduce_scatter(p, params, found)
         else:
             self.reduce(p, params)
             self._squares(p, params, found)
         self._gather(p, [(t, self._chunks(param)) for t, param in zip(found, params, strict=True)])
         return found
 
-    def _sum_shares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
+    def _reduce_scatter(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
         """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
         part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
         from barellm.program import ops
@@ -131,7 +131,7 @@ class Dealing:
             meets = (number == 0, number == len(groups) - 1)
             largest = max((t for t, _ in group), key=lambda t: t.size)
             with p.segment(_place([[largest]])):
-                p.apply(ops.SumShares, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
+                p.apply(ops.ReduceScatter, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
 
     def _groups(self, params: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Runs of parameters, each of one part of the model, or of a few where one of them has nothing for one of the ranks: what
@@ -188,7 +188,7 @@ class Dealing:
 
         return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
-    def give(self, p: Program, params: Sequence[Tensor]) -> None:
+    def all_gather_parameters(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append what gives each rank the parameters that the others have updated."""
         self._gather(p, [(t, self.parts[t.name]) for t in params])
 
@@ -201,7 +201,7 @@ class Dealing:
         wanted = [(source, t, parts[source]) for t, parts in shares for source in range(count) if source != rank]
         received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
         p.apply(
-            ops.Gather,
+            ops.AllGather,
             into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": t for i, t in enumerate(sent)},
             to=[tuple(other for other in range(count) if other != rank)] * len(sent),
@@ -212,7 +212,9 @@ class Dealing:
         )
 
 
-def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> Dealing:
+def shard_parameters(
+    ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False
+) -> OptimizerSharding:
     """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
     to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
     goes to ranks that have least. `overlap`: ranks that send messages begin while the backward pass goes on."""
@@ -232,7 +234,7 @@ def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overla
             parts[t.name].append((at, end))
             held[rank] += end - at
             at = end
-    return Dealing(ranks, parts, early=overlap and not ranks.direct)
+    return OptimizerSharding(ranks, parts, overlap=overlap and not ranks.direct)
 
 
 def _place(pieces: Sequence[Sequence[Tensor]]) -> str:
@@ -258,10 +260,10 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
     return t if count == t.size else Span(t, first, count)
 
 
-def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[list[Tensor]]:
+def _buckets(share: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
     """A share, cut into runs of so many elements."""
     found: list[Tensor] = []
-    room = together
+    room = elements
     for t, (first, end) in share:
         while first < end:
             count = min(room, end - first)
@@ -271,6 +273,6 @@ def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[lis
             first, room = first + count, room - count
             if room == 0:
                 yield found
-                found, room = [], together
+                found, room = [], elements
     if found:
         yield found

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Request = tuple[str, int, int]  # a tensor, and its elements from and to
 
 
-class Shares:
+class ShardedSession:
     """A session of one rank as if it had all. `tensors`: every parameter and state, as one process has it. `parts`: the elements
     [from, to) of each that each rank holds; what is not in it is on every rank the same. Of a parameter all ranks have something,
     which may be rounded, and the rank that holds it has it exactly. `beside`: threads read it, beside the run."""
@@ -40,7 +40,7 @@ class Shares:
         self.tensors = dict(tensors)
         self._session, self._parts, self._ranks, self._beside = session, parts, ranks, beside
 
-    def snapshot(self, names: Collection[str], *, threads: int) -> tuple[Shares, Snapshot]:
+    def snapshot(self, names: Collection[str], *, threads: int) -> tuple[ShardedSession, Snapshot]:
         """What these tensors are now, as a thread of each rank saves it, and the part of that which this rank has."""
         pieces = []
         for name, lo, hi in pieces_of(self.tensors, names):
@@ -50,7 +50,7 @@ class Shares:
             if a < b:
                 pieces.append((name, *self._rows(name, a, b)))
         found = Snapshot(self._session, pieces, threads=threads, waits=False)
-        return Shares(found, self.tensors, self._parts, self._ranks, beside=True), found  # pyright: ignore[reportArgumentType]
+        return ShardedSession(found, self.tensors, self._parts, self._ranks, beside=True), found  # pyright: ignore[reportArgumentType]
 
     def _part(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of a tensor, from and to, that a rank gives to a checkpoint."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from barellm.runtime.session import Session
 
 
-class LeftOut:
+class ErrorFeedbackReader:
     """A session as a checkpoint's reader sees it: `stored`, which has all of a run's tensors, but for those whose names end with
     `suffix`. They have as many blocks of rows as ranks wrote the file, and go to `session`, which is this rank's."""
 
