@@ -1,8 +1,8 @@
-"""Loading what compressed gradients have left out, of which each rank has its own (optim/powersgd.py).
+"""Loading the error feedback of compressed gradients (PowerSGD, Vogels et al. 2019), of which each rank has its own.
 
 A checkpoint has the errors of all ranks one below the other. As many ranks as before get theirs back, to the bit. Other numbers of
-ranks get sums: what rank r of V had goes to rank r mod W. The sum over all ranks, which is what the training goes on with, stays
-the same but for rounding; the bits do not.
+ranks get sums: the error of rank r of V goes to rank r mod W. The sum over all ranks, with which the training continues, stays the
+same but for rounding; the bits do not.
 """
 
 from __future__ import annotations

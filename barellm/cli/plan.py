@@ -21,22 +21,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's peaks and show the bound of a step: the time that no step can beat",
+        help="measure this machine's peaks and show the roofline of a step: the time that no step can beat",
     )
     parser.add_argument(
-        "--card", metavar="NAME", help="show the bound of a step by the published rates of a card: h100, h200"
+        "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
     )
     parser.add_argument(
+        "--gemm",
         "--product",
+        dest="gemm",
         type=int,
         nargs=3,
         metavar=("M", "N", "K"),
-        help="with --device cuda: only how a product of M rows, N columns and depth K is cut, and its two gradients",
+        help="with --device cuda: only the tiling of one GEMM of M x N x K, and of its dgrad and wgrad",
     )
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="with --device cuda: compile the products' kernels, to know how many blocks a multiprocessor holds",
+        help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks a multiprocessor holds)",
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
@@ -52,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.4,
         metavar="SHARE",
-        help="with --link: the share of the peak that a rank's products reach (default: 0.4)",
+        help="with --link: the MFU of a rank: the share of the peak that its GEMMs reach (default: 0.4)",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.plans import devices, plan
 
     devices.check(args.device)
-    for name in ("product", "compile"):
+    for name in ("gemm", "compile"):
         if getattr(args, name) and args.device != "cuda":
             raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
     config = configuration(args)
@@ -85,14 +87,14 @@ def run(args: argparse.Namespace) -> int:
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
     if args.link:
         return _scale(args, config, ceiling)
-    if args.product:
-        return _one_product(args, config.train.dtype)
+    if args.gemm:
+        return _one_gemm(args, config.train.dtype)
     ranks = _ranks(args, config)
     numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks)
     if 1 < ranks.count <= MOST_SHOWN:
         numbers["of_each_rank"] = plan.of_each_rank(config, ranks.count)
-    cuts, lines = _products(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
-    numbers |= {"products": cuts} if cuts else {}
+    tilings, lines = _gemms(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
+    numbers |= {"gemms": tilings} if tilings else {}
     if args.json:
         more = ({"map": plan.memory_map(built)} if args.map else {}) | (
             {"optimizers": plan.optimizers(built, config)} if args.optim else {}
@@ -137,31 +139,31 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
     return 0
 
 
-def _one_product(args: argparse.Namespace, dtype: str) -> int:
-    """Print how the product of --product and its gradients are cut."""
+def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
+    """Print the tiling of the GEMM of --gemm and of its gradients."""
     import json
 
     from barellm.cuda.kernel import Sizes
     from barellm.plans import devices, waves
 
-    M, N, K = args.product
+    M, N, K = args.gemm
     if min(M, N, K) < 1:
-        raise UserError(f"--product is {M} {N} {K}, expected sizes of at least 1")
-    built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, "cuda")
-    cuts, lines = _cuts(args, built, ["product"], Sizes(batch=M))
-    print(json.dumps({"dtype": dtype, **built.machine, "products": cuts}) if args.json else "\n".join(lines))
+        raise UserError(f"--gemm is {M} {N} {K}, expected sizes of at least 1")
+    built = devices.lower({"gemm": waves.one_gemm(M, N, K, dtype)}, "cuda")
+    tilings, lines = _tilings(args, built, ["gemm"], Sizes(batch=M))
+    print(json.dumps({"dtype": dtype, **built.machine, "gemms": tilings}) if args.json else "\n".join(lines))
     return 0
 
 
-def _products(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
-    """The products of a step, as JSON has them and in lines."""
+def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
+    """The GEMMs of a step, as JSON has them and in lines."""
     from barellm.cuda.kernel import Sizes
 
-    cuts, lines = _cuts(args, built, step, Sizes(config.train.batch, config.train.seq))
-    return cuts, ["", *lines]
+    tilings, lines = _tilings(args, built, step, Sizes(config.train.batch, config.train.seq))
+    return tilings, ["", *lines]
 
 
-def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
+def _tilings(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
     from barellm.plans import devices, waves
 
     card = args.card or "h100"
@@ -170,12 +172,12 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
         from barellm.cuda.compile import compiled
 
         codes = compiled(waves.specifications(built, programs), built.target.arch, processes=2)
-    found = waves.products(built, programs, sizes, codes)
-    cuts = [{**cut.to_json(sheet), "count": count, "card": card} for cut, count in found.items()]
-    about = f"products on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
+    found = waves.gemms(built, programs, sizes, codes)
+    tilings = [{**tiling.to_json(sheet), "count": count, "card": card} for tiling, count in found.items()]
+    about = f"GEMMs on {built.target.sms} multiprocessors; roofline by {card}'s data sheet"
     others = ", ".join(f"{name} {count}" for name, count in waves.uncounted(built, programs).items())
     lines = [about, *waves.table(found, sheet, known=args.compile)]
-    return cuts, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
+    return tilings, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
@@ -189,18 +191,18 @@ def _tables(n: dict[str, Any]) -> list[str]:
         f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
     ]
     rows = [(name.replace("_", " "), nbytes) for name, nbytes in n["memory"].items() if nbytes]
-    rows.append(("arena", n["arena_bytes"]))
+    rows.append(("memory pool", n["arena_bytes"]))
     lines += [f"  {name:<26}{nbytes:>18,}{nbytes / 2**20:>12.1f}" for name, nbytes in rows]
     lines += [
-        f"  most alive at one time: {n['live_peak_bytes']:,} bytes (arena / that: {n['ratio']:.4f}), in {n['peak_at']['program']}",
+        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f}), in {n['peak_at']['program']}",
         f"  at {n['peak_at']['op']}",
         f"  {_fits(n)}",
         *(
-            f"  rank {rank}: optimizer state {row['optimizer_state']:,}, arena {row['arena_bytes']:,} bytes"
+            f"  rank {rank}: optimizer state {row['optimizer_state']:,}, memory pool {row['arena_bytes']:,} bytes"
             for rank, row in enumerate(n.get("of_each_rank", ()))
         ),
         "",
-        f"{'by family, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
+        f"{'by op class, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
     ]
     lines += [
         f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}"
@@ -209,7 +211,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
     timed = "expected_s" in n
     lines += [
         "",
-        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  at least ms" if timed else ""),
+        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else ""),
     ]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
@@ -226,7 +228,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
         speed = n["tokens"] / n["expected_s"]
         lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
-        lines += [f"at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
+        lines += [f"roofline: at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
     return lines
 
 
@@ -237,11 +239,11 @@ def _fits(n: dict[str, Any]) -> str:
 
 
 def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, its highest rate, what else it is told"]
+    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, peak learning rate, other settings"]
     for r in rows:
-        told = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+        settings = ", ".join(f"{name} {value}" for name, value in r["options"].items())
         shape = " x ".join(str(n) for n in r["shape"])
-        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {told}")
+        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {settings}")
     return lines
 
 

@@ -1,10 +1,10 @@
-"""Which rank updates what, where a run has several: ZeRO's first stage (Rajbhandari et al. 2020).
+"""Sharding of the optimizer state over ranks: ZeRO stage 1 (Rajbhandari et al. 2020).
 
-Each rank holds the whole model and its gradient, but the optimizer's state of its own share only. A step ends so: each rank
-gets the gradient of its share, added up over all ranks in their order; the norm is found from all shares; each rank updates its
-own; and the new weights are given to all.
+Each rank holds the whole model and its gradient, but the optimizer state of its own shard only. A step ends so: the gradients are
+reduce-scattered, summed in rank order; the gradient norm is found from all shards; each rank updates its shard; the new weights are
+all-gathered.
 
-Shares are cut where the partial sums of the norm are, so that these, and with them the norm and its bits, are those of one process.
+Shards are cut where the partial sums of the norm are, so that these, and with them the norm and its bits, are those of one process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.tensor import Tensor
 
-# Elements of a share that are exchanged at once: what arrives should still be in a cache when it is added. Exchanges of 32 MB made
-# steps of gpt2-124m on two ranks 1.07 times as long.
+# Elements of a bucket, for each rank: what arrives should still be in a cache when it is added. Buckets of 32 MB made steps of
+# gpt2-124m on two ranks 1.07 times as long.
 BUCKET_ELEMENTS = 1 << 20
 MIN_BUCKETS = (
     32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
@@ -32,19 +32,19 @@ Part = tuple[int, int]  # elements of a tensor, from and to
 
 @dataclass(frozen=True)
 class OptimizerSharding:
-    """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: gradients begin to travel while the
-    backward pass goes on (`start_reduce_scatter`)."""
+    """`parts`: of each parameter, by its name, the elements that each rank updates. `overlap`: the reduce-scatter overlaps the
+    backward pass (`start_reduce_scatter`)."""
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
     overlap: bool = False
 
     def own(self, param: Tensor) -> Tensor | None:
-        """This rank's share of a parameter: the tensor itself, a span of it, or nothing."""
+        """This rank's shard of a parameter: the tensor itself, a span of it, or nothing."""
         return _cut(param, self.parts[param.name][self.ranks.rank])
 
     def reduce(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what makes this rank's share of the gradients of `params` the sum over all ranks."""
+        """Append the reduce-scatter of the gradients of `params`: this rank's shard becomes the sum over all ranks."""
         from barellm.program import ops
 
         ranks = self.ranks
@@ -61,8 +61,8 @@ class OptimizerSharding:
                 p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
     def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append to the backward pass what sends the gradients of `params` on their way, each as soon as it is whole, where they
-        are `early`. All ranks send a round when all its gradients are whole, those of their own share too: so all in one order."""
+        """Append to the backward pass what starts the reduce-scatter of each bucket of `params` as soon as its gradients are
+        complete, those of this rank's shard too: so all ranks start buckets in one order."""
         from barellm.program import ops
 
         ranks = self.ranks
@@ -76,7 +76,7 @@ class OptimizerSharding:
                 p.apply(ops.StartAllToAll, into=into, **operands, **how, number=number, ranks=ranks)
 
     def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what waits for each round that `start_reduce_scatter` has begun, and adds it."""
+        """Append what waits for each bucket that `start_reduce_scatter` has started, and adds it."""
         from barellm.program import ops
 
         ranks = self.ranks
@@ -91,19 +91,19 @@ class OptimizerSharding:
                     p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
 
     def _overlapped_buckets(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
-        """Rounds in about the order in which a backward pass ends with gradients: that of the forward pass, from its end."""
+        """Buckets in about the order in which a backward pass completes gradients: that of the forward pass, from its end."""
         share = sum(t.size for t in params) // self.ranks.count
         return self._buckets(list(reversed(params)), min(BUCKET_ELEMENTS, max(share // MIN_BUCKETS, CHUNK)))
 
     def _receive_buffers(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The places where a round's pieces of this rank's share arrive, which nobody else uses between two steps."""
+        """The receive buffers of a bucket's pieces of this rank's shard, which nobody else uses between two steps."""
         others = self.ranks.count - 1
         return [
             p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
         ]
 
     def _buckets(self, params: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[list[Tensor]]]:
-        """The pieces of each rank's share that are exchanged at once, by rank: so many elements for each."""
+        """The buckets: the pieces of each rank's shard that are exchanged at once, by rank, so many elements for each."""
         shares = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
         of_ranks = [list(_buckets(share, elements)) for share in shares]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
@@ -121,8 +121,8 @@ class OptimizerSharding:
         return found
 
     def _reduce_scatter(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
-        """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
-        part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
+        """The sums and the partial sums of squares of this rank's shard, of what it reads of the others' memory: an op for each
+        part of the model. There is a barrier before the first, when all have their gradients, and after the last."""
         from barellm.program import ops
 
         groups = self._groups(list(zip(params, partials, strict=True)))
@@ -189,7 +189,7 @@ class OptimizerSharding:
         return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
     def all_gather_parameters(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append what gives each rank the parameters that the others have updated."""
+        """Append the all-gather of the updated parameters."""
         self._gather(p, [(t, self.parts[t.name]) for t in params])
 
     def _gather(self, p: Program, shares: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
@@ -215,9 +215,9 @@ class OptimizerSharding:
 def shard_parameters(
     ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False
 ) -> OptimizerSharding:
-    """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
-    to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
-    goes to ranks that have least. `overlap`: ranks that send messages begin while the backward pass goes on."""
+    """Parameters of `whole` are updated by one rank each: those that cost most are assigned first, each to the rank that has
+    least to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
+    goes to ranks that have least. `overlap`: with message passing, the reduce-scatter overlaps the backward pass."""
     parts: dict[str, list[Part]] = {}
     load = [0.0] * ranks.count
     for t in sorted(whole, key=_cost, reverse=True):
@@ -261,7 +261,7 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
 
 
 def _buckets(share: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
-    """A share, cut into runs of so many elements."""
+    """A shard, cut into runs of so many elements."""
     found: list[Tensor] = []
     room = elements
     for t, (first, end) in share:

@@ -43,7 +43,7 @@ class Format:
 
     @property
     def operand(self) -> str:
-        """The format that a product reads: that of the first plane."""
+        """The format that a matmul reads: that of the first plane."""
         return self.planes[0] if self.planes else self.name
 
     @property
@@ -192,7 +192,7 @@ def bf16_u16_to_fp32(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes in which a program computes. `operands` is that of the operands of products and of the activations between them,
+    """The dtypes in which a program computes. `operands` is that of the operands of matmuls and of the activations between them,
     `weights` that of matrices, and `stream` that of the residual stream and its gradient. Where `scaled` is set, the loss is
     multiplied by a scale that follows the gradients (`program.loss_scale`), because those of fp16 would vanish. Statistics, sums
     and the gradients of parameters are always fp32."""

@@ -1,4 +1,4 @@
-"""How much of a tensor is too large or too small for a format, by the histogram of its exponents (`program.ops.exponent_stats`)."""
+"""Saturation and underflow of a tensor in a format, by the histogram of its exponents (`program.ops.exponent_stats`)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TensorStats:
         return (above + self.not_finite) / max(1, self.size)
 
     def flushed(self, name: str, scale: float = 1.0) -> float:
-        """The share of the elements that are not zero and become zero when they are multiplied by `scale` and rounded to the
+        """The share of nonzero elements that underflow: become zero when they are multiplied by `scale` and rounded to the
         nearest number of the format. It is exact where the scale is a power of two."""
         limit = FORMAT_RANGES[name].least / 2 / scale
         return (self.finite - self.zeros - self._above(limit)) / max(1, self.size)

@@ -1,7 +1,7 @@
-"""Histograms of the exponents of everything in a training step, written while the step runs.
+"""Exponent statistics (dynamic range) of every tensor in a training step, collected while the step runs.
 
-Activations and their gradients are in memory for a part of the step only. So the ops that look at them are put into a program right
-behind those that write them. They all write columns of two tensors that stay in the arena.
+Activations and their gradients are in memory for a part of the step only. So the `exponent_stats` ops are put into a program right
+behind those that write what they read. They all write columns of two tensors that stay in the arena.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
                 factor_of = products.get(op.inputs.get("x")) if isinstance(op, Rescale) else None
                 name = own = factor_of or _name(op, slot, t)
                 number = 1
-                # What a bias or a factor makes of a product takes its place.
+                # What a bias or a factor makes of a matmul takes its place.
                 while name in made and made[name][0] not in op.inputs.values():
                     number += 1
                     name = f"{own}.{number}"

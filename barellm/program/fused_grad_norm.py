@@ -1,8 +1,8 @@
-"""Squares of gradients, summed where the gradients are stored instead of where the norm is wanted.
+"""Fusing the gradient norm into weight-gradient kernels: squares are summed where gradients are stored.
 
-An update reads each gradient twice: for the norm, and to change the weight. The first time can be spared where the kernel of a
-product adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums, and those
-of the last one are those of the gradient that the update finds.
+An optimizer step reads each gradient twice: for the norm, and to change the weight. The first read is spared where the kernel that
+stores a gradient adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums,
+and those of the last one are those of the gradient that the optimizer step finds.
 """
 
 from __future__ import annotations

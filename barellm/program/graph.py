@@ -20,7 +20,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as products do
+        self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
         have = self.tensors.get(name)
@@ -195,7 +195,7 @@ class Graph:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs at the planned maximum sizes: products with weights, causal attention, no recompute."""
+        """Model FLOPs at the planned maximum sizes: matmuls with weights, causal attention, no recompute."""
         return sum(op.flops() for op in self.ops if op.counted and not op.recomputed)
 
     @property

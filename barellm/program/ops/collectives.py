@@ -1,9 +1,9 @@
-"""What the ranks of a run do together: ranks are processes that each hold a whole model and a share of its optimizer's state.
+"""Collectives among ranks: reduce-scatter of gradients, all-gather of updated weights (ZeRO-1). A rank is a process that holds the
+whole model and a shard of the optimizer state.
 
-A gradient is summed where it is needed: every rank gets, for its own share, the gradients that the others have found
-(`AllToAll`, or `StartAllToAll` and `WaitAllToAll` where they travel while the backward pass goes on), and adds them to its own in
-the order of the ranks (`SumOverRanks`), so that the sum's bits depend on nothing else.
-After the update each share is given to all (`AllGather`).
+With message passing a reduce-scatter is an all-to-all (`AllToAll`; `StartAllToAll` and `WaitAllToAll` where it overlaps the
+backward pass), then a local sum in rank order (`SumOverRanks`), so that the bits of the sum depend on nothing else. Ranks that
+read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = Mapping[str, Sequence[np.ndarray]]
 
 
 class Transfer(Op):
-    """Tensors travel between ranks. Input number i goes to the ranks `to[i]`. What one rank sends to another arrives in the
+    """Point-to-point messages between ranks. Input number i is sent to the ranks `to[i]`. Messages between two ranks arrive in the
     order of the inputs, so the programs of all ranks name tensors in one order."""
 
     def departing(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
@@ -53,8 +53,9 @@ class Transfer(Op):
 
 
 class AllToAll(Transfer):
-    """Each rank's part of a gradient goes to that rank: y_i (ranks - 1, n_i) has what the others have found for this rank's
-    elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is given."""
+    """All-to-all: each rank gets its shard of a gradient from all others. y_i (ranks - 1, n_i) has what the others have found for
+    this rank's elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is
+    given."""
 
     name = "all_to_all"
 
@@ -71,9 +72,9 @@ class AllToAll(Transfer):
 
 
 class StartAllToAll(AllToAll):
-    """The same, begun in the last micro-batch of a step (the scalar `last`) as soon as these gradients are whole, and not waited
-    for: `WaitAllToAll` of the same `number` does that. y_i are caches. It stands behind the ops that find the gradients, and no op
-    is fused another way because of it."""
+    """The nonblocking all-to-all, started in the last micro-batch of a step (the scalar `last`) as soon as these gradients are
+    complete: `WaitAllToAll` of the same `number` waits for it. y_i are receive buffers. It stands behind the ops that find the
+    gradients, and no op is fused another way because of it."""
 
     name = "start_all_to_all"
     scalars = ("last",)
@@ -86,7 +87,7 @@ class StartAllToAll(AllToAll):
 
 
 class WaitAllToAll(Op):
-    """Waits until the exchange `number` is over. y_i is x_i, into which it has written meanwhile."""
+    """Waits until the all-to-all `number` has completed. y_i is x_i, into which it has written meanwhile."""
 
     name = "wait_all_to_all"
 
@@ -102,9 +103,9 @@ class WaitAllToAll(Op):
 
 
 class AllGather(Transfer):
-    """Each rank's parts of some tensors go to all others, to the same places: output number i comes from rank `source[i]` and has
-    the shape and dtype `specs[i]`. Of a parameter with two planes the one travels that products read, and both if the parameter is
-    in `exact`: somebody reads it as it is."""
+    """All-gather: each rank's shards of some tensors go to all others, to the same places: output number i comes from rank
+    `source[i]` and has the shape and dtype `specs[i]`. Of a parameter with two planes the one travels that matmuls read, and both
+    if the parameter is in `exact`: somebody reads it as it is."""
 
     name = "all_gather"
 
@@ -140,7 +141,7 @@ def _added(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:
 
 
 class SumOverRanks(Op):
-    """y = what all ranks have found, added in their order: `own` is this one's, and `others` (ranks - 1, n) has the rest."""
+    """y = the sum over ranks, in rank order: `own` is this rank's term, and `others` (ranks - 1, n) has the rest."""
 
     name = "sum_over_ranks"
 
@@ -157,10 +158,11 @@ class SumOverRanks(Op):
 
 
 class ReduceScatter(Transfer):
-    """y_i = what all ranks have found for this rank's share own_i, added in their order, and p_i = the partial sums of squares of
-    y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no shares go to the ranks `to`, those that
-    are to none. What all have for one rank is in one order: that of its shares. `meets`: whether the ranks meet before it and
-    after it, where the op is one of several that do this for parts of the model; both, unless it says so."""
+    """Reduce-scatter by reading the other ranks' memory: y_i = the sum over ranks, in rank order, of this rank's shard own_i, and
+    p_i = the partial sums of squares of y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no
+    shares go to the ranks `to`, those that are to none. What all have for one rank is in one order: that of its shares. `meets`:
+    whether there is a barrier before it and after it, where the op is one of several that do this for parts of the model; both,
+    unless it says so."""
 
     name = "reduce_scatter"
 
