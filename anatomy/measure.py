@@ -17,7 +17,7 @@ import numpy as np
 
 from anatomy import cpu, memory
 from anatomy.rung import RUNGS, Rung
-from barellm.bench.peers import machine
+from barellm.bench.baselines import machine
 from barellm.cpu import isa as isas
 from barellm.cpu import jit, processor
 from barellm.cpu.backend import Bench

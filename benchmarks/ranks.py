@@ -18,7 +18,7 @@ from statistics import median
 
 from barellm import models
 from barellm.assembly.build import resolved
-from barellm.bench.turns import Variant, interleave
+from barellm.bench.interleaved import Variant, interleave
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus
 from barellm.distributed.launch import mpiexec

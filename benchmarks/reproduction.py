@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from barellm import overrides
-from barellm.bench import peers
-from barellm.bench.turns import Variant, interleave
+from barellm.bench import baselines
+from barellm.bench.interleaved import Variant, interleave
 from barellm.checkpoint.checkpoint import read_json
 from barellm.config import Config
 
@@ -63,12 +63,12 @@ def variants(config: Config) -> list[Variant]:
         for key in ("layers", "heads", "d_model"):
             words.append(f"--{key}={getattr(config.model, key)}")
         words += [f"--batch={config.train.micro_batch_size}", f"--seq={config.train.seq}"]
-        script = [sys.executable, str(peers.peer_script("torch_chapters.py")), *words]
+        script = [sys.executable, str(baselines.baseline_script("torch_chapters.py")), *words]
         made.append(
-            Variant(f"PyTorch: {name}", script, peers.environments()["tuned"]["set"], "memory kept, huge pages")
+            Variant(f"PyTorch: {name}", script, baselines.environments()["tuned"]["set"], "memory kept, huge pages")
         )
     for name, unfused, changes in RUNGS:
-        variant = peers.ours(overrides.changed(config, changes), name=f"barellm: {name}")
+        variant = baselines.ours(overrides.changed(config, changes), name=f"barellm: {name}")
         if unfused:
             variant.command[2] = "benchmarks.unfused"
         made.append(variant)
@@ -79,7 +79,7 @@ def steps(rounds: int) -> None:
     config, load = recipe(), os.getloadavg()
     made = variants(config)
     count = interleave(made, rounds=rounds, report=print)
-    facts = peers.description("reproduction", config) | {"rounds": rounds, "steps_per_turn": count}
+    facts = baselines.description("reproduction", config) | {"rounds": rounds, "steps_per_turn": count}
     rows = [v.to_json(ROOT) for v in made]
     STEPS.write_text(json.dumps(facts | {"load_before": load, "load_after": os.getloadavg(), "variants": rows}) + "\n")
     for v in made:
@@ -130,7 +130,7 @@ def curve(run: Path) -> None:
     with torch.no_grad():
         sums = [(model.loss(x, y, 1.0).item(), int((y >= 0).sum())) for x, y in part.batches(t.micro_batch_size)]
     found = {
-        **peers.description("reproduction-curve", config),
+        **baselines.description("reproduction-curve", config),
         "tokens_evaluated": sum(count for _, count in sums),
         "ours": [ours[step + 1] for step in range(t.steps)],
         "theirs": theirs,

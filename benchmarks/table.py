@@ -28,7 +28,7 @@ PROCESSORS = {"": "two cores of Zen 4", "xeon-amx": "two cores of an Intel Xeon 
 def peers_table(results: dict[str, dict]) -> list[str]:
     """One row per measured shape; ratios are the peer's median over ours, so more than 1 means that we are faster."""
     names = list(dict.fromkeys(name for r in results.values() for name in r["ratios"]))
-    head = ["step", "ours", "tokens/s", "% of bound", *names, "samples"]
+    head = ["step", "ours", "tokens/s", "% of roofline", *names, "samples"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for file, r in results.items():
         ratios = [f"{r['ratios'][name]:.2f}x" if name in r["ratios"] else "" for name in names]
@@ -71,7 +71,7 @@ def machine_line(results: dict[str, dict]) -> list[str]:
         torch = [f"PyTorch {v['version']}; " for v in r["variants"] if "version" in v][:1]
         lines.append(
             f"{_what(r)}: {m['processor']}, {m['cores']} cores, {m['isa']}; measured {peaks}; {rates}; {''.join(torch)}"
-            f"{r['date'][:10]}; median of {r['rounds']} interleaved turns of {_many(r['steps_per_turn'], 'step')}."
+            f"{r['date'][:10]}; median of {r['rounds']} interleaved rounds of {_many(r['steps_per_turn'], 'step')}."
         )
     return lines
 
@@ -117,7 +117,7 @@ def facts(files: dict[str, dict]) -> list[str]:
             )
         if r.get("kind") == "moments-update":
             took = ", ".join(
-                f"{name} {1e3 * seconds:.1f} ms ({r['percent_of_bound'][name]:.0f} % of the bound)"
+                f"{name} {1e3 * seconds:.1f} ms ({r['percent_of_bound'][name]:.0f} % of the roofline)"
                 for name, seconds in r["median_s"].items()
             )
             rate = sorted(r["update_bytes_per_s"])[len(r["update_bytes_per_s"]) // 2] / 1e9
@@ -134,7 +134,7 @@ def facts(files: dict[str, dict]) -> list[str]:
         elif r.get("kind") == "ops":
             moving = [row for row in r["ops"] if row["flops"] < 4 * row["bytes"] and row["bytes"] > row["count"] * MANY]
             parts = ", ".join(f"{row['op']} {row['shape']} {row['percent_of_bound']:.0f}" for row in moving)
-            lines.append(f"{_what(r)}, % of the bound of each op that moves 100 MB or more: {parts}. {file}")
+            lines.append(f"{_what(r)}, % of the roofline of each op that moves 100 MB or more: {parts}. {file}")
     return lines
 
 
@@ -240,7 +240,7 @@ def scaling(case: dict) -> str:
         return f"{took}, {case['slower']:.2f} times as long as without ({share})"
     if "slower_than_one_thread" in case:
         return f"{took}, {case['slower_than_one_thread']:.2f} times as long as one thread"
-    return f"{took}, {case['times_one_thread']:.2f}x, {case['percent_of_bound']:.0f} % of the bound of as many cores"
+    return f"{took}, {case['times_one_thread']:.2f}x, {case['percent_of_bound']:.0f} % of the roofline of as many cores"
 
 
 def _what(r: dict) -> str:
@@ -267,7 +267,7 @@ def beside_peers(files: dict[str, dict]) -> dict[str, dict]:
 
 def parts() -> dict[Path, str]:
     """What stands between the marks of each file: steps of every processor, and first steps in README of the first one only."""
-    front, details = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"], []
+    front, details = ["![Steps of every variant relative to ours, and the roofline](docs/img/bench.svg)"], []
     for folder, processor in PROCESSORS.items():
         files = measured(folder)
         if not (results := beside_peers(files)):

@@ -28,7 +28,7 @@ def cases(K: int, N: int, dtype: str) -> dict[str, tuple[type[Op], dict[str, Giv
     x, weight = signs(2, 3, K), signs(N, K, seed=2)
     far, dy = 2 * signs(2, 3, K, seed=3), np.random.default_rng(4).standard_normal((2, 3, K))
     words, plan = tokens(pack(x), "i32"), {"plan": (3, 5)}
-    split = {"bf16": "split", "fp16": "half"}.get(dtype, dtype)
+    split = {"bf16": "bf16_i16", "fp16": "fp16_fp32"}.get(dtype, dtype)
     return {
         "pack": (ops.PackSigns, {"x": tokens(x, dtype)}, plan),
         "pack a weight": (ops.PackSigns, {"x": persistent(np.nan_to_num(weight, posinf=3, neginf=-3), split)}, {}),

@@ -28,7 +28,7 @@ def check_products(check: Check, shape: tuple[int, int, int, int]) -> None:
     """A product of (batch, seq, N, K) in its three roles."""
     B, T, N, K = shape
     x, w, dy = normal(B, T, K), normal(N, K, seed=2), normal(B, T, N, seed=3)
-    weight = persistent(w, "half")
+    weight = persistent(w, "fp16_fp32")
     bound = 8 * EPS * K**0.5 * (np.abs(x) @ np.abs(w).T + 1) * 1.01
     check(ops.Matmul, {"x": tokens(x, "fp16"), "weight": weight}, bounds={"y": bound})
     bound = 8 * EPS * N**0.5 * (np.abs(dy) @ np.abs(w) + 1) * 1.01

@@ -13,7 +13,7 @@ from barellm.program.tensor import Dim, Tensor
 from tests.cases import Exact, attention_operands, join_heads, normal, packed_views
 from tests.check import operand_of, persistent, stored, tokens
 
-STORED = {"fp32": "fp32", "bf16": "split"}  # vectors of relative terms, as a program of a dtype has its parameters
+STORED = {"fp32": "fp32", "bf16": "bf16_i16"}  # vectors of relative terms, as a program of a dtype has its parameters
 
 
 def layout_operands(

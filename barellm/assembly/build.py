@@ -35,7 +35,7 @@ class CompiledModel:
     session: Any
     programs: dict[str, Program]
     plan: Plan
-    matrices: dict[str, Matrix] = field(default_factory=dict)  # those of few bits
+    matrices: dict[str, Matrix] = field(default_factory=dict)  # the quantized ones
 
     @property
     def loading(self) -> Any:
@@ -67,7 +67,7 @@ class CompiledModel:
         return self.device != "cuda"
 
     def peak(self) -> float:
-        """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
+        """FLOP/s that matmuls of this dtype can reach here, measured; 0 where nobody measures."""
         if self.device not in NAMES:
             return 0.0
         return backend(self.device).measured_peak(self.config.train.dtype)
@@ -78,7 +78,7 @@ class CompiledModel:
         return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
 
     def initialize(self, seed: int) -> None:
-        """Give the parameters the values that training begins with. Those of few bits are drawn as numbers in a session of their
+        """Give the parameters the values that training begins with. Quantized ones are drawn as numbers in a session of their
         own and then quantised."""
         if not self.matrices:
             self.session.run("init", seed=seed)
@@ -105,7 +105,7 @@ def check_device(device: str) -> None:
 
 
 def resolved(config: Config, device: str) -> Config:
-    """The same with the dtype that "auto" means on `device`. UserError for TF32 that no product would be done in."""
+    """The same with the dtype that "auto" means on `device`. UserError for TF32 that no matmul would be done in."""
     dtype = _dtype(config.train.dtype, device)
     if device == "cuda" and config.train.tf32 and dtype != "fp32":
         raise UserError(f"train.tf32 is about products of fp32, and train.dtype is {dtype}: add --dtype fp32")
@@ -113,7 +113,7 @@ def resolved(config: Config, device: str) -> Config:
 
 
 def gemm_options(train: TrainConfig, device: str) -> dict[str, Any]:
-    """The options of the GPU's backend that say who does matrix products, and how. Other backends have no such options."""
+    """The options of the GPU's backend that say who does matmuls, and how. Other backends have no such options."""
     return {"matmul": train.gemm_backend, "tf32": train.tf32} if device == "cuda" else {}
 
 
@@ -194,7 +194,7 @@ def open_model(
 ) -> Iterator[CompiledModel]:
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
     `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring` and `ranks` are as in
-    `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if products shall read codes; nothing can be
+    `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if matmuls shall read codes; nothing can be
     trained or initialised then, only loaded."""
     check_device(device)
     config = resolved(config, device)

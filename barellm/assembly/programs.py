@@ -14,7 +14,7 @@ from barellm.models.user_model import mistakes_named, place
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import Precision, round_to_bf16
-from barellm.program.observing import observe
+from barellm.program.exponent_stats import add_exponent_stats
 from barellm.program.tensor import Dim, Tensor
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
@@ -75,7 +75,7 @@ def build(
             if start_reduce_scatter is not None:
                 start_reduce_scatter(p)
             if name == "forward_backward_stats":
-                observe(p, gradients)
+                add_exponent_stats(p, gradients)
         for name, append in ({"optimizer_step": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])

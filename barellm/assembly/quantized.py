@@ -26,7 +26,7 @@ TOGETHER = 16 * TILE  # rows that are quantised at a time: what is made of them 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter (N, K), and what products read instead of it. Where another op reads the parameter too, as an embedding does, it
+    """A parameter (N, K), and what matmuls read instead of it. Where another op reads the parameter too, as an embedding does, it
     `stays`."""
 
     parameter: Tensor
@@ -37,13 +37,13 @@ class Matrix:
 
 
 def products_of(p: Program) -> list[Op]:
-    """The products of a program that can read codes; the last is the model's classifier."""
+    """The matmuls of a program that can read codes; the last is the model's classifier."""
     return [op for op in p.ops if op.name == "matmul" and op.weight.role == "parameter"]
 
 
 def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str, Matrix]:
-    """Make products with parameters read codes; {name of a parameter: its matrix}. The programs are those that only go forward. A
-    matrix whose product is the model's last, its classifier, is kept as HEAD says if `weights` have fewer bits."""
+    """Make matmuls with parameters read codes; {name of a parameter: its matrix}. The programs are those that only go forward. A
+    matrix whose matmul is the model's last, its classifier, is kept as HEAD says if `weights` have fewer bits."""
     store = next(iter(programs.values())).store
     found: dict[str, Matrix] = {}
     for p in programs.values():
@@ -77,7 +77,7 @@ def _matrix(store: Store, parameter: Tensor, how: Scheme) -> Matrix:
 
 class Quantizing:
     """The session of such programs as a loader of weights sees it: it has the parameters that the model declares, and rows that are
-    written to one whose products read codes become codes. Rows are written in their order."""
+    written to one whose matmuls read codes become codes. Rows are written in their order."""
 
     def __init__(self, session: Session, matrices: Mapping[str, Matrix]) -> None:
         self.session, self.matrices = session, matrices

@@ -1,1 +1,1 @@
-"""Benchmarks: products, attention, single ops and whole steps, beside their peers."""
+"""Benchmarks: matmuls, attention, single ops and whole steps, beside baselines."""

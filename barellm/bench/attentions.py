@@ -1,4 +1,4 @@
-"""Causal attention over lengths and head sizes, alone or in turns with PyTorch's scaled_dot_product_attention."""
+"""Causal attention over lengths and head sizes, alone or interleaved with PyTorch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from barellm.bench import peer_process
-from barellm.bench.peers import FOLDER, environments, machine, peer_script
+from barellm.bench import baseline_process
+from barellm.bench.baselines import FOLDER, baseline_script, environments, machine
 from barellm.errors import UserError
 from barellm.plans import devices
 from barellm.plans.roofline import open_bench
@@ -25,10 +25,10 @@ from barellm.program.tensor import Dim
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = {"cpu": 4096, "cuda": 32768}  # of a case; a longer sequence is alone
 WIDTH = 768  # 12 heads of 64, 6 of 128
-TURN = {"cpu": 0.25, "cuda": 0.1}  # seconds that a turn should take; a GPU is timed by its own clock
-BACKENDS = ("flash", "cudnn", "efficient")  # of PyTorch's on a GPU, in 16 bits; each takes turns
+TURN = {"cpu": 0.25, "cuda": 0.1}  # seconds that a round should take; a GPU is timed by its own clock
+BACKENDS = ("flash", "cudnn", "efficient")  # of PyTorch's on a GPU, in 16 bits; each is interleaved
 LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
-PAUSE = 0.05  # seconds before a turn: the other's threads stop spinning
+PAUSE = 0.05  # seconds before a round: the other's threads stop spinning
 WHATS = ("forward", "both")
 
 AttentionSizes = dict[str, Any]  # batch, seq, heads, D, dtype; kv_heads where they are fewer than heads
@@ -49,7 +49,7 @@ def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", s
 
 
 def flops(case: AttentionSizes, what: str) -> int:
-    """Operations of the causal half: two products forward; five backward, with the scores that are computed again."""
+    """Operations of the causal half: two matmuls forward; five backward, with the scores that are computed again."""
     B, T, H, D = case["batch"], case["seq"], case["heads"], case["D"]
     return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
 
@@ -111,19 +111,19 @@ def measure(
     share: int = 1,
 ) -> dict[str, Any]:
     """Measure attention and return one JSON object, with a row for each size, for "forward" and "both". With `torch`, each round
-    has a turn of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
+    has a round of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
-    script = peer_script("torch_attention.py") if torch else None
+    script = baseline_script("torch_attention.py") if torch else None
     environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
     with (
-        peer_process.opened(script, all_cases, device=device, environment=environment) as peer,
+        baseline_process.opened(script, all_cases, device=device, environment=environment) as baseline,
         contextlib.closing(open_bench(device)) as bench,
     ):
         for i, case in enumerate(all_cases):
             ours = OurAttention(case, device)
             turns = partial(
-                peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
+                baseline_process.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
                 backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
             )  # fmt: skip
             try:
@@ -143,9 +143,9 @@ def measure(
         "load_after": os.getloadavg(),
         "cases": rows,
     }
-    if peer:
+    if baseline:
         tuned = json.loads((FOLDER / "peers" / "environments.json").read_text())["tuned"]
-        result |= {"peer": f"PyTorch {peer.facts['version']}", "peer_threads": peer.facts["threads"]}
+        result |= {"peer": f"PyTorch {baseline.facts['version']}", "peer_threads": baseline.facts["threads"]}
         result |= {"environment": tuned} if device == "cpu" else {}
     return result
 
@@ -157,7 +157,7 @@ def _pause() -> None:
 def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
     """`of_square`: our seconds over what the whole square of scores would take at the peak; below 1, the masked half cannot have
     been computed. `ratio`: the median over rounds of PyTorch's median over ours. Of several backends of PyTorch's each has one in
-    `ratios`, and what is said of the peer is said of the fastest."""
+    `ratios`, and what is said of the baseline is said of the fastest."""
     by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}
     ours, work = median(by_turn["ours"]), flops(case, what)
     made = case | {
@@ -169,11 +169,11 @@ def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], pe
         "of_square": ours * peak / (work * 2 * case["seq"] / (case["seq"] + 1)),
         "turns_s": turns,
     }
-    peers = {name: found for name, found in by_turn.items() if name != "ours"}
-    ratios = {n: median(p / o for o, p in zip(by_turn["ours"], found, strict=True)) for n, found in peers.items()}
-    if peers:
-        best = min(peers, key=lambda name: median(peers[name]))
-        made |= {"peer_s": median(peers[best]), "ratio": ratios[best]}
+    baselines = {name: found for name, found in by_turn.items() if name != "ours"}
+    ratios = {n: median(p / o for o, p in zip(by_turn["ours"], found, strict=True)) for n, found in baselines.items()}
+    if baselines:
+        best = min(baselines, key=lambda name: median(baselines[name]))
+        made |= {"peer_s": median(baselines[best]), "ratio": ratios[best]}
         made |= {"ratios": ratios, "backend": best} if best != "peer" else {}
     return made
 

@@ -1,6 +1,6 @@
-"""Every matrix product of a model's training step, by itself, as a share of the peak measured in the same run.
+"""Every matmul of a model's training step, by itself, as a share of the peak measured in the same run.
 
-A product is timed with its operands in the caches, the same ones again and again ("warm"), and with operands that were not
+A matmul is timed with its operands in the caches, the same ones again and again ("warm"), and with operands that were not
 touched for longer than the last-level cache remembers ("cold"). Inside a step weights are cold and activations partly warm.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from barellm.assembly.build import gemm_options
 from barellm.assembly.programs import build
-from barellm.bench import peer_process
-from barellm.bench.peers import description, environments, peer_script
+from barellm.bench import baseline_process
+from barellm.bench.baselines import baseline_script, description, environments
 from barellm.config import Config, ModelConfig
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import CpuSession
@@ -35,14 +35,14 @@ from barellm.program.tensor import Dim, Tensor
 
 COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
 MOST_COPIES = 200
-CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many, on the CPU
+CLASSIFIER_TOKENS = 1024  # the classifier does its matmuls in chunks of so many, on the CPU
 TABLE_SECONDS = 0.015  # of one timed walk, so that starting it does not count
-ROLES = {"matmul_dx": "input_gradient", "matmul_dw": "weight_gradient"}  # of ops whose names begin so
+PASSES = {"matmul_dx": "dgrad", "matmul_dw": "wgrad"}  # of ops whose names begin so
 
 
 @dataclass(frozen=True)
-class Product:
-    """One product with the weight (N, K) of a layer. `op` is its name after fusion, and `mode` how its result is written. `bias`
+class Gemm:
+    """One matmul with the weight (N, K) of a layer. `op` is its name after fusion, and `mode` how its result is written. `bias`
     says whether one is added."""
 
     layer: str
@@ -54,10 +54,10 @@ class Product:
     bias: bool = False
 
 
-def products(
+def gemms_of(
     model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any
-) -> list[Product]:
-    """The products of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
+) -> list[Gemm]:
+    """The matmuls of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
     gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
     those of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
@@ -65,7 +65,7 @@ def products(
         "forward_backward"
     ]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
-    found: dict[str, dict[Product, None]] = {}
+    found: dict[str, dict[Gemm, None]] = {}
     for op in lowered.ops:
         weight = op.outputs.get("dweight") if op.name.startswith("matmul_dw") else op.inputs.get("weight")
         if weight is None or not any(one.product for one in primitives(op)):
@@ -76,11 +76,11 @@ def products(
         else:
             layer, count, kinds = layer_of(weight.name), tokens, [op.name]
         for kind in kinds:
-            one = Product(layer, kind, N, K, count, bias=op.inputs.get("bias") is not None)
+            one = Gemm(layer, kind, N, K, count, bias=op.inputs.get("bias") is not None)
             known = found.setdefault(layer, {})
             known |= dict.fromkeys([one, replace(one, mode="add")] if kind.startswith("matmul_dw") else [one])
-    order = ("forward", "input_gradient", "weight_gradient")
-    return [p for layer in found.values() for p in sorted(layer, key=lambda p: order.index(role_of(p.op)))]
+    order = ("fprop", "dgrad", "wgrad")
+    return [p for layer in found.values() for p in sorted(layer, key=lambda p: order.index(pass_of(p.op)))]
 
 
 def layer_of(weight: str) -> str:
@@ -88,39 +88,39 @@ def layer_of(weight: str) -> str:
     return re.sub(r"^(.*\.)?\d+\.", "", weight).removesuffix(".grad").removesuffix(".weight")
 
 
-def role_of(op: str) -> str:
-    """The name of a product after fusion, without what is fused to it."""
-    return next((role for name, role in ROLES.items() if op.startswith(name)), "forward")
+def pass_of(op: str) -> str:
+    """The name of a matmul after fusion, without what is fused to it."""
+    return next((which for name, which in PASSES.items() if op.startswith(name)), "fprop")
 
 
-def append(p: Program, product: Product, copy: int) -> None:
-    """The product's primitive ops, over tensors that keep their places: no two copies share bytes."""
-    N, K, mode = product.N, product.K, product.mode
-    sizes = (Dim("batch", 1), Dim("seq", product.tokens))
+def append(p: Program, gemm: Gemm, copy: int) -> None:
+    """The matmul's primitive ops, over tensors that keep their places: no two copies share bytes."""
+    N, K, mode = gemm.N, gemm.K, gemm.mode
+    sizes = (Dim("batch", 1), Dim("seq", gemm.tokens))
 
     def activation(name: str, width: int, dtype: str = p.compute) -> Tensor:
         return p.store.get(f"{name}.{copy}", (*sizes, width), dtype, "state")
 
     weight = p.parameter(f"weight.{copy}", (N, K))
-    after = product.op.partition("_")[2]  # residual, or an activation
-    if product.op.startswith("matmul_dw"):
-        if product.op == "matmul_dw_dbias":
+    after = gemm.op.partition("_")[2]  # residual, or an activation
+    if gemm.op.startswith("matmul_dw"):
+        if gemm.op == "matmul_dw_dbias":
             into = {"dbias": (p.gradient_of(p.parameter(f"bias.{copy}", (N,))), mode)}
             p.apply(ops.BiasGrad, into=into, dy=activation("dy", N))
         into = {"dweight": (p.gradient_of(weight), mode)}
         p.apply(ops.MatmulDw, into=into, dy=activation("dy", N), x=activation("x", K))
-    elif product.op == "matmul_dx":
+    elif gemm.op == "matmul_dx":
         p.apply(ops.MatmulDx, into={"dx": (activation("dx", K), mode)}, dy=activation("dy", N), weight=weight)
-    elif product.op.startswith("matmul_dx_"):
+    elif gemm.op.startswith("matmul_dx_"):
         dx = p.apply(ops.MatmulDx, dy=activation("dy", N), weight=weight).dx
-        slope = ops.ACTIVATIONS[product.op.removeprefix("matmul_dx_")].backward
+        slope = ops.ACTIVATIONS[gemm.op.removeprefix("matmul_dx_")].backward
         p.apply(slope, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K))
-    elif after in SLOPES:  # of a product whose weight is stored the other way round
+    elif after in SLOPES:  # of a matmul whose weight is stored the other way round
         y = p.apply(ops.Matmul, x=activation("x", K), weight=weight).y
         p.apply(SLOPES[after].backward, into={"dx": (activation("y", N), mode)}, dy=y, x=activation("pre", N))
     else:
         steps: list[tuple[Any, dict[str, Any]]] = [(ops.Matmul, {"x": activation("x", K), "weight": weight})]
-        if product.bias:
+        if gemm.bias:
             steps.append((ops.Bias, {"bias": p.parameter(f"bias.{copy}", (N,))}))
         last = activation("y", N, "fp32" if after == "residual" else p.compute)
         if after == "residual":
@@ -138,21 +138,21 @@ def append(p: Program, product: Product, copy: int) -> None:
 
 
 class Timed:
-    """A product compiled and mapped in as many copies as overflow the caches; `warm()` and `cold()` give seconds of one."""
+    """A matmul compiled and mapped in as many copies as overflow the caches; `warm()` and `cold()` give seconds of one."""
 
-    def __init__(self, product: Product, dtype: str) -> None:
+    def __init__(self, gemm: Gemm, dtype: str) -> None:
         one = Program(Store(), compute=dtype)
-        append(one, product, 0)
+        append(one, gemm, 0)
         self.nbytes = sum(t.nbytes for t in one.store.tensors.values())
         self.copies = copies = copies_of(self.nbytes, "cpu")
         program = Program(Store(), compute=dtype)
         for copy in range(copies):
-            append(program, product, copy)
+            append(program, gemm, copy)
         self.session = CpuSession({"products": program})
         self.ops = self.session.lowered["products"].ops
-        assert [op.name for op in self.ops] == [product.op] * copies
+        assert [op.name for op in self.ops] == [gemm.op] * copies
         fill(self.session)
-        self.session.run("products", batch=1, seq=product.tokens)
+        self.session.run("products", batch=1, seq=gemm.tokens)
         records = self.session.records["products"]
         once = self._table(records, 1)()
         turns = 1 + int(TABLE_SECONDS / (once * copies))
@@ -180,24 +180,24 @@ class Timed:
 
 
 class TimedOnGpu:
-    """The same as `Timed`, on a GPU. Two programs: the product on each of the copies in turn, and on the first of them as often."""
+    """The same as `Timed`, on a GPU. Two programs: the matmul on each of the copies in turn, and on the first of them as often."""
 
-    def __init__(self, product: Product, dtype: str, **products: Any) -> None:
-        """`products`: who does it, as `assembly.build.products` says."""
+    def __init__(self, gemm: Gemm, dtype: str, **options: Any) -> None:
+        """`options`: whose GEMM it is, as `assembly.build.gemm_options` says."""
         store = Store()
-        append(Program(store, compute=dtype), product, 0)
+        append(Program(store, compute=dtype), gemm, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())
         self.copies = copies_of(self.nbytes, "cuda")
         store = Store()
         programs = {name: Program(store, compute=dtype) for name in ("cold", "warm")}
         for copy in range(self.copies):
-            append(programs["cold"], product, copy)
-            append(programs["warm"], product, 0)
-        self.session = devices.open_session(programs, "cuda", **products)
+            append(programs["cold"], gemm, copy)
+            append(programs["warm"], gemm, 0)
+        self.session = devices.open_session(programs, "cuda", **options)
         self.ops = self.session.lowered["cold"].ops
-        assert [op.name for op in self.ops] == [product.op] * self.copies
+        assert [op.name for op in self.ops] == [gemm.op] * self.copies
         fill(self.session)
-        self.sizes = {"batch": 1, "seq": product.tokens}
+        self.sizes = {"batch": 1, "seq": gemm.tokens}
         for name in programs:
             self.session.run(name, **self.sizes)
         once = self._seconds("cold", 1)
@@ -235,38 +235,38 @@ def measure(
     rounds: int,
     report: Callable[[dict[str, Any]], None],
     device: str = "cpu",
-    peer: str = "",
+    baseline: str = "",
 ) -> dict[str, Any]:
-    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, and with a
-    `peer`, "torch" or "cublaslt", its product, without what is fused to ours; all are medians of `rounds`. On a CPU each round goes
-    through all products, so that no busy moment of the machine has more than one sample of a product. `config` has its dtype
-    resolved, and says who does ours."""
+    """A row per GEMM of the model and number of tokens, `report`ed when it is done. Peaks, warm and cold are interleaved, with a
+    `baseline`, "torch" or "cublaslt", its GEMM, without what is fused to ours; all are medians of `rounds`. On a CPU each round
+    goes through all GEMMs, so that no busy moment of the machine has more than one sample of one. `config` has its dtype resolved,
+    and names the backend of ours."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
     options = gemm_options(config.train, device)
-    all_products = [p for n in tokens for p in products(config.model, n, device, compute=dtype, **options)]
-    samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
+    all_gemms = [p for n in tokens for p in gemms_of(config.model, n, device, compute=dtype, **options)]
+    samples: list[list[tuple[float, ...]]] = [[] for _ in all_gemms]
     sweeps = rounds if device == "cpu" else 1
-    script = peer_script("torch_gemm.py") if peer == "torch" else None
+    script = baseline_script("torch_gemm.py") if baseline == "torch" else None
     environment = environments()["tuned"] if script and device == "cpu" else {"set": {}}
-    cases = [case(product, dtype, device) for product in all_products]
-    theirs: dict[str, Any] = {"peer": "cuBLASLt"} if peer else {}
+    cases = [case(gemm, dtype, device) for gemm in all_gemms]
+    theirs: dict[str, Any] = {"peer": "cuBLASLt"} if baseline else {}
     try:
         with (
-            peer_process.opened(script, cases, device=device, environment=environment["set"]) as process,
+            baseline_process.opened(script, cases, device=device, environment=environment["set"]) as process,
             contextlib.ExitStack() as ends,
         ):
-            for sweep, (i, product) in itertools.product(range(sweeps), enumerate(all_products)):
-                timed = TimedOnGpu(product, dtype, **options) if device == "cuda" else Timed(product, dtype)
+            for sweep, (i, gemm) in itertools.product(range(sweeps), enumerate(all_gemms)):
+                timed = TimedOnGpu(gemm, dtype, **options) if device == "cuda" else Timed(gemm, dtype)
                 ends.callback(timed.close)
                 sides: list[Any] = [timed]
                 if process:
-                    sides.append(Turns(process, i))
-                elif peer:
-                    sides.append(TimedOnGpu(alone(product), dtype, **options | {"matmul": "cublaslt"}))
+                    sides.append(InterleavedBaseline(process, i))
+                elif baseline:
+                    sides.append(TimedOnGpu(alone(gemm), dtype, **options | {"matmul": "cublaslt"}))
                     ends.callback(sides[-1].close)
                 samples[i] += [_sample(sides, dtype, bench) for _ in range(rounds // sweeps)]
                 if sweep == sweeps - 1:
-                    rows.append(_row(product, timed, samples[i], dtype))
+                    rows.append(_row(gemm, timed, samples[i], dtype))
                     report(rows[-1])
                 ends.close()
             if process:
@@ -277,42 +277,42 @@ def measure(
     return {**description("gemm", config, device), **options, **theirs, "rounds": rounds, "products": rows}
 
 
-def beside_peer(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Of the rows that have a peer, by role: the least, the median and the greatest number of times that ours is as fast as the
-    peer's, "warm" and "cold"."""
+def speedups_by_pass(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Of the rows that have a baseline, by pass: the least, the median and the greatest number of times that ours is as fast as the
+    baseline's, "warm" and "cold"."""
     found: dict[str, dict[str, list[float]]] = {}
-    for role in dict.fromkeys(role_of(row["op"]) for row in rows):
-        of_role = [row for row in rows if role_of(row["op"]) == role]
+    for which in dict.fromkeys(pass_of(row["op"]) for row in rows):
+        of_pass = [row for row in rows if pass_of(row["op"]) == which]
         for kind in ("warm", "cold"):
-            times = sorted(row[f"times_peer_{kind}"] for row in of_role)
-            found.setdefault(role, {})[kind] = [times[0], median(times), times[-1]]
+            times = sorted(row[f"times_peer_{kind}"] for row in of_pass)
+            found.setdefault(which, {})[kind] = [times[0], median(times), times[-1]]
     return found
 
 
-def alone(product: Product) -> Product:
+def alone(gemm: Gemm) -> Gemm:
     """The same without what is fused to it, its result stored."""
-    bare = {role: name for name, role in ROLES.items()}.get(role_of(product.op), "matmul")
-    return replace(product, op=bare, mode="store", bias=False)
+    bare = {which: name for name, which in PASSES.items()}.get(pass_of(gemm.op), "matmul")
+    return replace(gemm, op=bare, mode="store", bias=False)
 
 
-def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
-    """The product as the peer is told of it."""
-    N, K, tokens = product.N, product.K, product.tokens
+def case(gemm: Gemm, dtype: str, device: str) -> dict[str, Any]:
+    """The matmul as the baseline is told of it."""
+    N, K, tokens = gemm.N, gemm.K, gemm.tokens
     nbytes = (tokens * N + tokens * K + N * K) * numpy_dtype(dtype).itemsize
     sizes = {"N": N, "K": K, "tokens": tokens, "dtype": dtype, "copies": copies_of(nbytes, device)}
-    return {"op": role_of(product.op), **sizes}
+    return {"op": pass_of(gemm.op), **sizes}
 
 
-class Turns:
-    """The peer's side of one product."""
+class InterleavedBaseline:
+    """The baseline's side of one matmul."""
 
-    def __init__(self, peer: peer_process.Peer, at: int) -> None:
-        self.peer, self.at = peer, at
+    def __init__(self, baseline: baseline_process.Baseline, at: int) -> None:
+        self.baseline, self.at = baseline, at
         once = self._seconds("cold", 3)
         self.calls = 1 + int(TABLE_SECONDS / once)
 
     def _seconds(self, what: str, calls: int) -> float:
-        return median(self.peer.run(self.at, what, calls=calls, warm_up=1))
+        return median(self.baseline.run(self.at, what, calls=calls, warm_up=1))
 
     def warm(self) -> float:
         return self._seconds("warm", self.calls)
@@ -327,12 +327,12 @@ def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
     return (*peaks, *(seconds for side in sides for seconds in (side.warm(), side.cold())))
 
 
-def _row(product: Product, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
+def _row(gemm: Gemm, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)
     row = {
-        **product.__dict__,
+        **gemm.__dict__,
         "dtype": dtype,
         "flops": op.flops(),
         "nbytes": timed.nbytes,

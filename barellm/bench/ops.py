@@ -1,4 +1,4 @@
-"""Every op of a step against its bound, where it runs: in the step, with the caches as the ops before it left them."""
+"""Every op of a step against its roofline, where it runs: in the step, with the caches as the ops before it left them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step on one thread, two, four ... and all; with a rival for one of the cores; and with two threads on one core."""
+"""The step on one thread, two, four ... and all; with contention for one of the cores; and with two threads on one core."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from barellm.assembly.build import build_programs
-from barellm.bench.peers import FOLDER, description, ours
-from barellm.bench.turns import Variant, interleave
+from barellm.bench.baselines import FOLDER, description, ours
+from barellm.bench.interleaved import Variant, interleave
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.errors import UserError
@@ -19,20 +19,20 @@ from barellm.plans.roofline import measured_ceiling, step_bound
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run a step: on `threads` threads and `cores` processors. With a `rival`, another process computes on the last of
+    """A way to run a step: on `threads` threads and `cores` processors. With `contention`, another process computes on the last of
     these."""
 
     name: str
     threads: int
     cores: int
-    rival: bool = False
+    contention: bool = False
 
 
 def setups(threads: int) -> list[Setup]:
     counts = sorted({1 << i for i in range(threads.bit_length()) if 1 << i <= threads} | {threads})
     made = [Setup(f"{n} thread{'s' * (n > 1)}", n, n) for n in counts]
     if threads > 1:
-        made.append(Setup(f"{threads} threads, a rival on one core", threads, threads, rival=True))
+        made.append(Setup(f"{threads} threads, contention on one core", threads, threads, contention=True))
         made.append(Setup("2 threads on one core", 2, 1))
     return made
 
@@ -51,7 +51,7 @@ def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> di
             name=setup.name,
             environment={"BARELLM_THREADS": str(setup.threads)},
             cpus=tuple(cpus[: setup.cores]),
-            rival=cpus[setup.cores - 1] if setup.rival else None,
+            contention=cpus[setup.cores - 1] if setup.contention else None,
         )
         for setup in chosen
     ]
@@ -73,7 +73,7 @@ def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> di
 def compared(setup: Setup, variant: Variant, one: Variant, full: Variant, config: Config) -> dict[str, Any]:
     """`one`: on one thread; `full`: on all cores, each thread with one of its own."""
     seconds = median(variant.samples)
-    if setup.rival:
+    if setup.contention:
         share = median(turn["rival_share"] for turn in variant.turns)
         fair = setup.cores / (setup.cores - share)
         return {"rival_share": share, "slower": seconds / median(full.samples), "slower_by_what_was_taken": fair}

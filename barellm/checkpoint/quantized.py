@@ -1,6 +1,6 @@
-"""Weights of few bits in a checkpoint: a run's numbers become codes once, and `sample` and `eval` read those.
+"""Quantized weights in a checkpoint: a run's numbers become codes once, and `sample` and `eval` read those.
 
-In weights.safetensors a matrix NAME (N, K) of few bits has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
+In weights.safetensors a quantized matrix NAME (N, K) has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
 (N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales (N, groups), fp16, or fp32
 where that cannot have them. The other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights", and
 the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1".
@@ -112,7 +112,7 @@ def expected(
 
 
 class Loading(Protocol):
-    """What a checkpoint of few bits is loaded into."""
+    """What a quantized checkpoint is loaded into."""
 
     def write_rows(self, name: str, lo: int, array: np.ndarray, /) -> None: ...
     def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray, /) -> None: ...

@@ -29,7 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "load",
     )
     parser.add_argument(
+        "--baselines",
         "--peers",
+        dest="peers",
         metavar="LIST",
         help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
         "on a GPU cublaslt",
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"samples: {out}")
     if args.publish:
-        from barellm.bench.peers import write_tables
+        from barellm.bench.baselines import write_tables
 
         write_tables()
     return 0
@@ -123,7 +125,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
 
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
-    chosen, peer = _peers(args)
+    chosen, baseline = _peers(args)
     if args.what == "gemm":
         from barellm.bench import gemms
 
@@ -133,7 +135,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
             rounds=rounds,
             report=lambda r: report(_gemm_line(r)),
             device=args.device,
-            peer=peer,
+            baseline=baseline,
         )
         return result, _gemm_summary(result)
     if args.what == "attention":
@@ -143,16 +145,16 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         given = {"torch": bool(chosen), "rounds": rounds, "report": report, "device": args.device}
         return attentions.measure(config.train.dtype, share=1 if args.share is None else args.share, **given), []
     if args.what == "ops":
-        from barellm.bench import ops, peers
+        from barellm.bench import baselines, ops
 
         result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
-            result |= peers.torch_ops(config, result["ops"])
+            result |= baselines.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
-        from barellm.bench import peers
+        from barellm.bench import baselines
 
-        result = peers.measure(config, chosen, rounds=rounds, report=report, device=args.device)
+        result = baselines.measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
     from barellm.profiling import step
 
@@ -190,9 +192,9 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
         return None, "cublaslt"
-    from barellm.bench import peers
+    from barellm.bench import baselines
 
-    chosen = peers.chosen(args.peers)
+    chosen = baselines.chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
         more = ", or --peers cublaslt" if args.what == "gemm" and args.device == "cuda" else ""
         raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
@@ -203,7 +205,7 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
     """Raise a UserError for --publish if the project has no place for the result, before anything is measured."""
     if not args.publish:
         return
-    from barellm.bench.peers import FOLDER
+    from barellm.bench.baselines import FOLDER
 
     if args.out:
         raise UserError("--publish chooses the file itself: leave out --out")
@@ -221,9 +223,9 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return Path(args.out)
     if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
         return None
-    from barellm.bench import peers
+    from barellm.bench import baselines
 
-    folder = peers.results() if args.publish else Path("runs", "bench")
+    folder = baselines.results() if args.publish else Path("runs", "bench")
     return folder / f"{'-'.join(_name(args, config, r))}.json"
 
 
@@ -271,8 +273,10 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
     name = f"{r['layer']:<13}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    peer = f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the peer" if "times_peer_cold" in r else ""
-    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{peer}"
+    baseline = (
+        f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the baseline" if "times_peer_cold" in r else ""
+    )
+    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{baseline}"
 
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
@@ -283,10 +287,10 @@ def _gemm_summary(r: dict[str, Any]) -> list[str]:
     lines = [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
     if "peer" not in r:
         return lines
-    from barellm.bench.gemms import beside_peer
+    from barellm.bench.gemms import speedups_by_pass
 
     lines.append(f"times as fast as {r['peer']} (which adds no bias, activation or residual), least, median, greatest:")
-    for role, kinds in beside_peer(r["products"]).items():
+    for role, kinds in speedups_by_pass(r["products"]).items():
         times = "".join(f"  {kind} " + " ".join(f"{n:.2f}" for n in numbers) for kind, numbers in kinds.items())
         lines.append(f"  {role.replace('_', ' '):<16}{times}")
     return lines
@@ -322,7 +326,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
-    columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
+    columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of roofline": 14}
     columns |= {"alone ms": 10} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}
     head = f"{'op':<44}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
@@ -335,25 +339,25 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
         share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
-        bound = f"{row['percent_of_bound']:>12.1f}" + (f"{row['alone_s'] * 1e3:>10.3f}" if "alone_s" in row else "")
-        peer = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
+        bound = f"{row['percent_of_bound']:>14.1f}" + (f"{row['alone_s'] * 1e3:>10.3f}" if "alone_s" in row else "")
+        baseline = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
         name = f"{row['program']} {row['op']}"
-        lines.append(f"{name:<44}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")
-    total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
-    peer = [f"/ torch: ours alone over {r['peer']}, also in a loop"] if "peer" in r else []
-    return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *peer]
+        lines.append(f"{name:<44}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{baseline}")
+    total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the roofline"
+    baseline = [f"/ torch: ours alone over {r['peer']}, also in a loop"] if "peer" in r else []
+    return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *baseline]
 
 
 def _peers_lines(r: dict[str, Any]) -> list[str]:
-    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}: bound {r['bound_s'] * 1e3:.1f} ms"]
+    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}: roofline {r['bound_s'] * 1e3:.1f} ms"]
     for v in r["variants"]:
         ratio = v["median_s"] / r["ours_s"]
         start, peak = v["first_step_s"], v["peak_rss_bytes"] / 1e9
         lines.append(
             f"  {v['name']:<26}{v['median_s'] * 1e3:>9.1f} ms  {ratio:>5.2f}x   first step {start:.1f} s, peak {peak:.2f} GB"
         )
-    best = f"{r['ratio_to_best']:.2f}x faster than the best peer ({r['best_peer']})"
-    return [*lines, f"  {r['percent_of_bound']:.1f} % of the bound, {best}"]
+    best = f"{r['ratio_to_best']:.2f}x faster than the best baseline ({r['best_peer']})"
+    return [*lines, f"  {r['percent_of_bound']:.1f} % of the roofline, {best}"]
 
 
 def _scaling_lines(r: dict[str, Any]) -> list[str]:
@@ -367,6 +371,6 @@ def _scaling_lines(r: dict[str, Any]) -> list[str]:
         elif "slower_than_one_thread" in case:
             words = f"{case['slower_than_one_thread']:.2f} times as long as on 1 thread"
         else:
-            words = f"{case['times_one_thread']:.2f}x, {case['percent_of_bound']:.1f} % of the bound"
+            words = f"{case['times_one_thread']:.2f}x, {case['percent_of_bound']:.1f} % of the roofline"
         lines.append(f"  {case['name']:<36}{case['median_s'] * 1e3:>9.1f} ms  {words}")
     return lines

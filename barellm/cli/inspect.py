@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(head | {"kernels": rows}))
     else:
-        print(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} specialisations")
+        print(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} kernel instances")
         lines = _summary if on_cpu else _device_summary
         print("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
     return 0
@@ -116,7 +116,7 @@ def _summary(row: dict[str, Any]) -> list[str]:
         lines += [
             f"  inner loop {inner['label']:<10}{inner['instructions']} instructions: {products}, {inner['loads']} loads, "
             f"{inner['stores']} stores, {inner['accumulators']} accumulators",
-            f"  spills in it         {spills}{'  <-- registers do not suffice' if spills else ''}",
+            f"  register spills      {spills}{'  <-- not enough registers' if spills else ''}",
         ]
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
     lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in others]
@@ -152,7 +152,7 @@ def _device_summary(row: dict[str, Any]) -> list[str]:
     from barellm.inspect.device_code import line
 
     code = row["code"]
-    spills = f"{code['spills']}{'  <-- registers do not suffice' if code['spills'] else ''}"
+    spills = f"{code['spills']}{'  <-- not enough registers' if code['spills'] else ''}"
     return [
         *_head(row),
         f"  operands             {', '.join(row['operands'])}",

@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
     if args.interconnect:
         return _scale(args, config, ceiling)
     if args.gemm:
-        return _one_product(args, config.train.dtype)
+        return _one_gemm(args, config.train.dtype)
     ranks = _ranks(args, config)
     numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks)
     if 1 < ranks.count <= MOST_SHOWN:
         numbers["of_each_rank"] = plan.of_each_rank(config, ranks.count)
-    cuts, lines = _products(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
-    numbers |= {"products": cuts} if cuts else {}
+    tilings, lines = _gemms(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
+    numbers |= {"gemms": tilings} if tilings else {}
     if args.json:
         more = ({"map": plan.memory_map(built)} if args.map else {}) | (
             {"optimizers": plan.optimizers(built, config)} if args.optim else {}
@@ -137,7 +137,7 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
     return 0
 
 
-def _one_product(args: argparse.Namespace, dtype: str) -> int:
+def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
     """Print the tiling of the GEMM of --gemm and of its gradients."""
     import json
 
@@ -147,21 +147,21 @@ def _one_product(args: argparse.Namespace, dtype: str) -> int:
     M, N, K = args.gemm
     if min(M, N, K) < 1:
         raise UserError(f"--gemm is {M} {N} {K}, expected sizes of at least 1")
-    built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, "cuda")
-    cuts, lines = _cuts(args, built, ["product"], Sizes(batch=M))
-    print(json.dumps({"dtype": dtype, **built.machine, "products": cuts}) if args.json else "\n".join(lines))
+    built = devices.lower({"gemm": waves.one_gemm(M, N, K, dtype)}, "cuda")
+    tilings, lines = _tilings(args, built, ["gemm"], Sizes(batch=M))
+    print(json.dumps({"dtype": dtype, **built.machine, "gemms": tilings}) if args.json else "\n".join(lines))
     return 0
 
 
-def _products(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
-    """The products of a step, as JSON has them and in lines."""
+def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
+    """The GEMMs of a step, as JSON has them and in lines."""
     from barellm.cuda.kernel import Sizes
 
-    cuts, lines = _cuts(args, built, step, Sizes(config.train.micro_batch_size, config.train.seq))
-    return cuts, ["", *lines]
+    tilings, lines = _tilings(args, built, step, Sizes(config.train.micro_batch_size, config.train.seq))
+    return tilings, ["", *lines]
 
 
-def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
+def _tilings(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
     from barellm.plans import devices, waves
 
     card = args.card or "h100"
@@ -170,12 +170,12 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
         from barellm.cuda.compile import compiled
 
         codes = compiled(waves.specifications(built, programs), built.target.arch, processes=2)
-    found = waves.products(built, programs, sizes, codes)
-    cuts = [{**cut.to_json(sheet), "count": count, "card": card} for cut, count in found.items()]
-    about = f"GEMMs on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
+    found = waves.gemms(built, programs, sizes, codes)
+    tilings = [{**tiling.to_json(sheet), "count": count, "card": card} for tiling, count in found.items()]
+    about = f"GEMMs on {built.target.sms} multiprocessors; roofline by {card}'s data sheet"
     others = ", ".join(f"{name} {count}" for name, count in waves.uncounted(built, programs).items())
     lines = [about, *waves.table(found, sheet, known=args.compile)]
-    return cuts, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
+    return tilings, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
@@ -209,7 +209,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
     timed = "expected_s" in n
     lines += [
         "",
-        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + (" roofline ms" if timed else ""),
+        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else ""),
     ]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"

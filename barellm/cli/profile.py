@@ -80,22 +80,22 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def lines(r: dict[str, Any]) -> list[str]:
     from barellm.cli.bench import ceiling_line, title_line
-    from barellm.profiling import between
+    from barellm.profiling import communication
 
     step = r["step_s"]
-    columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
+    columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of roofline": 14}
     head = f"{'op':<44}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     found = [title_line(r), ceiling_line(r), "", head]
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         name = f"{row['program']} {row['op']}"
         times = f"{row['s'] * 1e3:>10.3f}{row['wait_s'] * 1e3:>9.3f}{row['percent_of_step']:>11.2f}"
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
-        found.append(f"{name:<44}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>12.1f}")
+        found.append(f"{name:<44}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>14.1f}")
         for symbol, part in row["kernels"].items():
             times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
             found.append(f"  {symbol:<60}{part['calls']:>6}{times}")
     found += _of_threads(r) if r["by_thread"] else _of_gpu(r)
-    return found + (between.lines(r["between_ranks"], step) if "between_ranks" in r else [])
+    return found + (communication.lines(r["between_ranks"], step) if "between_ranks" in r else [])
 
 
 def _of_gpu(r: dict[str, Any]) -> list[str]:
@@ -104,7 +104,7 @@ def _of_gpu(r: dict[str, Any]) -> list[str]:
         "",
         f"step {step * 1e3:.3f} ms as usual (the median of {len(r['usual_s'])}); its launches {r['work_s'] * 1e3:.3f} ms (the "
         f"median of {timed} timed, with an event behind each launch): the GPU idles at least {100 * r['idle_s'] / step:.2f} %; "
-        f"the ops' bounds are {100 * r['bound_s'] / step:.1f} % of it",
+        f"the ops' roofline is {100 * r['bound_s'] / step:.1f} % of it",
     ]
 
 
@@ -121,7 +121,7 @@ def _of_threads(r: dict[str, Any]) -> list[str]:
     found += [
         "",
         f"step {step * 1e3:.3f} ms (the median of {len(r['traced_s'])} traced): {shares}; "
-        f"the ops' bounds are {100 * r['bound_s'] / step:.1f} % of it",
+        f"the ops' roofline is {100 * r['bound_s'] / step:.1f} % of it",
         f"tracing costs {r['tracing_percent']:+.2f} % (median of {len(r['traced_s'])} pairs of steps, half of them {low_high})",
     ]
     if not r["adds_up"]:

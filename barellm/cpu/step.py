@@ -24,9 +24,9 @@ from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
+from barellm.program.fused_grad_norm import SquareSums, fuse_grad_norm, recompute_square_sums
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
-from barellm.program.squares import Kept, from_memory, summed_where_stored
 from barellm.program.tensor import Tensor
 from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
@@ -34,7 +34,7 @@ from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lower
 from barellm.runtime.memory import check_fits
 
 HUGE = 2 << 20
-AGAIN = "squares"  # the program that sums the squares of gradients again
+RECOMPUTE_SQUARES = "squares"  # the program that sums the squares of gradients again
 
 
 class Lowered(LoweredProgram[Lowering]):
@@ -87,7 +87,7 @@ class LoweredPrograms:
     isa: ISA
     threads: int
     programs: Mapping[str, Program]  # as they were lowered
-    kept: Kept
+    kept: SquareSums
     lowered: dict[str, Lowered]
     plan: Plan
     calls: dict[str, list[Call]]
@@ -112,12 +112,12 @@ def lower_and_plan(
     programs: Mapping[str, Program], *, threads: int | None = None, isa: ISA | None = None, written: bool = False
 ) -> LoweredPrograms:
     """The memory that a session of `programs` allocates, to the byte, and the calls that it runs. With `written` gradients may be
-    written from outside: a program more, AGAIN, sums the squares of those in memory, if programs keep such sums."""
+    written from outside: a program more, RECOMPUTE_SQUARES, sums the squares of those in memory, if programs keep such sums."""
     isa, threads = isa or host(), threads or thread_count()
     store, compute = (given := next(iter(programs.values()))).store, given.compute
-    programs, kept = summed_where_stored(programs, takes=partial(_sums_squares, isa))
+    programs, kept = fuse_grad_norm(programs, takes=partial(_sums_squares, isa))
     if written and kept:
-        programs = {**programs, AGAIN: from_memory(store, kept, compute)}
+        programs = {**programs, RECOMPUTE_SQUARES: recompute_square_sums(store, kept, compute)}
     lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
     # Each thread's own scratch is on the map like everything else.
     thread_scratch_bytes = -(-max(max(low.thread_scratch_bytes for low in lowered.values()), 64) // 4096) * 4096
@@ -217,7 +217,7 @@ class CpuSession(ArenaSession):
 
     def run(self, program: str, **values: Any) -> None:
         if self._written and program in self._norms:
-            super().run(AGAIN)
+            super().run(RECOMPUTE_SQUARES)
             self._written = False
         super().run(program, **values)
 

@@ -91,7 +91,7 @@ GROUPS: dict[str, Alike] = {
     "uniform_init": lambda op: (op.param.dtype, op.param.shape[-1], op.bf16, unit_of(op.param)),
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
-    "add_ranks": lambda op: (op.rank, op.others.shape[0], sum_unit(op)),
+    "sum_over_ranks": lambda op: (op.rank, op.others.shape[0], sum_unit(op)),
     "adamw": alike_adam,
     "cautious_adam": alike_adam,
     "muon_momentum": lambda op: (op.clip, op.u.dtype, matrix_unit(op, op.grad), op.nesterov),

@@ -26,7 +26,7 @@ ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 
 @dataclass
 class Used:
-    """One specialisation that is used: the ops that need it, and how many calls of it the programs make."""
+    """One kernel instance that is used: the ops that need it, and how many calls of it the programs make."""
 
     spec: Specialisation | DeviceSpec
     ops: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ def arch_named(name: str | None) -> Target:
 
 
 def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list[Used]:
-    """Every specialisation of a training run's programs, in the order in which they first run; with `weights` of few bits those of
+    """Every kernel instance of a training run's programs, in the order in which they first run; with quantized `weights` those of
     decoding and evaluating."""
     options = gemm_options(config.train, "cuda" if isinstance(machine, Target) else "cpu")
     programs = build_programs(config, training=not weights)
@@ -114,7 +114,7 @@ def select(used: list[Used], wanted: str) -> list[Used]:
 
 
 def summary(spec: Any, machine: ISA | Target) -> Any:
-    """The specialisation compiled for `machine` and what came of it read: machine_code.Code, or device_code.DeviceCode of a GPU's
+    """The kernel instance compiled for `machine` and what came of it read: machine_code.Code, or device_code.DeviceCode of a GPU's
     kernel, for which no GPU need be there."""
     if isinstance(machine, Target):
         made = triton_compile(spec, machine.arch)

@@ -32,8 +32,8 @@ from barellm.runtime.lowering import Region
 
 PROGRAMS = ("init", "forward_backward", "optimizer_step", "eval", "decode")
 OUTPUTS = {"forward_backward": "loss", "optimizer_step": "clip", "eval": "loss", "decode": "logits"}
-FORMATS = ("fp32", "i32", "bf16", "fp16", "split", "half", "e6m9", "ue6m10")
-KEPT = ("fp32", "i32", "bf16", "split", "half", "e6m9", "ue6m10")  # those that runtime.c takes apart
+FORMATS = ("fp32", "i32", "bf16", "fp16", "bf16_i16", "fp16_fp32", "e6m9", "ue6m10")
+KEPT = ("fp32", "i32", "bf16", "bf16_i16", "fp16_fp32", "e6m9", "ue6m10")  # those that runtime.c takes apart
 CUT = {"bytes": "BY_BYTE", "chars": "BY_CHARACTER"}  # tokenizers whose texts the program can cut
 ORDERS = ("epoch", "random", "sequential")
 FLAGS = {  # instruction set -> what Linux calls the instructions in /proc/cpuinfo

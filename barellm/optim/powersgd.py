@@ -135,14 +135,14 @@ class Compression:
         own = [(x, y, theirs[rank]) for x, y, theirs in parts if theirs[rank][1]]
         operands: dict[str, Any] = {f"x{i}": _span(x, part) for i, (_, x, part) in enumerate(sent)}
         operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
-        arrived = p.apply(ops.Exchange, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
+        arrived = p.apply(ops.AllToAll, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
         for (x, y, part), others in zip(own, arrived.outputs.values(), strict=True):
-            p.apply(ops.AddRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
+            p.apply(ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
         wanted = [
             (r, _span(y, theirs[r])) for _, y, theirs in parts for r in range(count) if r != rank and theirs[r][1]
         ]
         p.apply(
-            ops.Gather,
+            ops.AllGather,
             into={f"y{i}": (t, "store") for i, (_, t) in enumerate(wanted)},
             **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},
             to=[tuple(r for r in range(count) if r != rank)] * len(own),

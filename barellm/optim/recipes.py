@@ -54,7 +54,7 @@ def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ra
     if ranks.count > 1 and config.name != "speedrun":
         params = p.store.of_role("parameter")
         sharding = sharded(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
-        if isinstance(sharding, OptimizerSharding) and sharding.early:
+        if isinstance(sharding, OptimizerSharding) and sharding.overlap:
             sharding.start_reduce_scatter(p, params)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Elements of a shard in a bucket of the reduce-scatter: what arrives should still be in a cache when it is added. Buckets of 32 MB
 # made steps of gpt2-124m on two ranks 1.07 times as long.
-TOGETHER = 1 << 20
-EARLY_ROUNDS = (
+BUCKET_ELEMENTS = 1 << 20
+MIN_BUCKETS = (
     32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
 )
 Part = tuple[int, int]  # elements of a tensor, from and to
@@ -37,7 +37,7 @@ class OptimizerSharding:
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
-    early: bool = False
+    overlap: bool = False
 
     def own(self, param: Tensor) -> Tensor | None:
         """This rank's shard of a parameter: the tensor itself, a span of it, or nothing."""
@@ -48,17 +48,17 @@ class OptimizerSharding:
         from barellm.program import ops
 
         ranks = self.ranks
-        if self.early:
+        if self.overlap:
             self._wait_reduce_scatter(p, params)
             return
-        for pieces in self._rounds(params):
+        for pieces in self._buckets(params):
             sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sent)}
             operands["to"] = [(rank,) for _, rank in sent]
             owned = [p.gradient_of(t) for t in pieces[ranks.rank]]
-            found = p.apply(ops.Exchange, **operands, own=[t.size for t in owned], ranks=ranks)
+            found = p.apply(ops.AllToAll, **operands, own=[t.size for t in owned], ranks=ranks)
             for own, parts in zip(owned, found.outputs.values(), strict=True):
-                p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
+                p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
     def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append to the backward pass the non-blocking sends of the gradients of `params`, where they are `early`. All ranks send a
@@ -66,46 +66,46 @@ class OptimizerSharding:
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._early_rounds(params)):
+        for number, pieces in enumerate(self._overlapped_buckets(params)):
             all_ = [(t, (rank,) if rank != ranks.rank else ()) for rank, theirs in enumerate(pieces) for t in theirs]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(all_)}
-            arrived = self._arrived(p, number, pieces)
+            buffers = self._receive_buffers(p, number, pieces)
             how: dict[str, Any] = {"to": [to for _, to in all_], "own": [t.size for t in pieces[ranks.rank]]}
-            into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
+            into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
             with p.segment(_place(pieces)):
-                p.apply(ops.BeginExchange, into=into, **operands, **how, number=number, ranks=ranks)
+                p.apply(ops.StartAllToAll, into=into, **operands, **how, number=number, ranks=ranks)
 
     def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append the waits for each bucket that `start_reduce_scatter` has sent, and their sums."""
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._early_rounds(params)):
-            arrived = self._arrived(p, number, pieces)
+        for number, pieces in enumerate(self._overlapped_buckets(params)):
+            buffers = self._receive_buffers(p, number, pieces)
             with p.segment(_place(pieces)):
-                operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(arrived)}
-                into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
-                p.apply(ops.EndExchange, into=into, **operands, number=number, ranks=ranks)
-                for t, others in zip(pieces[ranks.rank], arrived, strict=True):
+                operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(buffers)}
+                into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
+                p.apply(ops.WaitAllToAll, into=into, **operands, number=number, ranks=ranks)
+                for t, others in zip(pieces[ranks.rank], buffers, strict=True):
                     own = p.gradient_of(t)
-                    p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
+                    p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
 
-    def _early_rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    def _overlapped_buckets(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
         """Buckets in about the order in which a backward pass completes gradients: that of the forward pass, from its end."""
         share = sum(t.size for t in params) // self.ranks.count
-        return self._rounds(list(reversed(params)), min(TOGETHER, max(share // EARLY_ROUNDS, CHUNK)))
+        return self._buckets(list(reversed(params)), min(BUCKET_ELEMENTS, max(share // MIN_BUCKETS, CHUNK)))
 
-    def _arrived(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _receive_buffers(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The receive buffers of a bucket's pieces of this rank's shard, preallocated and used for nothing else."""
         others = self.ranks.count - 1
         return [
             p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
         ]
 
-    def _rounds(self, params: Sequence[Tensor], together: int = TOGETHER) -> Iterator[list[list[Tensor]]]:
+    def _buckets(self, params: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[list[Tensor]]]:
         """The buckets: pieces of each rank's shard that are exchanged at once, by rank, of so many elements each."""
         shards = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
-        of_ranks = [list(_rounds(share, together)) for share in shards]
+        of_ranks = [list(_buckets(share, elements)) for share in shards]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
@@ -131,7 +131,7 @@ class OptimizerSharding:
             meets = (number == 0, number == len(groups) - 1)
             largest = max((t for t, _ in group), key=lambda t: t.size)
             with p.segment(_place([[largest]])):
-                p.apply(ops.SumShares, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
+                p.apply(ops.ReduceScatter, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
 
     def _groups(self, params: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Runs of parameters, each of one part of the model, or of a few where one of them has nothing for one of the ranks: what
@@ -201,7 +201,7 @@ class OptimizerSharding:
         wanted = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
         received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
         p.apply(
-            ops.Gather,
+            ops.AllGather,
             into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": t for i, t in enumerate(sent)},
             to=[tuple(other for other in range(count) if other != rank)] * len(sent),
@@ -232,7 +232,7 @@ def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overl
             parts[t.name].append((at, end))
             held[rank] += end - at
             at = end
-    return OptimizerSharding(ranks, parts, early=overlap and not ranks.direct)
+    return OptimizerSharding(ranks, parts, overlap=overlap and not ranks.direct)
 
 
 def _place(pieces: Sequence[Sequence[Tensor]]) -> str:
@@ -258,10 +258,10 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
     return t if count == t.size else Span(t, first, count)
 
 
-def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[list[Tensor]]:
+def _buckets(share: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
     """A shard, cut into buckets of so many elements."""
     found: list[Tensor] = []
-    room = together
+    room = elements
     for t, (first, end) in share:
         while first < end:
             count = min(room, end - first)
@@ -271,6 +271,6 @@ def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[lis
             first, room = first + count, room - count
             if room == 0:
                 yield found
-                found, room = [], together
+                found, room = [], elements
     if found:
         yield found

@@ -30,7 +30,7 @@ REACHED = 0.9  # of the published bandwidth: what the best streaming kernels rea
 
 @dataclass(frozen=True)
 class Published:
-    """A card by its data sheet, in place of a measurement: FLOP/s by the dtype of a product's operands, bytes/s of its memory."""
+    """A card by its data sheet, in place of a measurement: FLOP/s by the dtype of a matmul's operands, bytes/s of its memory."""
 
     flops: Mapping[str, float]
     memory: float

@@ -18,7 +18,7 @@ NAMED: dict[str, Mix] = {"copy": (4, 4, 0), "update": (0, 0, 8), "read": (8, 0, 
 
 
 class Bench(Protocol):
-    """The measurements that a backend makes of its machine: FLOP/s of `dtype` products, and bytes/s of a mix."""
+    """The measurements that a backend makes of its machine: FLOP/s of `dtype` matmuls, and bytes/s of a mix."""
 
     def peak(self, dtype: str) -> float: ...
     def bandwidth(self, mix: Mix) -> float: ...
@@ -37,7 +37,7 @@ def open_bench(device: str, threads: int | None = None) -> Bench:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The rates of a machine, measured unless `source` says otherwise. `flops` has the FLOP/s of products by the dtype of their
+    """The rates of a machine, measured unless `source` says otherwise. `flops` has the FLOP/s of matmuls by the dtype of their
     operands, with the operands in registers. `bandwidth` has the bytes/s that are read and written (an update counts twice) by mix.
     A rate that is asked for and not there yet is measured, on the CPU in 0.1 s (dtype) or 0.2 s (mix)."""
 
@@ -47,11 +47,11 @@ class Ceiling:
     source: str = "measured"
 
     def operations(self, op: Op) -> float:
-        """Seconds of the op's arithmetic. Products and attention run at the peak of their operands' dtype."""
+        """Seconds of the op's arithmetic. Matmuls and attention run at the peak of their operands' dtype."""
         return sum(o.flops() / self.peak(dtype_of_products(o)) for o in primitives(op))
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products of `dtype`."""
+        """FLOP/s of matmuls of `dtype`."""
         if dtype not in self.flops:
             self._measured(lambda bench: self.flops.update({dtype: bench.peak(dtype)}))
         return self.flops[dtype]
@@ -126,7 +126,7 @@ def primitives(op: Op) -> list[Op]:
 
 
 def dtype_of_products(op: Op) -> str:
-    """The 16-bit dtype whose operands the op multiplies, or "fp8", else "fp32": everything outside products is computed in fp32."""
+    """The 16-bit dtype whose operands the op multiplies, or "fp8", else "fp32": everything outside matmuls is computed in fp32."""
     operands: list[Tensor] = list(op.inputs.values())
     if op.product and any(t.dtype in LARGEST for t in operands):
         return "fp8"

@@ -46,7 +46,7 @@ def by_kind(
     more: Callable[[str, Op], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each kind of op (program, name, shape), which holds the sums of its ops: `s`, of which `wait_s` in barriers,
-    operations, bytes, the bound, all of them of an average step, in which a program runs as often as `shares` says.
+    operations, bytes, the roofline, all of them of an average step, in which a program runs as often as `shares` says.
     `more(program, op)`: further keys for the row of which `op` is the first."""
     rows: dict[Kind, dict[str, Any]] = {}
     for program, values in seconds.items():
@@ -89,12 +89,12 @@ def kind(program: str, op: Op) -> Kind:
 
 
 def mixes(session: Any, programs: Iterable[str]) -> set[Mix]:
-    """The mixes of traffic that a step's ops have: what their bounds take a bandwidth of."""
+    """The mixes of traffic that a step's ops have: what their rooflines take a bandwidth of."""
     return {mix_of(op) for program in programs for op in session.lowered[program].ops}
 
 
 def shape(op: Op) -> str:
-    """The tensor that says most about an op's size: a product's weight, else the largest operand. Of a group, how many ops."""
+    """The tensor that says most about an op's size: a matmul's weight, else the largest operand. Of a group, how many ops."""
     if isinstance(op, GroupedOp):
         return f"all {len(op.sequence)}"
     operands = [*op.inputs.items(), *op.outputs.items()]

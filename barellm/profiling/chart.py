@@ -1,4 +1,4 @@
-"""The picture of a profile: each kind of op with its share of the step and how near it comes to its bound."""
+"""The picture of a profile: each kind of op with its share of the step and its percentage of roofline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         bound.axvline(100, color=INK, linewidth=0.8, linestyle="--")
         for axes, words in (
             (share, "% of the step (pale: threads wait at the barrier behind)"),
-            (bound, "% of its bound"),
+            (bound, "% of roofline"),
         ):
             axes.set_ylim(len(rows) - 0.4, -0.6)
             axes.spines[["top", "right"]].set_visible(False)
@@ -78,7 +78,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             1 - 0.52 / height,
             f"{step * 1e3:.1f} ms a step: {100 * result['work_s'] / step:.1f} % work, "
             f"{100 * result['barrier_s'] / step:.1f} % barriers, {100 * result['idle_s'] / step:.1f} % idle; "
-            f"the ops' bounds are {100 * result['bound_s'] / step:.1f} % of it",
+            f"the ops' roofline is {100 * result['bound_s'] / step:.1f} % of it",
             fontsize=8.5,
             color=SOFT,
         )

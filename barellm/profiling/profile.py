@@ -13,7 +13,7 @@ import numpy as np
 from barellm.config import Config
 from barellm.plans.roofline import measured_ceiling
 from barellm.plans.rows import by_kernel, by_kind, mixes, op_seconds
-from barellm.profiling import between, chart, device_trace, timeline
+from barellm.profiling import chart, communication, device_trace, timeline
 from barellm.profiling.step import StepBench, opened, where_it_ran
 from barellm.profiling.trace import LIMIT, Traces, account, call_seconds, pairs_for, record
 from barellm.program.ranks import Ranks
@@ -52,7 +52,7 @@ def measure(
             "ops": rows,
         }
         if ranks.count > 1:
-            result |= {"ranks": ranks.count, "between_ranks": between.exposed(session, of_ops, ranks)}
+            result |= {"ranks": ranks.count, "between_ranks": communication.exposed(session, of_ops, ranks)}
         title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
         events = made(title)
     if ranks.rank:

@@ -214,7 +214,8 @@ def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
 
 
 def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
-    """Be one side of an interleaved comparison, as barellm.bench.turns wants it. `lines`: what is asked, else standard input."""
+    """Be one side of an interleaved comparison, as barellm.bench.interleaved wants it. `lines`: requests, else standard
+    input."""
     with opened(config, device=device, ranks=ranks) as (bench, facts):
         start = where_it_ran(bench.compiled) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.compiled.plan.arena_bytes}

@@ -1,4 +1,4 @@
-"""Shows where the time of a step goes on every thread. Steps that are traced take turns with steps that are not, and the time
+"""Shows where the time of a step goes on every thread. Steps that are traced are interleaved with steps that are not, and the time
 stamps are summed.
 
 A thread's step is work (inside kernels), barrier (behind a kernel, until the last thread has come) and idle (before, between and

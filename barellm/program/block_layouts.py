@@ -24,7 +24,7 @@ LONG = 1024  # rows or columns of the matrix: a list is cut only if it has more
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The blocks of a matrix column by column, or row by row, as a product walks them: `other` has the row (column) of each entry
+    """The blocks of a matrix column by column, or row by row, as a matmul walks them: `other` has the row (column) of each entry
     and `number` the block's number. A segment is (list, slot, first entry, end): a whole list where its slot is -1, else a part of
     a long one, whose sum is partial and goes to that slot. A cut is (list, first slot, end): the partial sums that make a list."""
 

@@ -1,7 +1,7 @@
-"""Codes that keep a product's error small instead of each element's: GPTQ (Frantar et al. 2022).
+"""Codes that keep a matmul's error small instead of each element's: GPTQ (Frantar et al. 2022).
 
 A matrix's columns become codes one after the other. The error that rounding a column makes is spread over the columns that
-follow, in the proportions that make the product's squared error smallest for inputs with given second moments.
+follow, in the proportions that make the matmul's squared error smallest for inputs with given second moments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DAMPING = 0.01  # of the mean second moment is added to each, for inputs that hardly vary
-TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one product
+TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one matmul
 
 
 def compensated_codes(

@@ -1,15 +1,15 @@
-"""How numbers lie in memory: one row a format.
+"""Storage formats: how numbers lie in memory, one row a format.
 
-Most formats are an array of one kind of number. A weight that products read in 16 bits has two planes: what products read, one
-after the other, then what makes the fp32 master weight of it. "split" loses nothing in 32 bits: the master weight has the bits
-(hi << 16) + rest, hi being the nearest bf16 and the rest a signed 16-bit number. "truncated" keeps the upper 16 bits as they are
-and the lower ones unsigned, as modded-nanogpt does: hi is the next bf16 towards zero. fp16 has too few exponents for that, so
-"half" keeps the fp32 weight beside its nearest fp16.
+Most formats are an array of one kind of number. The weight of a GEMM in mixed precision has two planes, and is named by them: what
+GEMMs read, then what makes the fp32 master weight of it, one after the other in memory.
+
+    bf16_i16   32 bits, lossless: bits(master) = (hi << 16) + lo, hi being the nearest bf16 and lo a signed 16-bit rest
+    bf16_u16   the upper 16 bits as they are and the lower ones unsigned, as modded-nanogpt does: hi is the next bf16 towards zero
+    fp16_fp32  the nearest fp16 and the fp32 master weight: fp16 has too few exponent bits for a split
 
 "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`). "u4" are integers from 0 to 15, two a byte: of
-each 128 in turn the first 64 lie in the lower halves of 64 bytes, and the others in the upper halves (`program.quantization`).
-"e4m3" and "e5m2" are the two floats of 8 bits (Micikevicius et al. 2022): what is beyond the largest number becomes it, and e4m3
-has no infinity.
+each 128 in turn the first 64 lie in the lower nibbles of 64 bytes, and the others in the upper ones (`program.quantization`).
+"e4m3" and "e5m2" are FP8 (Micikevicius et al. 2022): conversion saturates, and e4m3 has no infinity.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Format:
 
     @property
     def operand(self) -> str:
-        """The format that a product reads: that of the first plane."""
+        """The format that a matmul reads: that of the first plane."""
         return self.planes[0] if self.planes else self.name
 
     @property
@@ -81,11 +81,13 @@ FORMATS: dict[str, Format] = {
         Format("e6m9", 16, "code", 2.0**-10, travels="fp32"),
         Format("ue6m10", 16, "code", 2.0**-11, travels="fp32"),
         Format("u4", 4, "code"),
-        Format("split", 32, "planes", 2.0**-24, planes=("bf16", "i16"), travels="fp32"),
-        Format("half", 48, "planes", 2.0**-24, planes=("fp16", "fp32"), travels="fp32"),
-        Format("truncated", 32, "planes", 2.0**-24, planes=("bf16", "u16"), travels="fp32"),
+        Format("bf16_i16", 32, "planes", 2.0**-24, planes=("bf16", "i16"), travels="fp32"),
+        Format("fp16_fp32", 48, "planes", 2.0**-24, planes=("fp16", "fp32"), travels="fp32"),
+        Format("bf16_u16", 32, "planes", 2.0**-24, planes=("bf16", "u16"), travels="fp32"),
     )
 }
+
+ALIASES = {"split": "bf16_i16", "half": "fp16_fp32", "truncated": "bf16_u16"}  # earlier names, which models may give
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # of the formats of 8 bits
 EIGHTS = " ".join(LARGEST)
@@ -122,10 +124,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
     """The values, rounded to a format, as they lie in memory: one array for each plane."""
-    if dtype == "split":
-        return split_fp32(np.asarray(values, np.float32))
-    if dtype == "truncated":
-        return truncate_fp32(np.asarray(values, np.float32))
+    if dtype == "bf16_i16":
+        return fp32_to_bf16_i16(np.asarray(values, np.float32))
+    if dtype == "bf16_u16":
+        return fp32_to_bf16_u16(np.asarray(values, np.float32))
     if FORMATS[dtype].planes:
         return tuple(np.asarray(values).astype(numpy_dtype(plane)) for plane in FORMATS[dtype].planes)
     if dtype == "u4":
@@ -152,10 +154,10 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and 16-bit codes, become fp32. Two codes
     in a byte become two bytes, in one flat array."""
-    if dtype == "split":
-        return join_split(*planes)
-    if dtype == "truncated":
-        return join_truncated(*planes)
+    if dtype == "bf16_i16":
+        return bf16_i16_to_fp32(*planes)
+    if dtype == "bf16_u16":
+        return bf16_u16_to_fp32(*planes)
     if dtype == "u4":
         both = planes[0].reshape(-1, 64)
         return np.stack([both & 15, both >> 4], 1).reshape(-1)
@@ -164,7 +166,7 @@ def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     return moments.decode(planes[0], dtype) if FORMATS[dtype].kind == "code" else planes[0].copy()
 
 
-def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def fp32_to_bf16_i16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Take fp32 numbers apart into (bf16, signed 16-bit rest), with bits(x) = (bits(hi) << 16) + rest. hi is the nearest bf16. Ties
     go upwards in magnitude, so that the rest fits into 16 signed bits."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -172,25 +174,25 @@ def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return hi.view(numpy_dtype("bf16")), bits.astype(np.int16)  # the lower half, read as signed, is what rounding left
 
 
-def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-    """The fp32 weights that `split_fp32` took apart."""
+def bf16_i16_to_fp32(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    """The fp32 weights that `fp32_to_bf16_i16` took apart."""
     return ((hi.view(np.int16).astype(np.int32) << 16) + lo.astype(np.int32)).view(np.float32)
 
 
-def truncate_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def fp32_to_bf16_u16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Take fp32 numbers apart into (upper 16 bits, which are a bf16, and lower 16 bits)."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return (bits >> 16).astype(np.uint16).view(numpy_dtype("bf16")), bits.astype(np.uint16)
 
 
-def join_truncated(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-    """The fp32 weights that `truncate_fp32` took apart."""
+def bf16_u16_to_fp32(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    """The fp32 weights that `fp32_to_bf16_u16` took apart."""
     return ((hi.view(np.uint16).astype(np.uint32) << 16) | lo).view(np.float32)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes in which a program computes. `operands` is that of the operands of products and of the activations between them,
+    """The dtypes in which a program computes. `operands` is that of the operands of matmuls and of the activations between them,
     `weights` that of matrices, and `stream` that of the residual stream and its gradient. Where `scaled` is set, the loss is
     multiplied by a scale that follows the gradients (`program.loss_scale`), because those of fp16 would vanish. Statistics, sums
     and the gradients of parameters are always fp32."""
@@ -203,6 +205,6 @@ class Precision:
 
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision("fp32", "fp32"),
-    "bf16": Precision("bf16", "split"),
-    "fp16": Precision("fp16", "half", scaled=True),
+    "bf16": Precision("bf16", "bf16_i16"),
+    "fp16": Precision("fp16", "fp16_fp32", scaled=True),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.dtypes import PRECISIONS, Precision
+from barellm.program.dtypes import ALIASES, PRECISIONS, Precision
 from barellm.program.tensor import PERSISTENT, Role, Span, Tensor, View, describe
 
 if TYPE_CHECKING:  # the families of ops import this file
@@ -20,7 +20,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as products do
+        self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
         have = self.tensors.get(name)
@@ -91,6 +91,7 @@ class Graph:
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
         bf16, whatever the format has room for."""
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
+        dtype = ALIASES.get(dtype, dtype)
         init: tuple[str, float | str] = ("constant", value)
         if std is not None:
             init = ("normal", std)
@@ -194,7 +195,7 @@ class Graph:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs at the planned maximum sizes: products with weights, causal attention, no recompute."""
+        """Model FLOPs at the planned maximum sizes: matmuls with weights, causal attention, no recompute."""
         return sum(op.flops() for op in self.ops if op.counted and not op.recomputed)
 
     @property

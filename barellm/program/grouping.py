@@ -1,6 +1,6 @@
-"""Ops of one kind that do not depend on each other as one: a backend may do all of them in one launch.
+"""Horizontal fusion: ops of one kind that do not depend on each other become one, which a backend may do in one launch.
 
-A fusion joins different ops along the dataflow; a group joins equal ones beside it, as the updates of all parameters.
+`program.fusion` joins different ops along the dataflow; a group joins equal ones, as the updates of all parameters (multi-tensor).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of few bits: how a matrix becomes codes and scales, and how codes lie in memory.
+"""Weight quantization: how a matrix becomes codes and scales, and how codes lie in memory.
 
 A row of a matrix (N, K) is cut into groups of neighbouring elements. A group has one scale, and each of its elements is a code:
 the value of an element is its code's value times the scale. The values of the 4-bit codes stand in a table of 16 numbers that bf16
@@ -7,8 +7,8 @@ holds exactly, so that kernels can look them up in registers.
 Scales are numbers of fp16, times a power of two for the whole row. It is 1 where all of a row's scales are normal numbers of fp16.
 Its exponent lets a row have any magnitude that fp32 has.
 
-Codes lie in tiles of 16 rows of the matrix, which are columns of a product's result, and in these in blocks of 8 elements of each
-row: codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), the last of which are the exponents of the rows. So a product reads
+Codes lie in tiles of 16 rows of the matrix, which are columns of a matmul's result, and in these in blocks of 8 elements of each
+row: codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), the last of which are the exponents of the rows. So a matmul reads
 both from the beginning to the end, and the lanes of a vector are columns. What is beyond the matrix has the code of zero.
 """
 

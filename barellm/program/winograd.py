@@ -1,4 +1,4 @@
-"""Winograd's minimal filtering: the matrices of F(m, r), which computes m outputs of a filter of r elements by m + r - 1 products.
+"""Winograd's minimal filtering: the matrices of F(m, r): m outputs of a filter of r taps by m + r - 1 multiplications.
 
     y = A^T ((G g) * (B^T d))        d: m + r - 1 inputs, g: the filter, *: element by element
 

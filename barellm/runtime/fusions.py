@@ -1,4 +1,4 @@
-"""Rows of fusion tables that backends share: what a product with a weight, and a LayerNorm's backward pass, take along."""
+"""Rows of fusion tables that backends share: what a matmul with a weight, and a LayerNorm's backward pass, take along."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ CODED: list[Fusion] = [
 
 
 def products(activations: Iterable[str]) -> list[Fusion]:
-    """The fusions of a product with what happens to its result before it is stored, for the `activations` that a backend has
-    emitters of. One kernel, "product", does all of them. It reads in `epilogues` what follows the product: "bias", then an
+    """The fusions of a matmul with what happens to its result before it is stored, for the `activations` that a backend has
+    emitters of. One kernel, "product", does all of them. It reads in `epilogues` what follows the matmul: "bias", then an
     activation, or the slope of one, or "residual"."""
     names = list(activations)
     return [
@@ -108,7 +108,7 @@ def rescaled(activations: Iterable[str]) -> list[Fusion]:
 
 
 def quantized(activations: Iterable[str]) -> list[Fusion]:
-    """The same of products with weights of few bits, which have no gradients. The kernel is "quantized_product"."""
+    """The same of matmuls with quantized weights, which have no gradients. The kernel is "quantized_product"."""
     names = list(activations)
     return [
         Fusion(
@@ -133,8 +133,8 @@ def quantized(activations: Iterable[str]) -> list[Fusion]:
 
 
 def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str, kind: str = "") -> Fusion:
-    """A product, its bias where it is `biased`, and `then` an op, with the name of its input, as `epilogue`. `kind` stands
-    before the names of the product's op and kernel."""
+    """A matmul, its bias where it is `biased`, and `then` an op, with the name of its input, as `epilogue`. `kind` stands
+    before the names of the matmul's op and kernel."""
     op, slot = then
     last = 1 + biased
     before = f"{last - 1}.y"
@@ -151,7 +151,7 @@ def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str, kind
 
 
 def _input_gradient(activation: str) -> Fusion:
-    """A product's input gradient times the slope of the activation before it."""
+    """A matmul's input gradient times the slope of the activation before it."""
     slope = f"{activation}_backward"
     return Fusion(
         f"matmul_dx_{activation}",
@@ -164,7 +164,7 @@ def _input_gradient(activation: str) -> Fusion:
 
 
 def _transposed_gradient(activation: str) -> Fusion:
-    """The same of a product whose weight is stored the other way round (`linear_nn`)."""
+    """The same of a matmul whose weight is stored the other way round (`linear_nn`)."""
     slope = f"{activation}_backward"
     return Fusion(
         f"matmul_{slope}",
@@ -199,7 +199,7 @@ def rmsnorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusio
 _DX_SUM, _ROUNDED = ("bias_grad", {"dy": "0.dx"}), ("cast", {"x": "0.dx"})
 
 NORMS_BACKWARD: list[Fusion] = [
-    # The bias of the product before, and an operand of products.
+    # The bias of the matmul before, and an operand of matmuls.
     layernorm_backward(_DX_SUM, _ROUNDED, dx_sum="2.dbias", rounded="3.y"),
     layernorm_backward(_ROUNDED, rounded="2.y"),
     layernorm_backward(_DX_SUM, dx_sum="2.dbias"),

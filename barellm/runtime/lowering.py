@@ -53,7 +53,7 @@ def share(operand: Tensor | tuple[Region, str], number: int, count: int) -> tupl
 
 
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
-    """The matrix as a product reads it: the first plane where its format has several."""
+    """The matrix as a matmul reads it: the first plane where its format has several."""
     return plane(weight, 0) if FORMATS[weight.dtype].planes else weight
 
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from barellm.assembly.build import CompiledModel
 from barellm.errors import UserError
-from barellm.program.magnitudes import BIAS, Magnitudes, magnitudes
-from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, NOT_FINITE, SUMS
+from barellm.program.dynamic_range import BIAS, TensorStats, tensor_stats
+from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
+from barellm.program.ops.exponent_stats import BINS, NOT_FINITE, SUMS
 from barellm.training.metrics import Metrics, read
 
 FILE, OLD_FILE = "exponent_stats.jsonl", "ranges.jsonl"
@@ -33,7 +33,7 @@ class ExponentStats:
 
     def __init__(self, path: Path, compiled: CompiledModel, *, every: int) -> None:
         self.every, self.session = every, compiled.session
-        self.tensors = observed(compiled.programs["forward_backward_stats"])
+        self.tensors = tensors_with_stats(compiled.programs["forward_backward_stats"])
         # What a fusion keeps out of memory nobody counts: it stays empty.
         for name in (COUNTS, TOTALS):
             self.session.write(name, np.zeros_like(self.session.read(name)))
@@ -48,7 +48,7 @@ class ExponentStats:
         sums = self.session.read(TOTALS).reshape(-1, len(SUMS))
         rows = []
         for t in self.tensors:
-            found = magnitudes(counts[t.number], sums[t.number])
+            found = tensor_stats(counts[t.number], sums[t.number])
             if found.size:
                 rows.append({"name": t.name, "what": t.kind, "shape": t.shape, "dtype": t.dtype, **_row(found)})
         self._rows.add({"kind": "exponent_stats", "step": step, "tensors": rows})
@@ -58,7 +58,7 @@ class ExponentStats:
         self._rows.close()
 
 
-def _row(found: Magnitudes) -> dict[str, Any]:
+def _row(found: TensorStats) -> dict[str, Any]:
     at = np.flatnonzero(found.counts[1:NOT_FINITE]) + 1
     first, stop = (int(at[0]), int(at[-1]) + 1) if at.size else (BIAS, BIAS)
     means = {"mean": found.mean, "mean_abs": found.mean_abs, "rms": found.rms, "max": found.largest}
@@ -72,7 +72,7 @@ def _row(found: Magnitudes) -> dict[str, Any]:
     }
 
 
-def magnitudes_of(row: Mapping[str, Any]) -> Magnitudes:
+def tensor_stats_of(row: Mapping[str, Any]) -> TensorStats:
     """What the op found of one of a row's tensors; the means have six digits."""
     counts = np.zeros(BINS, np.int64)
     counts[0], counts[NOT_FINITE] = row["zeros"], row["not_finite"]
@@ -82,7 +82,7 @@ def magnitudes_of(row: Mapping[str, Any]) -> Magnitudes:
     mean, mean_abs, rms, largest = (
         float("inf") if row[name] is None else float(row[name]) for name in ("mean", "mean_abs", "rms", "max")
     )
-    return Magnitudes(counts, mean * finite, mean_abs * finite, rms**2 * finite, largest)
+    return TensorStats(counts, mean * finite, mean_abs * finite, rms**2 * finite, largest)
 
 
 def file_of(run: Path) -> Path:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from barellm.program.magnitudes import BIAS, RANGES, Magnitudes
-from barellm.program.observing import KINDS
-from barellm.program.ops.exponents import NOT_FINITE
+from barellm.program.dynamic_range import BIAS, FORMAT_RANGES, TensorStats
+from barellm.program.exponent_stats import KINDS
+from barellm.program.ops.exponent_stats import NOT_FINITE
 from barellm.training.curve import save
-from barellm.training.exponent_stats import magnitudes_of
+from barellm.training.exponent_stats import tensor_stats_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,15 +29,17 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
     """A step with the shares of each tensor that saturate and that become zero in each format, not scaled."""
     tensors = []
     for t in row["tensors"]:
-        found = magnitudes_of(t)
+        found = tensor_stats_of(t)
         shares = {"saturated": found.saturated, "flushed": found.flushed}
-        tensors.append({**t, **{what: {f: round(share(f), 6) for f in RANGES} for what, share in shares.items()}})
+        tensors.append(
+            {**t, **{what: {f: round(share(f), 6) for f in FORMAT_RANGES} for what, share in shares.items()}}
+        )
     return {"step": row["step"], "tensors": tensors}
 
 
-def matrices(row: dict[str, Any], what: str) -> list[tuple[str, Magnitudes]]:
+def matrices(row: dict[str, Any], what: str) -> list[tuple[str, TensorStats]]:
     """The tensors of a kind that are no vectors, in the order of the network."""
-    return [(t["name"], magnitudes_of(t)) for t in row["tensors"] if t["what"] == what and len(t["shape"]) > 1]
+    return [(t["name"], tensor_stats_of(t)) for t in row["tensors"] if t["what"] == what and len(t["shape"]) > 1]
 
 
 def terminal(row: dict[str, Any], *, ascii_only: bool = False) -> str:
@@ -97,10 +99,10 @@ def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
     return figure
 
 
-def _panel(axes: Axes, panel: list[tuple[str, Magnitudes]], *, low: int, high: int) -> None:
+def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: int) -> None:
     axes.tick_params(labelsize=6)
     for name, color in LINES.items():
-        for edge in RANGES[name].exponents:
+        for edge in FORMAT_RANGES[name].exponents:
             axes.axvline(edge, color=color, linewidth=0.8, alpha=0.8)
     axes.set_xlim(low, high)
     axes.set_xlabel("exponent of two", fontsize=7)

@@ -13,8 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from barellm.bench import peer_process
-from barellm.bench.peers import peer_script
+from barellm.bench import baseline_process
+from barellm.bench.baselines import baseline_script
 from barellm.cuda import driver
 from barellm.cuda.bench import Bench, bandwidth_kernel
 from barellm.cuda.kernel import Specialisation, Target
@@ -36,12 +36,12 @@ class Case:
     """An op by itself. `program` makes it; `sizes` are those of a run. `peer`: what peers/torch_kernels.py is asked for;
     `against`: of its ways how many times as fast ours should be (0: it is only told). `nbytes`: what must be read and written, and
     `of_copy` the share of a copy's rate that it should reach (0: it is only told). Of the cases of one `group` the fastest is held
-    against the peer."""
+    against the baseline."""
 
     name: str
     program: Callable[[], Program]
     sizes: dict[str, int] = field(default_factory=dict)
-    peer: dict[str, Any] = field(default_factory=dict)
+    baseline: dict[str, Any] = field(default_factory=dict)
     against: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
     of_copy: float = 0.0
@@ -61,13 +61,13 @@ def measured(scale: Scale, cases: list[Case], file: str) -> dict[str, Any]:
     copy = meter.bandwidth(NAMED["copy"])
     meter.close()
     rows: list[dict[str, Any]] = []
-    script = peer_script("torch_kernels.py") if not scale.mock and find_spec("torch") else None
-    with peer_process.opened(script, [case.peer for case in cases], device="cuda", environment={}) as peer:
+    script = baseline_script("torch_kernels.py") if not scale.mock and find_spec("torch") else None
+    with baseline_process.opened(script, [case.baseline for case in cases], device="cuda", environment={}) as baseline:
         for i, case in enumerate(cases):
             if scale.left_s <= 1.0:
                 rows.append({"case": case.name, "left out": "no time"})
                 continue
-            rows.append(_row(case, _turns(scale, case, i, peer, device)))
+            rows.append(_row(case, _turns(scale, case, i, baseline, device)))
             print({k: v for k, v in rows[-1].items() if k != "turns_s"}, flush=True)
             scale.keep({"cases": rows})
     result = {"kind": "ops apart", "copy_bytes_s": copy, "cases": rows}
@@ -75,7 +75,7 @@ def measured(scale: Scale, cases: list[Case], file: str) -> dict[str, Any]:
 
 
 def _turns(
-    scale: Scale, case: Case, at: int, peer: peer_process.Peer | None, device: driver.Device
+    scale: Scale, case: Case, at: int, baseline: baseline_process.Baseline | None, device: driver.Device
 ) -> dict[str, list[list[float]]]:
     """Seconds by side and round."""
     programs = {"op": case.program()}
@@ -88,9 +88,9 @@ def _turns(
         session.run("op", **case.sizes, **{name: n for name, n in SCALARS.items() if name in requested})
         session.synchronize()
         _fill(session)
-        return peer_process.samples(
+        return baseline_process.samples(
             lambda what, calls: devices.replay_seconds(session, "op", calls, **case.sizes),
-            peer if case.peer else None,
+            baseline if case.baseline else None,
             at,
             what="run",
             rounds=1 if scale.mock else ROUNDS,
@@ -113,7 +113,7 @@ def _fill(session: CudaSession) -> None:
 
 
 def _row(case: Case, turns: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Medians of turns; `ratios`: over the rounds the median of the peer's over ours."""
+    """Medians of turns; `ratios`: over the rounds the median of the baseline's over ours."""
     by_turn = {name: [median(seconds) for seconds in found] for name, found in turns.items()}
     ours = by_turn.pop("ours")
     row: dict[str, Any] = {"case": case.name, "ours_s": median(ours), "turns_s": turns}

@@ -20,7 +20,7 @@ import numpy as np
 
 from barellm import overrides
 from barellm.assembly.build import open_model
-from barellm.bench import peers
+from barellm.bench import baselines
 from barellm.config import Config
 from barellm.cuda import driver, nccl
 from barellm.cuda.kernel import Launch
@@ -36,7 +36,7 @@ SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
 TEST_S = 20  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
-LONG = 1024  # tokens of a sequence; with four of them every product of gpt2-124m is large enough for Hopper's kernel
+LONG = 1024  # tokens of a sequence; with four of them every matmul of gpt2-124m is large enough for Hopper's kernel
 CASES = {64: 10, LONG: 2}  # steps beside the CPU's, by length
 WORSE, FLOOR = 1.5, 2e-3  # times the CPU's own distance from fp32, and beside it: what bf16 on the GPU may be off
 LOSS_BOUND = 0.02  # nats between bf16 on the GPU and on the CPU, in any of ten steps
@@ -66,7 +66,7 @@ def versions(scale: Scale) -> dict[str, Any]:
     pins = [holds(f"triton is {TRITON}", packages["triton"] == TRITON)]
     ptxas = os.environ.get(ptxas_variable(gpu.arch), "")  # another ptxas gives other registers
     found = {"packages": packages, "device": facts, "tools": tools, "ptxas": ptxas, "doctor": found, "bars": pins}
-    return found | {"machine": peers.machine("cuda")}
+    return found | {"machine": baselines.machine("cuda")}
 
 
 def _version(name: str) -> str:
@@ -147,7 +147,7 @@ def _parameters(driver: Any, kernel: Any) -> list[int]:
 
 
 def graph(scale: Scale) -> dict[str, Any]:
-    """By graphs and launch by launch, at a length at which Hopper's kernel does every product."""
+    """By graphs and launch by launch, at a length at which Hopper's kernel does every matmul."""
     return by_graphs(model(scale, seq=LONG))
 
 
@@ -177,13 +177,13 @@ def by_graphs(config: Config) -> dict[str, Any]:
 
 
 def roles(calls: Iterable[Any]) -> set[str]:
-    """What Hopper's kernel does in a step: "nt", "nn" and "tn" products."""
+    """What Hopper's kernel does in a step: "nt", "nn" and "tn" matmuls."""
     constants = [dict(c.spec.constants) for c in calls if isinstance(c, Launch) and c.spec.name == "hopper_gemm"]
     return {"tn" if c["A_TRANSPOSED"] else "nt" if c["B_TRANSPOSED"] else "nn" for c in constants}
 
 
 def played(session: Any, config: Config) -> list[dict[str, Any]]:
-    """On Hopper, at LONG tokens, the bar that its kernel does every kind of product, and that Triton's does none."""
+    """On Hopper, at LONG tokens, the bar that its kernel does every kind of matmul, and that Triton's does none."""
     calls = session.calls["forward_backward"]
     if not session.target.hopper or config.train.seq < LONG:
         return []
@@ -200,7 +200,7 @@ def opened(config: Config, device: str):
 
 def equal(scale: Scale) -> dict[str, Any]:
     """Gradients of the first step and losses of some, in bf16 on the GPU and on the CPU, held against fp32 on the CPU; of short
-    sequences, and of those at which every product on Hopper is its own kernel's."""
+    sequences, and of those at which every matmul on Hopper is its own kernel's."""
     cases: dict[str, Any] = {}
     found: dict[str, Any] = {"cases": cases, "bars": []}
     for seq, steps in (

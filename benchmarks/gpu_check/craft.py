@@ -1,4 +1,4 @@
-"""Stages that time kernels which no step of GPT-2 has: convolution, sparse products and attention, weights of few bits, long rows,
+"""Stages that time kernels which no step of GPT-2 has: convolution, sparse matmuls and attention, quantized weights, long rows,
 random bits. Whether they are right is shown by the stage `kernels`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYOUTS = {
     "local:64+fixed:512:64": 0,
     "watts-strogatz:8:0.2:1": 0,
 }  # windows that flex_attention has too
-FEW = {"bf16": 1.0, "int8": 1.5, "int4": 2.5, "nf4": 2.5}  # times as fast as PyTorch's product with bf16 weights
+FEW = {"bf16": 1.0, "int8": 1.5, "int4": 2.5, "nf4": 2.5}  # times as fast as PyTorch's matmul with bf16 weights
 
 
 def convolution(scale: Scale) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def convolution(scale: Scale) -> dict[str, Any]:
 
 
 def blocks(scale: Scale) -> dict[str, Any]:
-    """Products with weights that are blocks, in all three directions, beside the dense product of cuBLAS."""
+    """Block-sparse matmuls, in all three directions, beside the dense matmul of cuBLAS."""
     return measured(scale, block_products(scale), "ops-blocks-cuda.json")
 
 
@@ -61,7 +61,7 @@ def bits(scale: Scale) -> dict[str, Any]:
 
 
 def convolutions(scale: Scale) -> list[Case]:
-    """The layers that the peer has too: as many channels in as out, of stride 1."""
+    """The layers that the baseline has too: as many channels in as out, of stride 1."""
     equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
     wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
     wanted += [
@@ -74,11 +74,11 @@ def convolutions(scale: Scale) -> list[Case]:
     for name, layer, dtype, algorithms in wanted:
         group = f"{dtype} {name}, {batch} images"
         sizes = {"batch": batch, "channels": layer.C, "side": layer.side, "size": layer.size}
-        peer = {"op": "conv2d", "dtype": dtype} | sizes
+        baseline = {"op": "conv2d", "dtype": dtype} | sizes
         against = {"contiguous": 1.0, "channels_last": 1.0}
         for algorithm in algorithms:
             make = partial(conv.program, "forward", algorithm, layer, batch, dtype)
-            found.append(Case(f"{group}, {algorithm}", make, {}, peer, against, group=group))
+            found.append(Case(f"{group}, {algorithm}", make, {}, baseline, against, group=group))
     return found
 
 
@@ -92,10 +92,12 @@ def block_products(scale: Scale) -> list[Case]:
             for what in sparse_products.SPARSE:
                 make = partial(sparse_products.program, what, layout, dtype, tokens=tokens, width=width)
                 shape = (width, width, tokens) if what == "dw" else (tokens, width, width)
-                peer = {"op": "product", "dtype": dtype} | dict(zip(("rows", "columns", "depth"), shape, strict=True))
+                baseline = {"op": "product", "dtype": dtype} | dict(
+                    zip(("rows", "columns", "depth"), shape, strict=True)
+                )
                 name = f"blocks of {block}, density {layout.density:.3f}, {what}"
                 against = {"dense": round(1 / (layout.density + MORE), 2)}
-                found.append(Case(name, make, {"batch": 1, "seq": tokens}, peer, against))
+                found.append(Case(name, make, {"batch": 1, "seq": tokens}, baseline, against))
     return found
 
 
@@ -105,11 +107,11 @@ def attentions(scale: Scale) -> list[Case]:
     for text, window in {"local:20": 20}.items() if scale.small else LAYOUTS.items():
         layout = layouts.parse(text, length=T, block=block, heads=H)
         for both in (False, True):
-            peer = {"op": "attention", "batch": 1, "seq": T, "heads": H, "D": D, "window": window, "both": both}
+            baseline = {"op": "attention", "batch": 1, "seq": T, "heads": H, "D": D, "window": window, "both": both}
             against = {"dense": round(1 / (layout.density + MORE), 2)} | ({"flex": 1.0} if window else {})
             make = partial(sparsity.program, T, H, D, layout, dtype, backward=both)
             name = f"attention {text}, T {T}, {'both' if both else 'forward'}"
-            found.append(Case(name, make, {"batch": 1, "seq": T}, peer | {"dtype": dtype}, against))
+            found.append(Case(name, make, {"batch": 1, "seq": T}, baseline | {"dtype": dtype}, against))
     return found
 
 
@@ -118,7 +120,7 @@ def few_rows(scale: Scale) -> list[Case]:
     found = []
     for weights, wanted in FEW.items():
         for count in (1, 8):
-            peer = {"op": "product", "dtype": "bf16", "rows": count, "columns": N, "depth": K}
+            baseline = {"op": "product", "dtype": "bf16", "rows": count, "columns": N, "depth": K}
             nbytes = N * K * 2
             if weights != "bf16":
                 how = scheme(weights)
@@ -130,7 +132,7 @@ def few_rows(scale: Scale) -> list[Case]:
                 f"{weights}, {count} x {N} x {K}",
                 partial(few_program, weights, count, N, K),
                 {"batch": 1, "seq": count},
-                peer,
+                baseline,
                 {"dense": wanted},
                 nbytes,
                 OF_READING,
@@ -160,11 +162,11 @@ def long_rows(scale: Scale) -> list[Case]:
     for backward, columns in ((False, 1 << 15), (True, 1 << 14)):
         count, C = (3, 200) if scale.small else ((1 << 27) // columns, columns)
         for name in ("softmax", "layernorm", "rmsnorm"):
-            peer = {"op": "rows", "dtype": "fp32", "name": name, "count": count, "columns": C, "backward": backward}
+            baseline = {"op": "rows", "dtype": "fp32", "name": name, "count": count, "columns": C, "backward": backward}
             make = partial(row_program, name, count, C, backward)
             what = f"{name}{' backward' if backward else ''}, {count} rows of {C}"
             nbytes = (3 if backward else 2) * 4 * count * C
-            found.append(Case(what, make, {"batch": 1, "seq": count}, peer, {"peer": 1.0}, nbytes, OF_COPY))
+            found.append(Case(what, make, {"batch": 1, "seq": count}, baseline, {"peer": 1.0}, nbytes, OF_COPY))
     return found
 
 
@@ -199,14 +201,14 @@ def generators(scale: Scale) -> list[Case]:
     """Threefry's twenty rounds are arithmetic, so it is held against PyTorch's Philox only."""
     shape = (2, 3, 40) if scale.small else (64, 1024, 768)
     nbytes = 2 * 4 * prod(shape)
-    peer = {"op": "dropout", "dtype": "fp32", "shape": list(shape), "rate": 0.1}
+    baseline = {"op": "dropout", "dtype": "fp32", "shape": list(shape), "rate": 0.1}
     sizes = {"batch": shape[0], "seq": shape[1]}
     return [
         Case(
             f"dropout by {kind}",
             partial(dropout, kind, shape),
             sizes,
-            peer,
+            baseline,
             {"peer": 1.0},
             nbytes,
             0.0 if kind == "threefry" else OF_COPY,

@@ -41,7 +41,7 @@ def lowered(config: Config, target: Target, matmul: str = "own") -> tuple[dict[s
 
 
 def step(config: Config, target: Target, *matmuls: str) -> Iterator[Specialisation]:
-    """Of a training step, by our products or by whom else `matmuls` names."""
+    """Of a training step, by our matmuls or by whom else `matmuls` names."""
     for matmul in matmuls or ("own",):
         yield from lowered(config, target, matmul)[1].specs
 
@@ -96,7 +96,7 @@ def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
     config = speed.gemm_model(scale)
     yield from peaks()
     options = gemm_options(config.train, "cuda")
-    for one in gemms.products(config.model, config.train.seq, "cuda", compute=config.train.dtype, **options):
+    for one in gemms.gemms_of(config.model, config.train.seq, "cuda", compute=config.train.dtype, **options):
         for product, matmul in ((one, "own"), (gemms.alone(one), "cublaslt")):
             p = Program(Store(), compute=config.train.dtype)
             gemms.append(p, product, 0)

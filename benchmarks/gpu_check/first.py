@@ -38,7 +38,7 @@ STEP = (64, 1024)  # batch and length of the ladder's end
 TIMED_STEPS = 20
 APART = 2.0**-6  # of a gradient's norm: how far the kernels of two libraries in bf16 may be from each other
 EPILOGUES = (("nt", "gelu"), ("nt", "residual"), ("nn", "gelu_backward"), ("nn", ""), ("tn", "add"), ("tn", "start"))
-CEILING = 8192  # rows, columns and depth of the product that says what the card can do
+CEILING = 8192  # rows, columns and depth of the matmul that says what the card can do
 
 
 def probe(scale: Scale) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def probe(scale: Scale) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Rung:
     """What a rung proves. `cases`: pieces of work, each with the multiprocessors that it has (0: all). `parts`: 0, or sums over
-    tokens are in so many, and small products go to Hopper's kernel too."""
+    tokens are in so many, and small matmuls go to Hopper's kernel too."""
 
     cases: Callable[[Scale, Target], list[tuple[Problem, int]]]
     parts: int = 0
@@ -130,7 +130,7 @@ def announced(name: str, sms: int) -> Iterator[None]:
 
 @contextmanager
 def hoppers(parts: int = 1) -> Iterator[None]:
-    """Also small products by Hopper's kernel; sums over tokens in so many parts."""
+    """Also small matmuls by Hopper's kernel; sums over tokens in so many parts."""
     with patch.object(gemm_config, "WAVE", 1), patch.object(gemm_config, "num_splits", lambda tiles, rows: parts):
         yield
 
@@ -194,7 +194,7 @@ RUNGS = {
 
 
 def plain(scale: Scale) -> dict[str, Any]:
-    """Triton's product, whose tiles need no tensor map."""
+    """Triton's matmul, whose tiles need no tensor map."""
     return RUNGS["plain"].prove(scale)
 
 
@@ -209,7 +209,7 @@ def ring(scale: Scale) -> dict[str, Any]:
 
 
 def epilogues(scale: Scale) -> dict[str, Any]:
-    """All that a product takes along, with more tiles than blocks."""
+    """All that a matmul takes along, with more tiles than blocks."""
     return RUNGS["epilogues"].prove(scale)
 
 
@@ -224,7 +224,7 @@ def heads(scale: Scale) -> dict[str, Any]:
 
 
 def works(scale: Scale) -> dict[str, Any]:
-    """Every product and kernel of attention of the step, untimed; those that take longest first."""
+    """Every matmul and kernel of attention of the step, untimed; those that take longest first."""
     return RUNGS["works"].prove(scale)
 
 
@@ -234,7 +234,7 @@ def whole_step(scale: Scale, **changes: Any) -> Config:
 
 
 def whole(scale: Scale) -> dict[str, Any]:
-    """A step launch by launch, with our products and with cuBLASLt's: the loss, and how far each gradient is."""
+    """A step launch by launch, with our matmuls and with cuBLASLt's: the loss, and how far each gradient is."""
     found = {who: _step(whole_step(scale, **{"train.gemm_backend": who})) for who in ("own", "cublaslt")}
     losses = {who: loss for who, (loss, _) in found.items()}
     rows = [
@@ -266,14 +266,14 @@ def same(scale: Scale) -> dict[str, Any]:
 
 
 def pace(scale: Scale) -> dict[str, Any]:
-    """Timed steps, and what the card can do: a product of cuBLASLt's and a copy."""
+    """Timed steps, and what the card can do: a matmul of cuBLASLt's and a copy."""
     if scale.mock:
         gemms.MOST_COPIES, gemms.TABLE_SECONDS = 1, 0.0
     found = one_step.measure(whole_step(scale), steps=2 if scale.mock else TIMED_STEPS, device="cuda")
     print({name: found[name] for name in ("tokens_per_s", "percent_of_peak") if name in found}, flush=True)
     scale.keep({"step": found})
     n = 32 if scale.small else CEILING
-    timed = gemms.TimedOnGpu(gemms.Product("", "matmul", n, n, n), "bf16", matmul="cublaslt")
+    timed = gemms.TimedOnGpu(gemms.Gemm("", "matmul", n, n, n), "bf16", matmul="cublaslt")
     ceiling = 2.0 * n**3 / timed.warm()
     timed.close()
     meter = Bench()

@@ -1,6 +1,6 @@
 """Steps of gpt2-124m at 64 x 1024, launch by launch, in which a profiler is shown each kernel once: what Nsight Compute looks at.
 
-The first launch of each name comes first, in a step of their own; then the first of each other specialisation. It prints the names
+The first launch of each name comes first, in a step of their own; then the first of each other kernel instance. It prints the names
 of everything that the steps launch, as a line of JSON.
 """
 

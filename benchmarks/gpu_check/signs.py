@@ -1,4 +1,4 @@
-"""Products of signs by the tensor cores' instruction for single bits, in turns with the same products by popc."""
+"""Binary matmuls (XNOR-popcount) by the tensor cores' instruction for single bits, interleaved with the same matmuls by popc."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sizes(scale: Scale) -> tuple[tuple[int, int, int], ...]:
 
 
 def program(rows: int, N: int, K: int) -> Program:
-    """The product alone, of words that are packed already."""
+    """The matmul alone, of words that are packed already."""
     store = Store()
     p = Program(store, compute="fp32")
     W = -(-K // 32)
@@ -54,7 +54,7 @@ def kernels(scale: Scale, target: Target) -> Iterator[Specialisation]:
 
 
 def signs(scale: Scale) -> dict[str, Any]:
-    """Both agree with NumPy's product of the signs; seconds of each."""
+    """Both agree with NumPy's matmul of the signs; seconds of each."""
     rows_, bars = [], []
     target = Target.of(driver.device())
     for rows, N, K in sizes(scale):

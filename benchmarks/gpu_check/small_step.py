@@ -1,4 +1,4 @@
-"""Two training steps of a tiny model on the GPU, in bf16 and fp32, and products that are large enough for Hopper's own kernels:
+"""Two training steps of a tiny model on the GPU, in bf16 and fp32, and matmuls that are large enough for Hopper's own kernels:
 what compute-sanitizer looks at; it makes them 10 to 100 times slower."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages that time: steps, products, attention and streaming kernels beside their peers, and the way to the first step.
+"""Stages that time: steps, matmuls, attention and streaming kernels beside baselines, and the way to the first step.
 
 On the mock driver the same code runs on next to nothing; its times are made up, so no bar is looked at.
 """
@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from barellm.assembly.build import build_programs
-from barellm.bench import attentions, gemms, peers, turns
+from barellm.bench import attentions, baselines, gemms, interleaved
 from barellm.config import Config
 from barellm.cuda import attention_config, driver, tuning
 from barellm.cuda.attention_config import WARP_SPECIALIZED, WARP_SPECIALIZED_BACKWARD, AttentionConfig
@@ -79,9 +79,9 @@ def step(scale: Scale) -> dict[str, Any]:
 
 
 def _steps(config: Config, batch: int, found: dict[str, Any]) -> None:
-    variants = [v for v in peers.variants(config, {"torch": ""}, "cuda") if "eager" not in v.name]
-    steps = turns.interleave(variants, rounds=ROUNDS, report=print, device_bytes=device_bytes("cuda"))
-    r = peers.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
+    variants = [v for v in baselines.variants(config, {"torch": ""}, "cuda") if "eager" not in v.name]
+    steps = interleaved.interleave(variants, rounds=ROUNDS, report=print, device_bytes=device_bytes("cuda"))
+    r = baselines.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
     mib = {v.name: v.peak_device_bytes / MIB for v in variants}
     theirs = llmc_mib(batch)
     for v in variants[1:]:  # which of PyTorch's backends it was faster than
@@ -99,9 +99,9 @@ def _steps(config: Config, batch: int, found: dict[str, Any]) -> None:
 
 
 def _cublas() -> str:
-    """The peer of products: cuBLASLt in this process or, where that does not work, PyTorch's cuBLAS in its own."""
+    """The baseline of matmuls: cuBLASLt in this process or, where that does not work, PyTorch's cuBLAS in its own."""
     try:
-        gemms.TimedOnGpu(gemms.Product("", "matmul", 64, 64, 16), "bf16", matmul="cublaslt").close()
+        gemms.TimedOnGpu(gemms.Gemm("", "matmul", 64, 64, 16), "bf16", matmul="cublaslt").close()
     except (UserError, RuntimeError) as error:
         print(f"PyTorch is the peer: {error}")
         return "torch"
@@ -114,7 +114,7 @@ def gemm_model(scale: Scale) -> Config:
 
 
 def gemm(scale: Scale) -> dict[str, Any]:
-    """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
+    """Each matmul of the step in each pass with what is fused to it, beside cuBLAS without."""
     if scale.mock:
         gemms.MOST_COPIES, gemms.TABLE_SECONDS = 1, 0.0
     config = gemm_model(scale)
@@ -129,7 +129,7 @@ def gemm(scale: Scale) -> dict[str, Any]:
         scale.keep({"products": rows, "bars": bars})
 
     rounds = 1 if scale.mock else ROUNDS
-    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=report, device="cuda", peer=_cublas())
+    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=report, device="cuda", baseline=_cublas())
     return r | {"bars": bars, "files": {f"gemm-gpt2-124m-{tokens}-bf16-cuda.json": r}}
 
 
@@ -213,7 +213,7 @@ def sides(scale: Scale) -> dict[str, Any]:
 
 
 def tuned(scale: Scale, target: Target) -> list[Problem]:
-    """What is tuned: the pieces of work of a step, and the products of one in TF32."""
+    """What is tuned: the pieces of work of a step, and the matmuls of one in TF32."""
     works = works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
     if scale.mock:
         return [next(w for w in works if isinstance(w, kind)) for kind in (GemmProblem, AttentionProblem)]
@@ -222,7 +222,7 @@ def tuned(scale: Scale, target: Target) -> list[Problem]:
 
 
 def tune(scale: Scale) -> dict[str, Any]:
-    """How products and attention of a step are cut best, what takes longest first, as far as the time goes; then products in TF32.
+    """How matmuls and attention of a step are cut best, what takes longest first, as far as the time goes; then matmuls in TF32.
     Every candidate is proved before it is timed; one that is wrong is a bar missed. The winners: `python -m benchmarks.gpu_check
     --ship`."""
     if scale.mock:
@@ -252,7 +252,7 @@ def start(scale: Scale) -> dict[str, Any]:
     config = model(scale, batch=BATCHES[-1], seq=SEQ)
     rows: dict[str, list[float]] = {}
     bars = []
-    (variant,) = [v for v in peers.variants(config, {"torch": ""}, "cuda") if v.name == "torch compile"]
+    (variant,) = [v for v in baselines.variants(config, {"torch": ""}, "cuda") if v.name == "torch compile"]
     for name, command, repeats in (("barellm", _ours(config), 3), ("torch.compile", variant.command, 2)):
         with TemporaryDirectory() as caches:
             for _ in range(repeats):
@@ -269,7 +269,7 @@ def start(scale: Scale) -> dict[str, Any]:
 
 
 def _ours(config: Config) -> list[str]:
-    return peers.ours(config, device="cuda").command
+    return baselines.ours(config, device="cuda").command
 
 
 def _first_step(command: list[str], caches: str, limit_s: float) -> float:

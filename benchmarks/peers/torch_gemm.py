@@ -18,16 +18,16 @@ def calls(*, device: str, op: str, N: int, K: int, tokens: int, dtype: str, copi
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     kind = {"dtype": kinds[dtype], "device": device}
     left, right, result = {
-        "forward": ((tokens, K), (N, K), (tokens, N)),
-        "input_gradient": ((tokens, N), (N, K), (tokens, K)),
-        "weight_gradient": ((tokens, N), (tokens, K), (N, K)),
+        "fprop": ((tokens, K), (N, K), (tokens, N)),
+        "dgrad": ((tokens, N), (N, K), (tokens, K)),
+        "wgrad": ((tokens, N), (tokens, K), (N, K)),
     }[op]
     sets = [tuple(torch.randn(*shape, **kind) for shape in (left, right, result)) for _ in range(copies)]
 
     def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if op == "forward":
+        if op == "fprop":
             torch.mm(a, b.t(), out=out)
-        elif op == "input_gradient":
+        elif op == "dgrad":
             torch.mm(a, b, out=out)
         else:
             torch.mm(a.t(), b, out=out)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from barellm.bench import gemms, peers
+from barellm.bench import baselines, gemms
 from barellm.cli import bench, main
 from barellm.cpu.isa import host
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
@@ -23,7 +23,7 @@ from tests.profiling.conftest import small
 def test_products_are_those_of_the_training_program():
     """Three of each layer's weight, and the weight gradients a second time, where they accumulate."""
     model = preset("gpt2-124m").model
-    found = gemms.products(model, 4096)
+    found = gemms.gemms_of(model, 4096)
     block = {"attn.c_attn": (2304, 768), "attn.c_proj": (768, 768), "mlp.c_fc": (3072, 768), "mlp.c_proj": (768, 3072)}
     assert {p.layer: (p.N, p.K) for p in found} == block | {"head": (50304, 768)}
     assert len(found) == 20 and {p.layer for p in found if p.bias} == set(block)
@@ -44,7 +44,7 @@ def test_products_are_those_of_the_training_program():
 
 def test_products_of_another_architecture_are_its_own():
     model = preset("llama-15m").model
-    found = gemms.products(model, 300)  # more tokens than the model has positions
+    found = gemms.gemms_of(model, 300)  # more tokens than the model has positions
     shapes = {"attn.qkv": (768, 384), "attn.proj": (384, 384), "mlp.gate_up": (2048, 384), "mlp.down": (384, 1024)}
     assert {p.layer: (p.N, p.K) for p in found} == shapes | {"head": (4096, 384)}
     assert [p.op for p in found if p.layer in ("attn.qkv", "mlp.down") and p.mode == "store"] == [
@@ -55,18 +55,18 @@ def test_products_of_another_architecture_are_its_own():
 
 
 def test_a_gpu_does_the_head_in_longer_chunks():
-    found = gemms.products(preset("gpt2-124m").model, 40_000, "cuda")
+    found = gemms.gemms_of(preset("gpt2-124m").model, 40_000, "cuda")
     assert {p.tokens for p in found if p.layer == "head"} == {32_768}
     assert {p.tokens for p in found if p.layer != "head"} == {40_000}
 
 
-WITHOUT_BIAS = gemms.Product("mlp.down", "linear_residual", 24, 40, 9)
-TRANSPOSED = gemms.Product("mlp.down", "matmul_relu2_backward", 24, 40, 9)
+WITHOUT_BIAS = gemms.Gemm("mlp.down", "linear_residual", 24, 40, 9)
+TRANSPOSED = gemms.Gemm("mlp.down", "matmul_relu2_backward", 24, 40, 9)
 
 
 @pytest.mark.parametrize(
     "product",
-    [*gemms.products(small().model, 48), WITHOUT_BIAS, TRANSPOSED],
+    [*gemms.gemms_of(small().model, 48), WITHOUT_BIAS, TRANSPOSED],
     ids=lambda p: f"{p.layer} {p.op} {p.mode}",
 )
 def test_copies_are_apart_and_outlast_the_caches(product):
@@ -124,8 +124,8 @@ def test_copies_are_as_many_as_the_caches_cannot_hold(nbytes, copies):
 
 @pytest.mark.parametrize("dtype, copies", [("bf16", 16), ("fp32", 8)])
 def test_a_peer_is_told_of_as_many_copies_as_its_operands_need(dtype, copies):
-    told = gemms.case(gemms.Product("mlp", "matmul_dx_gelu", 2304, 768, 512, bias=True), dtype, "cpu")
-    assert told == {"op": "input_gradient", "N": 2304, "K": 768, "tokens": 512, "dtype": dtype, "copies": copies}
+    told = gemms.case(gemms.Gemm("mlp", "matmul_dx_gelu", 2304, 768, 512, bias=True), dtype, "cpu")
+    assert told == {"op": "dgrad", "N": 2304, "K": 768, "tokens": 512, "dtype": dtype, "copies": copies}
 
 
 WARM, COLD, PEAKS = (3e-3, 1e-3, 2e-3), (6e-3, 7e-3, 5e-3), (2e11, 6e11, 4e11)  # of three rounds
@@ -134,10 +134,10 @@ WARM, COLD, PEAKS = (3e-3, 1e-3, 2e-3), (6e-3, 7e-3, 5e-3), (2e11, 6e11, 4e11)  
 class OnPaper:
     """A product that is lowered and not run, with the seconds that its round has."""
 
-    made: list[gemms.Product]
-    open: list[gemms.Product]
+    made: list[gemms.Gemm]
+    open: list[gemms.Gemm]
 
-    def __init__(self, product: gemms.Product, dtype: str) -> None:
+    def __init__(self, product: gemms.Gemm, dtype: str) -> None:
         p = Program(Store(), compute=dtype)
         gemms.append(p, product, 0)
         self.product, self.ops, self.nbytes = product, Lowered(p, host(), 1).ops, 1234
@@ -185,16 +185,16 @@ def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
 
     monkeypatch.setattr(gemms, "Timed", OnPaper)
     monkeypatch.setattr(gemms, "open_bench", lambda device: machine)
-    monkeypatch.setattr(gemms, "peer_script", Path)
-    monkeypatch.setattr(gemms.peer_process, "opened", opened)
+    monkeypatch.setattr(gemms, "baseline_script", Path)
+    monkeypatch.setattr(gemms.baseline_process, "opened", opened)
     config = changed(small(), {"train.dtype": "bf16", "model.bias": True})
-    result = gemms.measure(config, tokens=[9, 40], rounds=3, report=reported.append, peer="torch")
-    rows, many = result["products"], len(gemms.products(config.model, 9))
+    result = gemms.measure(config, tokens=[9, 40], rounds=3, report=reported.append, baseline="torch")
+    rows, many = result["products"], len(gemms.gemms_of(config.model, 9))
     assert [result[name] for name in ("kind", "peer", "rounds")] == ["gemm", "PyTorch 9.9", 3]
     assert rows == reported and [row["tokens"] for row in rows] == [9] * many + [40] * many
     assert OnPaper.made[: 2 * many] * 3 == OnPaper.made and not OnPaper.open and machine.asked[-1] == "closed"
     ((script, cases, device, environment),) = told
-    assert environment == peers.environments()["tuned"]["set"] == result["environment"]["set"]
+    assert environment == baselines.environments()["tuned"]["set"] == result["environment"]["set"]
     assert result["peer_threads"] == 2
     assert (script, device) == (Path("torch_gemm.py"), "cpu")
     for at, (row, case, product) in enumerate(zip(rows, cases, OnPaper.made, strict=False)):
@@ -210,12 +210,12 @@ def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
         assert [row["times_peer_warm"], row["times_peer_cold"]] == pytest.approx([2.0, 1.5])
         nbytes = 2 * (tokens * N + tokens * K + N * K)
         want = {"N": N, "K": K, "tokens": tokens, "dtype": "bf16", "copies": gemms.copies_of(nbytes, "cpu")}
-        assert case == {"op": gemms.role_of(product.op), **want}
+        assert case == {"op": gemms.pass_of(product.op), **want}
         # Three calls say how long one takes; a table of 15 ms has two.
         assert [call[1:] for call in asked if call[0] == at] == [("cold", 3, 1), ("warm", 2, 1), ("cold", 2, 1)] * 3
 
 
-@pytest.mark.parametrize("product", [*gemms.products(small().model, 48), WITHOUT_BIAS], ids=str)
+@pytest.mark.parametrize("product", [*gemms.gemms_of(small().model, 48), WITHOUT_BIAS], ids=str)
 def test_a_product_is_what_it_says_and_alone_without_the_rest(product):
     for one in (product, gemms.alone(product)):
         p = Program(Store(), compute="bf16")
@@ -231,7 +231,7 @@ def test_a_product_is_what_it_says_and_alone_without_the_rest(product):
         residual = op.inputs.get("residual")
         assert residual is None or residual.dtype == op.outputs["y"].dtype == "fp32"
     assert one.mode == "store" and not one.bias
-    assert gemms.role_of(one.op) == gemms.role_of(product.op) and one.op in ("matmul", "matmul_dx", "matmul_dw")
+    assert gemms.pass_of(one.op) == gemms.pass_of(product.op) and one.op in ("matmul", "matmul_dx", "matmul_dw")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_share_of_the_peak_is_that_of_the_dtype(dtype, seconds):
     p.linear(p.input("x", (100, 100), dtype), p.parameter("w", (100, 100), std=1.0))
     (op,) = p.ops
     peaks = (1e6, 1e6 if dtype == "fp32" else 4e6)
-    product = gemms.Product("w", "matmul", 100, 100, 100)
+    product = gemms.Gemm("w", "matmul", 100, 100, 100)
     row = gemms._row(product, SimpleNamespace(ops=[op], nbytes=1), [(*peaks, 4.0, 8.0)], dtype)  # pyright: ignore
     assert (row["warm_percent"], row["cold_percent"]) == (25 * seconds, 12.5 * seconds)
 
@@ -275,20 +275,20 @@ def test_times_as_fast_as_the_peer_are_told_by_role():
         row("matmul", 1.0, 2.0),
         row("linear_residual", 2.0, 4.0),
     ]
-    told = gemms.beside_peer(rows)
+    told = gemms.speedups_by_pass(rows)
     assert told == {
-        "forward": {"warm": [1.0, 2.0, 3.0], "cold": [0.5, 2.0, 4.0]},
-        "input_gradient": {"warm": [0.75] * 3, "cold": [0.25] * 3},
+        "fprop": {"warm": [1.0, 2.0, 3.0], "cold": [0.5, 2.0, 4.0]},
+        "dgrad": {"warm": [0.75] * 3, "cold": [0.25] * 3},
     }
     machine = {"device": "cpu", "isa": "avx2", "threads": 2}
     result = {"preset": "p", "dtype": "fp32", "machine": machine, "products": rows, "peer": "PyTorch 9"}
-    first, second, *roles = bench._gemm_summary(result)
+    first, second, *passes = bench._gemm_summary(result)
     assert "at least 50.0 % warm, 40.0 % cold" in first and "PyTorch 9" in second
-    assert [line.split() for line in roles] == [
-        ["forward", "warm", "1.00", "2.00", "3.00", "cold", "0.50", "2.00", "4.00"],
-        ["input", "gradient", "warm", "0.75", "0.75", "0.75", "cold", "0.25", "0.25", "0.25"],
+    assert [line.split() for line in passes] == [
+        ["fprop", "warm", "1.00", "2.00", "3.00", "cold", "0.50", "2.00", "4.00"],
+        ["dgrad", "warm", "0.75", "0.75", "0.75", "cold", "0.25", "0.25", "0.25"],
     ]
-    assert "0.75x  0.25x the peer" in bench._gemm_line(rows[1])
+    assert "0.75x  0.25x the baseline" in bench._gemm_line(rows[1])
     del result["peer"]
     assert bench._gemm_summary(result) == [first]
 

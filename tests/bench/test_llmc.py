@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.bench import turns
-from barellm.bench.turns import Variant
+from barellm.bench import interleaved
+from barellm.bench.interleaved import Variant
 
 pytestmark = pytest.mark.alone
 
@@ -65,9 +65,9 @@ def program(tmp_path):
     return made
 
 
-def run(program, turns, *more):
+def run(program, interleaved, *more):
     command = [sys.executable, str(SCRIPT), "--program", str(program), *SMALL, *more]
-    return subprocess.run(command, input=turns, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=interleaved, capture_output=True, text=True, timeout=60)
 
 
 def test_it_reads_our_files_and_we_read_its_steps(program):
@@ -107,11 +107,11 @@ def test_activations_are_those_that_llm_c_printed():
 
 
 def test_while_it_is_stopped_it_does_not_step_and_at_the_end_it_is_gone(program, tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "PAUSE", 0.5)  # 10 of its steps
+    monkeypatch.setattr(interleaved, "SETTLE_SECONDS", 0.5)  # 10 of its steps
     command = [sys.executable, str(SCRIPT), "--program", str(program(seconds=0.05)), *SMALL]
     v = Variant("llm.c", command, {}, "")
-    monkeypatch.setattr(turns, "TURN", 0.1)
-    turns.interleave([v], rounds=2, report=lambda line: None)
+    monkeypatch.setattr(interleaved, "ROUND_SECONDS", 0.1)
+    interleaved.interleave([v], rounds=2, report=lambda line: None)
     assert all(0.05 <= s < 0.2 for s in v.samples)  # no step that was stopped
     steps = np.round((6 - np.array([loss for t in v.turns for loss in t["losses"]])) * 10)
     assert np.diff(steps).max() <= 3

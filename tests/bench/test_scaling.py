@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from barellm.assembly.build import resolved
-from barellm.bench import scaling, turns
-from barellm.bench.turns import Variant
+from barellm.bench import interleaved, scaling
+from barellm.bench.interleaved import Variant
 from barellm.cli import bench, main
 from barellm.errors import UserError
 from barellm.models import preset
@@ -32,7 +32,7 @@ for line in sys.stdin:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(scaling, "measured_ceiling", lambda threads: made_up())
-    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    monkeypatch.setattr(interleaved, "SETTLE_SECONDS", 0.0)
 
 
 def config():
@@ -46,11 +46,11 @@ def test_setups():
         "2 threads",
         "4 threads",
         "6 threads",
-        "6 threads, a rival on one core",
+        "6 threads, contention on one core",
         "2 threads on one core",
     ]
     assert [c.name for c in scaling.setups(6)] == names
-    assert [(c.threads, c.cores, c.rival) for c in scaling.setups(2)] == [
+    assert [(c.threads, c.cores, c.contention) for c in scaling.setups(2)] == [
         (1, 1, False),
         (2, 2, False),
         (2, 2, True),
@@ -59,22 +59,27 @@ def test_setups():
 
 
 def test_each_case_stands_beside_the_right_one(monkeypatch):
-    seconds = {"1 thread": 0.4, "2 threads": 0.21, "2 threads, a rival on one core": 0.3, "2 threads on one core": 0.5}
+    seconds = {
+        "1 thread": 0.4,
+        "2 threads": 0.21,
+        "2 threads, contention on one core": 0.3,
+        "2 threads on one core": 0.5,
+    }
     seen = {}
 
-    def fake(config, *, name, environment, cpus, rival):
-        seen[name] = (environment["BARELLM_THREADS"], len(cpus), rival is not None)
-        return Variant(name, [sys.executable, "-c", FAKE, str(seconds[name])], {}, "", rival=rival)
+    def fake(config, *, name, environment, cpus, contention):
+        seen[name] = (environment["BARELLM_THREADS"], len(cpus), contention is not None)
+        return Variant(name, [sys.executable, "-c", FAKE, str(seconds[name])], {}, "", contention=contention)
 
     monkeypatch.setattr(scaling, "ours", fake)
     monkeypatch.setattr(scaling, "thread_count", lambda: 2)
     monkeypatch.setattr(scaling, "allowed_cpus", lambda: [min(os.sched_getaffinity(0))] * 2)
     r = scaling.measure(config(), rounds=2, report=lambda line: None)
-    one, two, rival, shared = r["cases"]
+    one, two, contention, shared = r["cases"]
     assert [one["times_one_thread"], two["times_one_thread"]] == [1.0, pytest.approx(0.4 / 0.21)]
     assert two["percent_of_bound"] == pytest.approx(100 * two["bound_s"] / 0.21)
-    assert rival["slower"] == pytest.approx(0.3 / 0.21)
-    assert rival["slower_by_what_was_taken"] == pytest.approx(2 / (2 - rival["rival_share"]), rel=0.3)
+    assert contention["slower"] == pytest.approx(0.3 / 0.21)
+    assert contention["slower_by_what_was_taken"] == pytest.approx(2 / (2 - contention["rival_share"]), rel=0.3)
     assert shared["slower_than_one_thread"] == pytest.approx(0.5 / 0.4)
     assert list(seen.values()) == [("1", 1, False), ("2", 2, False), ("2", 2, True), ("2", 1, False)]
     text = "\n".join(bench._scaling_lines(r))

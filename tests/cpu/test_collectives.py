@@ -31,7 +31,7 @@ def test_gradients_are_added_in_the_order_of_the_ranks(isa, n, others, rank):
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    found = check_op(ops.AddRanks, isa, given, rank=rank, bounds={"y": 1e-6 * others * 8})
+    found = check_op(ops.SumOverRanks, isa, given, rank=rank, bounds={"y": 1e-6 * others * 8})
     assert np.array_equal(found["y"].astype(np.float32), total), "to the bit"
 
 
@@ -39,8 +39,8 @@ def test_shapes_that_do_not_fit_are_refused():
     p = Program(Store())
     own, others = p.input("own", (5,), "fp32"), p.input("others", (2, 5), "fp32")
     for wrong, rank in ((p.input("w", (2, 4), "fp32"), 0), (p.input("v", (10,), "fp32"), 0), (others, 3)):
-        with pytest.raises(ValueError, match=r"^add_ranks expects others \(ranks - 1, n\): own"):
-            p.apply(ops.AddRanks, own=own, others=wrong, rank=rank)
+        with pytest.raises(ValueError, match=r"^sum_over_ranks expects others \(ranks - 1, n\): own"):
+            p.apply(ops.SumOverRanks, own=own, others=wrong, rank=rank)
 
 
 def test_a_span_is_inside_its_tensor_and_is_refused_by_kernels_that_do_not_know_it():
@@ -105,7 +105,7 @@ def test_what_is_read_of_other_processes_is_added_in_the_order_of_the_ranks(isa,
     ranks = Neighbours(rank, theirs, os.getpid())
     given = {f"own{i}": persistent(values) for i, values in enumerate(theirs[rank])}
     bounds = {f"y{i}": 1e-6 * count for i in range(len(sizes))} | {f"p{i}": 1e-5 * CHUNK for i in range(len(sizes))}
-    found = check_op(ops.SumShares, isa, given, to=[()] * len(sizes), ranks=ranks, bounds=bounds)
+    found = check_op(ops.ReduceScatter, isa, given, to=[()] * len(sizes), ranks=ranks, bounds=bounds)
     for i in range(len(sizes)):
         total = theirs[0][i]
         for values in theirs[1:]:
@@ -122,7 +122,7 @@ def test_a_process_that_cannot_be_read_is_told_at_the_second_meeting():
     p = Program(Store())
     own = p.input("own", (CHUNK + 9,), "fp32")
     ranks = Neighbours(0, theirs, gone.pid)
-    found = p.apply(ops.SumShares, own0=own, to=[()], ranks=ranks)
+    found = p.apply(ops.ReduceScatter, own0=own, to=[()], ranks=ranks)
     p.output("y", found.outputs["y0"])
     session = CpuSession({"op": p}, threads=2)
     try:
@@ -146,7 +146,7 @@ def test_ops_for_parts_of_a_model_meet_before_the_first_and_after_the_last(proce
     p = Program(Store())
     for i, meets in enumerate(((True, False), (False, False), (False, True))):
         own = p.input(f"own{i}", (CHUNK + 9,), "fp32")
-        p.output(f"y{i}", p.apply(ops.SumShares, own0=own, to=[()], meets=meets, ranks=ranks).outputs["y0"])
+        p.output(f"y{i}", p.apply(ops.ReduceScatter, own0=own, to=[()], meets=meets, ranks=ranks).outputs["y0"])
     session = CpuSession({"op": p}, threads=2)
     try:
         for i in range(3):
@@ -180,7 +180,7 @@ def test_a_call_out_of_a_step_sees_what_was_written_before_it_and_is_seen_after_
     x = p.input("x", (n,), "fp32")
     more = p.apply(ops.Add, a=x, b=x).y
     sent = Span(more, 5, n // 2)
-    found = p.apply(ops.Exchange, x0=sent, to=[(1,)], own=[n // 2], ranks=Doubles()).outputs["y0"]
+    found = p.apply(ops.AllToAll, x0=sent, to=[(1,)], own=[n // 2], ranks=Doubles()).outputs["y0"]
     p.output("y", p.apply(ops.Add, a=found, b=found).y)
     session = CpuSession({"op": p}, threads=threads)
     try:
@@ -197,18 +197,18 @@ def test_what_a_share_costs():
     """Of three ranks: two additions an element, and the square and its addition; three are read and one is written."""
     p = Program(Store())
     own = [p.input(f"own{i}", (n,), "fp32") for i, n in enumerate((CHUNK + 9, 5))]
-    op = p.apply(ops.SumShares, own0=own[0], own1=own[1], to=[(), ()], ranks=Neighbours(1, [[]] * 3, 0))
+    op = p.apply(ops.ReduceScatter, own0=own[0], own1=own[1], to=[(), ()], ranks=Neighbours(1, [[]] * 3, 0))
     assert op.flops() == 4 * (CHUNK + 14) and op.bytes() == 4 * 4 * (CHUNK + 14)
 
 
 def test_the_planes_of_a_parameter_that_travel():
     """The upper one, which products read; both if somebody reads the parameter as it is; of what has no planes the whole."""
     p = Program(Store())
-    rounded, exact = (Tensor(name, (4, 6), "split", "parameter") for name in ("rounded", "exact"))
+    rounded, exact = (Tensor(name, (4, 6), "bf16_i16", "parameter") for name in ("rounded", "exact"))
     plain = Tensor("plain", (5,), "fp32", "parameter")
     inputs = {f"x{i}": t for i, t in enumerate((rounded, exact, plain))}
     op = p.apply(
-        ops.Gather, **inputs, to=[(1,)] * 3, source=[], specs=[], exact={exact}, ranks=Neighbours(0, [[]] * 2, 0)
+        ops.AllGather, **inputs, to=[(1,)] * 3, source=[], specs=[], exact={exact}, ranks=Neighbours(0, [[]] * 2, 0)
     )
     assert [op.planes(t) for t in (rounded, exact, plain)] == [[0], [0, 1], []]
     assert op.rounded == ("x0",) and op.bytes() == 2 * 24 + 4 * 24 + 4 * 5

@@ -12,7 +12,7 @@ from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (259, 257)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split", "truncated"])
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "bf16_u16"])
 
 
 @each_isa
@@ -42,7 +42,7 @@ def test_uniform_init(isa, shape, dtype):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
 @pytest.mark.parametrize(
     "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
 )

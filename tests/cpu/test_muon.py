@@ -134,4 +134,4 @@ def test_a_decay_may_fall_with_the_square_of_the_rate(isa, dtype, cautious):
 
 @each_isa
 def test_muon_updates_truncated_weights(isa):
-    check_op(ops.MuonUpdate, isa, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))
+    check_op(ops.MuonUpdate, isa, **update_case((7, 131), "bf16", 0.3, True, True, storage="bf16_u16"))

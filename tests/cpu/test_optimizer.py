@@ -53,7 +53,7 @@ def adamw(isa, shape, dtype, *, step=1, **more):
 
 @each_isa
 @each_shape
-@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @each_moments
 def test_adamw(isa, shape, dtype, weight_decay, moments):
@@ -61,7 +61,7 @@ def test_adamw(isa, shape, dtype, weight_decay, moments):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["fp32", "split", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "bf16_u16"])
 @pytest.mark.parametrize("shape", [(7,), (3, 131), (259, 257)], ids=str)
 @pytest.mark.parametrize("step, eps", [(1, 0.1), (9, 1e-10)])
 def test_cautious_adam(isa, shape, dtype, step, eps):
@@ -73,14 +73,14 @@ def test_cautious_adam(isa, shape, dtype, step, eps):
 
 @each_isa
 @pytest.mark.parametrize("op_type", [ops.AdamW, ops.CautiousAdam])
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
 def test_a_weight_that_holds_bf16(isa, op_type, dtype):
     check_bf16_update(partial(check_op, isa=isa), op_type, dtype)
 
 
 @each_isa
 def test_cautious_adam_changes_nothing_where_the_norm_is_not_finite(isa):
-    given, bounds, attrs = adamw_case((3, 131), "truncated", scale=np.nan, op_type=ops.CautiousAdam)
+    given, bounds, attrs = adamw_case((3, 131), "bf16_u16", scale=np.nan, op_type=ops.CautiousAdam)
     got = check_op(ops.CautiousAdam, isa, given, scalars={"lr": 3e-3}, bounds=bounds, **attrs)
     for name in ("param", "m", "v"):
         assert np.array_equal(got[name], given[name].values)
@@ -100,7 +100,7 @@ def test_adamw_at_a_rate_of_its_own(isa, lr_scale):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16"])
 @each_moments
 def test_adamw_changes_nothing_where_the_norm_is_not_finite(isa, dtype, moments):
     given, got = adamw(isa, (3, 131), dtype, scale=np.nan, moments=moments)

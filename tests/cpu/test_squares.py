@@ -274,7 +274,7 @@ def test_steps_are_those_of_sums_from_memory(isa, monkeypatch):
 
     runs = [run(threads) for threads in (1, 2, 5)]
     assert runs[0] == runs[1] == runs[2]
-    monkeypatch.setattr(step, "summed_where_stored", lambda programs, takes: (programs, {}))
+    monkeypatch.setattr(step, "fuse_grad_norm", lambda programs, takes: (programs, {}))
     np.testing.assert_allclose(run(2)[0], runs[0][0], rtol=1e-5)
 
 

@@ -13,7 +13,7 @@ from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 # One row, one column, whole squares, some and a bit more.
 SHAPES = [(1, 7), (33, 1), (64, 32), (131, 97)]
-FORMATS = ["fp32", "bf16", "fp16", "split", "half", "truncated", "e6m9", "ue6m10"]
+FORMATS = ["fp32", "bf16", "fp16", "bf16_i16", "fp16_fp32", "bf16_u16", "e6m9", "ue6m10"]
 
 
 @each_isa
@@ -32,7 +32,7 @@ def test_a_sum_is_added_to_what_is_there(isa, dtype):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "split"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16_i16"])
 def test_several_tiles_and_results_past_the_caches(isa, dtype, monkeypatch):
     changed(monkeypatch, transpose, STREAM_BYTES=0)
     changed(monkeypatch, transpose, STRIPS=1, WIDTH=128)

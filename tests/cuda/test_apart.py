@@ -36,7 +36,7 @@ def doubled(rows=3, C=8):
 def measured(tmp_path, monkeypatch):
     rehearsed_on(Gpu(), monkeypatch)
     (tmp_path / "peer.py").write_text(PEER)
-    monkeypatch.setattr(apart, "peer_script", lambda name: tmp_path / "peer.py")
+    monkeypatch.setattr(apart, "baseline_script", lambda name: tmp_path / "peer.py")
     monkeypatch.setattr(apart, "find_spec", lambda name: True)
     monkeypatch.setattr(apart, "TURN_S", 0.0)
     monkeypatch.setattr(apart, "PAUSE_S", 0.0)
@@ -118,7 +118,7 @@ def test_a_stage_has_bars_and_no_more_than_it_can_do(name, monkeypatch):
 def test_pytorch_has_what_it_is_asked_for(name, monkeypatch):
     """Each call of each case, on a CPU; flex_attention would be compiled there for a minute."""
     pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(apart.peer_script("torch_kernels.py").parent)
+    monkeypatch.syspath_prepend(apart.baseline_script("torch_kernels.py").parent)
     calls = __import__("torch_kernels").calls
     for one in craft.CASES[name](Scale(small=True, mock=False)):
         made = calls(device="cpu", **one.peer)

@@ -109,7 +109,7 @@ def test_what_it_does_not_have_stays_ours():
         (24, 17, "fp32", False),
     ):
         program = Program(Store(), compute=dtype)
-        gemms.append(program, gemms.Product("", "matmul", N, K, 9), 0)
+        gemms.append(program, gemms.Gemm("", "matmul", N, K, 9), 0)
         (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
         assert isinstance(call, LibraryGemm) == library, (N, K, dtype)
 
@@ -163,7 +163,7 @@ def test_graphs_are_captured_after_the_first_run_one_for_each_accumulate(gpu, li
 def test_a_product_that_it_cannot_do_is_one_line(gpu, monkeypatch):
     MockCublas(gpu, unsupported=("gelu bias",)).install(monkeypatch)
     program = Program(Store(), compute="bf16")
-    gemms.append(program, gemms.Product("", "linear_gelu", 16, 8, 9, bias=True), 0)
+    gemms.append(program, gemms.Gemm("", "linear_gelu", 16, 8, 9, bias=True), 0)
     session = CudaSession({"p": program}, matmul="cublaslt")
     with pytest.raises(UserError, match="no way to do cublaslt_nt_16x8_bf16_bf16_gelu_store of 9 tokens on this GPU"):
         session.run("p", batch=1, seq=9)
@@ -189,7 +189,7 @@ PREFERENCE = {"reduction": 2, "workspace": WORKSPACE, "align": 16}
 
 def gemm_program() -> dict[str, Program]:
     program = Program(Store(), compute="bf16")
-    gemms.append(program, gemms.Product("", "matmul", 16, 8, 9), 0)
+    gemms.append(program, gemms.Gemm("", "matmul", 16, 8, 9), 0)
     return {"p": program}
 
 
@@ -209,7 +209,7 @@ def test_products_are_measured_beside_it(gpu, library, monkeypatch):
     monkeypatch.setattr(gemms, "open_bench", lambda device: FakeBench())
     config = preset("gpt2-124m")
     config = replace(config, model=MODEL, train=replace(config.train, dtype="bf16"))
-    rows = gemms.measure(config, tokens=[9], rounds=1, report=lambda row: None, device="cuda", peer="cublaslt")
+    rows = gemms.measure(config, tokens=[9], rounds=1, report=lambda row: None, device="cuda", baseline="cublaslt")
     assert rows["peer"] == "cuBLASLt" and rows["matmul"] == "own"
     assert len(rows["products"]) == 20 and all(row["times_peer_cold"] > 0 for row in rows["products"])
     assert {line.split()[1] for line in library.done} == {"none"}

@@ -108,16 +108,16 @@ def test_muon(shape):
 
 
 def test_an_update_that_is_left_out_changes_no_weight():
-    given, _, attrs = adamw_case((7, 5), "half", scale=np.nan)
+    given, _, attrs = adamw_case((7, 5), "fp16_fp32", scale=np.nan)
     got = check_op(ops.AdamW, given, scalars={"step": 1, "lr": 3e-3}, bounds={}, **attrs)
     np.testing.assert_array_equal(got["param"], given["param"].values)
 
 
 def first_planes_are_the_nearest(session) -> int:
-    """How many weights of format "half" have in their first plane the fp16 nearest to the second."""
+    """How many weights of format "fp16_fp32" have in their first plane the fp16 nearest to the second."""
     found = 0
     for name, t in session.tensors.items():
-        if t.dtype == "half":
+        if t.dtype == "fp16_fp32":
             first = session._rows(t, 0, t.shape[0]).reshape(t.shape)
             np.testing.assert_array_equal(first, session.read(name).astype(np.float16), err_msg=name)
             found += 1
@@ -132,7 +132,7 @@ def test_products_read_the_nearest_of_an_updated_weight():
     before = session.read("w")
     session.run("optimizer_step", lr=0.1, step=1, seed=0)
     assert np.all(session.read("w") < before) and first_planes_are_the_nearest(session) == 1
-    assert store.tensors["w"].dtype == "half"
+    assert store.tensors["w"].dtype == "fp16_fp32"
 
 
 def test_a_model_trains_like_the_references(gpu, monkeypatch):

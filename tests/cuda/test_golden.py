@@ -136,8 +136,8 @@ def record_specs() -> dict[Specialisation, str]:
     store, ends = Store(), {}
     for adam in (False, True):
         p = ends[f"adam {adam}"] = Program(store, compute="bf16")
-        p.parameter("h.0.attn.qkv", (2304, 768), dtype="truncated")
-        p.parameter("values.0", (50304, 768), dtype="truncated", bf16=True)
+        p.parameter("h.0.attn.qkv", (2304, 768), dtype="bf16_u16")
+        p.parameter("values.0", (50304, 768), dtype="bf16_u16", bf16=True)
         for name, shape in (("head", (768, 50304)), ("h.0.attn.gate", (6, 12)), ("resid.attn", (11,))):
             p.parameter(name, shape, bf16=len(shape) == 2)
         speedrun_update(p, normuon.rules(OptimConfig(name="muon")), adam=adam)
@@ -194,14 +194,14 @@ def ranks_specs() -> dict[Specialisation, str]:
     found = lower_and_plan(
         {"optimizer_step": build_programs(config, ranks=Planned(1, 3))["optimizer_step"]}, Target(90)
     ).specs
-    return one_of_each({s: op for s, op in found.items() if s.name in ("add_ranks", "sum_squares", "adamw")})
+    return one_of_each({s: op for s, op in found.items() if s.name in ("sum_over_ranks", "sum_squares", "adamw")})
 
 
 def exponents_specs() -> dict[Specialisation, str]:
     """Histograms of an activation in bf16 and of a gradient in fp32."""
     p = Program(Store(), compute="bf16")
     for dtype in ("bf16", "fp32"):
-        for t in p.exponents(p.input(dtype, (Dim("batch", 64), Dim("seq", 1024), 768), dtype)):
+        for t in p.exponent_stats(p.input(dtype, (Dim("batch", 64), Dim("seq", 1024), 768), dtype)):
             p.output(f"{dtype}.{t.dtype}", t)
     return lower_and_plan({"p": p}, Target(90)).specs
 
@@ -344,7 +344,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gates bf16": lambda: gates_specs("bf16"),
     "record 74's updates": record_specs,
     "a rank's update": ranks_specs,
-    "exponents": exponents_specs,
+    "exponent_stats": exponents_specs,
     "dropout by stream generators": stream_specs,
     "binary matmul": sign_specs,
     "quantized weights": few_bits_specs,

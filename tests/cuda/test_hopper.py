@@ -292,7 +292,7 @@ def test_fused_products_of_columns(small_waves, F, kernel):
 def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
     """One multiprocessor or seven, tiles of 128 or 256 columns: an element is the same chain, a sum of parts has the same order."""
     x, dy = tokens(operand(1, 200, 264, seed=1), "bf16"), tokens(operand(1, 200, 320, seed=2), "bf16")
-    weight = persistent(operand(320, 264, seed=3), "split")
+    weight = persistent(operand(320, 264, seed=3), "bf16_i16")
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     cases = [
         (ops.Matmul, {"x": x, "weight": weight}, "y"),

@@ -15,7 +15,7 @@ from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persisten
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (37, 257)]
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
 
 
 @each_shape
@@ -27,7 +27,7 @@ def test_normal_init(shape, dtype, missing):
     check_op(ops.NormalInit, given, scalars={"seed": (1 << 40) + 1234}, bounds={"param": 0.02 * 8 * EPS * 6}, **attrs)
 
 
-@pytest.mark.parametrize("shape, dtype", [((7,), "fp32"), ((5, 16), "half"), ((37, 257), "split")], ids=str)
+@pytest.mark.parametrize("shape, dtype", [((7,), "fp32"), ((5, 16), "fp16_fp32"), ((37, 257), "bf16_i16")], ids=str)
 def test_uniform_init(shape, dtype):
     given = {"param": persistent(np.zeros(shape), dtype)}
     attrs = {"bound": 0.03, "stream": 5, "valid_rows": shape[0] - 1}
@@ -42,7 +42,7 @@ def test_constant_init(shape, dtype, missing):
     check_op(ops.ConstantInit, given, value=0.7, valid_rows=shape[0] - missing)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
 @pytest.mark.parametrize(
     "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
 )

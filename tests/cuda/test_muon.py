@@ -119,7 +119,7 @@ def test_a_decay_may_fall_with_the_square_of_the_rate(dtype, cautious):
 
 
 def test_muon_updates_truncated_weights():
-    check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))
+    check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="bf16_u16"))
 
 
 def test_the_ends_of_record_74s_steps_are_theirs():

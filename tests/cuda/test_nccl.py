@@ -125,14 +125,14 @@ def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path)
     for row in rows:
         key = (row["program"], row["op"])
         seconds[key] = seconds.get(key, np.zeros(2)) + row["s"]
-    assert not seconds.pop(("optimizer_step", "end_exchange")).any(), "the graph of the backward pass has waited"
+    assert not seconds.pop(("optimizer_step", "wait_all_to_all")).any(), "the graph of the backward pass has waited"
     assert list(seconds) == [
-        ("forward_backward", "begin_exchange"),
-        ("optimizer_step", "add_ranks"),
-        ("optimizer_step", "gather"),
+        ("forward_backward", "start_all_to_all"),
+        ("optimizer_step", "sum_over_ranks"),
+        ("optimizer_step", "all_gather"),
     ]
     assert all(s.min() > 0 for s in seconds.values())
-    begun = [row["s"] for row in rows if row["op"] == "begin_exchange"]
+    begun = [row["s"] for row in rows if row["op"] == "start_all_to_all"]
     assert not any(map(sum, begun[:-1])) and min(begun[-1]) > 0, "the wait at a pass's end is that of what began last"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(profile.FILES.values())
 

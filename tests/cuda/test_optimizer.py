@@ -64,14 +64,14 @@ def adamw(shape, dtype, *, step=1, **more):
 
 
 @each_shape
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @each_moments
 def test_adamw(shape, dtype, weight_decay, moments):
     adamw(shape, dtype, moments=moments, weight_decay=weight_decay)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "split", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "bf16_u16"])
 @pytest.mark.parametrize("shape", [(7,), (3, 131), (259, 257)], ids=str)
 @pytest.mark.parametrize("step, eps", [(1, 0.1), (9, 1e-10)])
 def test_cautious_adam(shape, dtype, step, eps):
@@ -82,13 +82,13 @@ def test_cautious_adam(shape, dtype, step, eps):
 
 
 @pytest.mark.parametrize("op_type", [ops.AdamW, ops.CautiousAdam])
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
 def test_a_weight_that_holds_bf16(op_type, dtype):
     check_bf16_update(check_op, op_type, dtype)
 
 
 def test_cautious_adam_changes_nothing_where_the_norm_is_not_finite():
-    given, bounds, attrs = adamw_case((3, 131), "truncated", scale=np.nan, op_type=ops.CautiousAdam)
+    given, bounds, attrs = adamw_case((3, 131), "bf16_u16", scale=np.nan, op_type=ops.CautiousAdam)
     got = check_op(ops.CautiousAdam, given, scalars={"lr": 3e-3}, bounds=bounds, **attrs)
     for name in ("param", "m", "v"):
         assert np.array_equal(got[name], given[name].values)
@@ -120,7 +120,7 @@ def test_parameters_of_two_rates_are_two_launches():
     assert sorted(found) == [["a", "c"], ["b"]]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16"])
 @each_moments
 def test_adamw_changes_nothing_where_the_norm_is_not_finite(dtype, moments):
     given, got = adamw((3, 131), dtype, scale=np.nan, moments=moments)

@@ -357,7 +357,7 @@ def test_a_forked_child_is_told_to_open_its_own(gpu, monkeypatch):
 
 def test_persistent_tensors_start_as_zeros_and_are_read_and_written_in_rows(gpu):
     store = Store()
-    w = store.get("w", (5, 3), "split", "parameter")
+    w = store.get("w", (5, 3), "bf16_i16", "parameter")
     p = Program(store)
     p.output("y", p.apply(ops.Cast, x=p.input("x", (4,), "fp32"), dtype="bf16").y)
     session = CudaSession({"p": p})

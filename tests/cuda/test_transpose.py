@@ -16,7 +16,7 @@ from tests.cuda.check import EPS, check_op, persistent
 from tests.simulators import interpreter
 
 SHAPES = [(1, 7), (65, 1), (64, 128), (131, 97)]
-FORMATS = ["fp32", "bf16", "fp16", "split", "half", "truncated", "e6m9", "ue6m10"]
+FORMATS = ["fp32", "bf16", "fp16", "bf16_i16", "fp16_fp32", "bf16_u16", "e6m9", "ue6m10"]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

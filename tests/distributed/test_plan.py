@@ -33,8 +33,8 @@ def test_the_optimizers_state_is_divided(count):
     assert numbers["tokens"] * count == alone["tokens"]
     assert numbers["arena_bytes"] == each[1]["arena_bytes"] < alone["arena_bytes"]
     names = {row["op"] for row in numbers["ops"]}
-    assert {"begin_exchange", "end_exchange", "add_ranks", "gather"} <= names and not names & {"reduce"}
-    exchanged = next(row["bytes"] for row in numbers["ops"] if row["op"] == "begin_exchange")
+    assert {"start_all_to_all", "wait_all_to_all", "sum_over_ranks", "all_gather"} <= names and not names & {"reduce"}
+    exchanged = next(row["bytes"] for row in numbers["ops"] if row["op"] == "start_all_to_all")
     total = 4 * alone["parameters"]
     assert exchanged == pytest.approx(2 * total * (count - 1) / count, rel=0.25)
 

@@ -59,13 +59,13 @@ def test_what_costs_most_is_an_iteration_and_not_the_size():
 
 
 def test_a_rank_holds_a_span_the_whole_or_nothing():
-    dealings = [shard(ThreadRanks(rank, 2, {}), whole=[], cut=CUT) for rank in range(2)]
+    shardings = [shard(ThreadRanks(rank, 2, {}), whole=[], cut=CUT) for rank in range(2)]
     long, short = CUT[4], CUT[0]
-    spans = [d.own(long) for d in dealings]
+    spans = [d.own(long) for d in shardings]
     assert all(isinstance(t, Span) and t.base is long for t in spans)
     assert sum(t.size for t in spans if t is not None) == long.size
-    assert sorted(d.own(short) is None for d in dealings) == [False, True]
-    assert short in [d.own(short) for d in dealings]
+    assert sorted(d.own(short) is None for d in shardings) == [False, True]
+    assert short in [d.own(short) for d in shardings]
 
 
 def test_each_part_of_the_model_that_all_ranks_share_is_summed_by_itself():

@@ -139,7 +139,7 @@ WAYS = ("", "behind", "read") if readable else ("", "behind")
 def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, way, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     # The norm of the gradients of all ranks is found in memory, as ranks find it.
-    monkeypatch.setattr(cpu_step, "summed_where_stored", lambda programs, takes: (programs, {}))
+    monkeypatch.setattr(cpu_step, "fuse_grad_norm", lambda programs, takes: (programs, {}))
     config = resolved(config_of(**options, overlap=way != "behind"), device)
     whole, read, clip, nbytes = oracle(config, count, device)
     results = each_rank(count, lambda ranks: trained(config, ranks, device), direct=way == "read")

@@ -13,7 +13,7 @@ from barellm import models
 from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.transfers import Transfers
 from barellm.plans.devices import lower
-from barellm.program.ops.collectives import BeginExchange, EndExchange
+from barellm.program.ops.collectives import StartAllToAll, WaitAllToAll
 from barellm.runtime.ranks import Planned
 
 
@@ -90,18 +90,18 @@ def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
         }
         ops = found[True].lowered["forward_backward"].ops
         plain = found[False].lowered["forward_backward"].ops
-        assert Counter(op.name for op in ops if op.name != "begin_exchange") == Counter(op.name for op in plain)
+        assert Counter(op.name for op in ops if op.name != "start_all_to_all") == Counter(op.name for op in plain)
         last, first = {}, None
         for i, op in enumerate(ops):
-            if not isinstance(op, BeginExchange):
+            if not isinstance(op, StartAllToAll):
                 written = [t.base for t in op.outputs.values() if t.base.role == "gradient"]
                 last |= dict.fromkeys(written, i)
                 first = i if written and first is None else first
-        begun = [(i, op) for i, op in enumerate(ops) if isinstance(op, BeginExchange)]
+        begun = [(i, op) for i, op in enumerate(ops) if isinstance(op, StartAllToAll)]
         for i, op in begun:
             whole = max(last[t.base] for t in op.inputs.values())
             assert i > whole
-            assert all(isinstance(between, BeginExchange) for between in ops[whole + 1 : i]), "at once"
+            assert all(isinstance(between, StartAllToAll) for between in ops[whole + 1 : i]), "at once"
         half = (first + len(ops)) / 2
         assert sum(i < half for i, _ in begun) >= len(begun) // 4, "they leave all along the way"
         sent = {t.base for _, op in begun for t in op.inputs.values()}
@@ -109,9 +109,9 @@ def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
         assert sum(t.size for _, op in begun for t in op.inputs.values()) == sum(t.size for t in sent), "each once"
         orders.append([op.number for _, op in begun])
         assert {op.segment for _, op in begun} >= {"h.0", "h.1", "h.2", "h.3"}
-        ends = [op.number for op in found[True].lowered["optimizer_step"].ops if isinstance(op, EndExchange)]
+        ends = [op.number for op in found[True].lowered["optimizer_step"].ops if isinstance(op, WaitAllToAll)]
         assert sorted(orders[-1]) == ends == list(range(len(ends))) and len(ends) > 8
-        assert not any(isinstance(op, EndExchange) for op in found[False].lowered["optimizer_step"].ops)
+        assert not any(isinstance(op, WaitAllToAll) for op in found[False].lowered["optimizer_step"].ops)
     assert all(order == orders[0] for order in orders)
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_read_sum_the_gradient_of_each_part_of_the_model_by_itself():
     ranks = Planned(1, 2)
     ranks.direct = True
     programs = build_programs(config_of(), ranks=ranks)
-    ops = [op for op in programs["optimizer_step"].ops if op.name == "sum_shares"]
+    ops = [op for op in programs["optimizer_step"].ops if op.name == "reduce_scatter"]
     assert [op.segment for op in ops] == ["wte", "h.0", "h.1", "h.2", "h.3"]
     assert [op.meets for op in ops] == [(True, False), *[(False, False)] * 3, (False, True)]
     shares = [t for op in ops for t in op.shares]

@@ -60,4 +60,4 @@ def test_dtypes_follow_the_precision_rules(compute):
             assert op.dx.dtype == "fp32", op
     assert {t.dtype for t in store.of_role("gradient")} == {"fp32"}
     matrix = {t.dtype for t in store.of_role("parameter") if len(t.shape) == 2}
-    assert matrix == ({"split"} if compute == "bf16" else {"fp32"})
+    assert matrix == ({"bf16_i16"} if compute == "bf16" else {"fp32"})

@@ -16,9 +16,9 @@ from barellm.errors import UserError
 from barellm.models import gpt2, unit
 from barellm.optim.adamw import adamw
 from barellm.program import ops
-from barellm.program.magnitudes import magnitudes
-from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, SUMS
+from barellm.program.dynamic_range import tensor_stats
+from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
+from barellm.program.ops.exponent_stats import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from barellm.training.training_schedule import training_schedule
 
@@ -87,8 +87,8 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     counts, sums = session.read(COUNTS).reshape(-1, BINS), session.read(TOTALS).reshape(-1, len(SUMS))
     session.close()
     found: dict[str, dict[str, float]] = {"loss": {"": shown}}
-    for t in observed(programs["forward_backward_stats"]):
-        m = magnitudes(counts[t.number], sums[t.number])
+    for t in tensors_with_stats(programs["forward_backward_stats"]):
+        m = tensor_stats(counts[t.number], sums[t.number])
         if m.size:
             found.setdefault(t.kind, {})[t.name] = m.rms
     return found

@@ -403,7 +403,7 @@ def rounds_as_python(program: Path, config: Any) -> None:
             bits[::3] = bits[::3] & 0xFFFFF000 | 0x1000  # halfway between two numbers of fp16
             bits[1::3] = bits[1::3] & 0xFFFFE000 | r.choice([0x1000, 0x2000, 0xFFF, 0x8000], bits[1::3].size)
             values = bits.view(np.float32).reshape(t.shape)
-            most = 65504.0 if t.dtype == "half" else 1e30  # where a sum of squares or a weight may be
+            most = 65504.0 if t.dtype == "fp16_fp32" else 1e30  # where a sum of squares or a weight may be
             values = np.where(np.isfinite(values) & (abs(values) < most), values, np.float32(0.1)).astype(np.float32)
             if t.dtype == "ue6m10":
                 values = abs(values)

@@ -232,13 +232,13 @@ def their_step(p: np.ndarray, mantissa: np.ndarray, grad: np.ndarray, wd: float,
 def test_a_truncated_weights_halves_are_theirs():
     """Powers of two as rates, so that both orders of the products round alike."""
     p, shape = Program(Store(), compute="bf16"), (33, 70)
-    weight = p.parameter("w", shape, dtype="truncated")
+    weight = p.parameter("w", shape, dtype="bf16_u16")
     given: dict[str, Any] = {"x": p.input("x", shape, "bf16"), "clip": p.input("clip", (2,), "fp32")}
     given |= {"lr_scale": 1.0, "scale": 2.0, "weight_decay": 0.5, "cautious": True, "squared": True}
     p.apply(ops.MuonUpdate, param=weight, **given)
     ours = CpuSession({"optimizer_step": p}, threads=1)
     start, grad = normal(*shape, seed=1).astype(np.float32), normal(*shape, seed=2).astype(np.float32)
-    high, low = (half.view(np.uint16) for half in encode(start, "truncated"))
+    high, low = (half.view(np.uint16) for half in encode(start, "bf16_u16"))
     (grad_bf16,) = encode(grad, "bf16")
     ours.write("w", start)
     ours.write("x", grad_bf16.astype(np.float32))

@@ -31,7 +31,7 @@ def sent(config, rank: int, count: int) -> dict[str, int]:
     found: dict[str, int] = {}
     programs = build_programs(config, ranks=Planned(rank, count))
     for op in (*programs["forward_backward"].ops, *programs["optimizer_step"].ops):
-        if op.name in ("begin_exchange", "exchange", "gather"):
+        if op.name in ("start_all_to_all", "all_to_all", "all_gather"):
             kind = op.name.removeprefix("begin_")
             for (name, t), to in zip(op.inputs.items(), op.attrs["to"], strict=True):
                 nbytes = operand_bytes(t) if name in op.rounded else t.nbytes
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_planned_transfers(count, optim):
     store = build_programs(config)["forward_backward"].store
     model = scale.collectives(config, store, count)
     planned = [sent(config, rank, count) for rank in range(count)]
-    mean = {op: sum(each[op] for each in planned) / count for op in ("exchange", "gather")}
+    mean = {op: sum(each[op] for each in planned) / count for op in ("all_to_all", "all_gather")}
     away = (count - 1) / count
     if "powersgd" in optim:
         exchanged = sum(c.nbytes for c in model if c.name.endswith("summed"))
@@ -57,8 +57,8 @@ def test_bytes_are_those_of_the_planned_transfers(count, optim):
         exchanged = model[0].nbytes
         given = model[1].nbytes + model[2].nbytes
         assert [c.rounds for c in model[1:]] == [1, 1]
-    assert mean["exchange"] == pytest.approx(exchanged * away, rel=2e-3)
-    assert mean["gather"] == pytest.approx(given * away, rel=2e-3)
+    assert mean["all_to_all"] == pytest.approx(exchanged * away, rel=2e-3)
+    assert mean["all_gather"] == pytest.approx(given * away, rel=2e-3)
 
 
 def test_rounds_are_those_of_the_program():
@@ -66,7 +66,7 @@ def test_rounds_are_those_of_the_program():
     model = replace(config.model, d_model=640, heads=2, layers=3)
     config = replace(config, model=model)
     programs = build_programs(config, ranks=Planned(0, 2))
-    rounds = sum(op.name == "exchange" for op in programs["optimizer_step"].ops)
+    rounds = sum(op.name == "all_to_all" for op in programs["optimizer_step"].ops)
     assert rounds > 4
     assert scale.collectives(config, programs["forward_backward"].store, 2)[0].rounds in (rounds - 1, rounds)
 

@@ -1,4 +1,4 @@
-"""How products are cut on a GPU: waves, padding and occupancy, by hand and by the backend's own launches."""
+"""Tiling of GEMMs on a GPU: waves, padding and occupancy, by hand and by the backend's own launches."""
 
 import json
 
@@ -16,14 +16,14 @@ from barellm.plans.roofline import primitives
 H100 = devices.sheet("h100")
 
 
-def cuts(M, N, K, dtype="bf16"):
-    """By role."""
-    built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, Target())
-    return {cut.role: cut for cut in waves.products(built, ["product"], Sizes(batch=M))}
+def tilings(M, N, K, dtype="bf16"):
+    """By transpose mode."""
+    built = devices.lower({"product": waves.one_gemm(M, N, K, dtype)}, Target())
+    return {tiling.transpose_mode: tiling for tiling in waves.gemms(built, ["product"], Sizes(batch=M))}
 
 
 @pytest.mark.parametrize(
-    "shape, role, tiles, parts, percent",
+    "shape, transpose_mode, tiles, split_k, percent",
     [
         ((65536, 768, 768), "nt", 1536, 1, 97),
         ((65536, 768, 768), "tn", 18 * 7, 7, 95),
@@ -33,38 +33,38 @@ def cuts(M, N, K, dtype="bf16"):
     ],
     ids=str,
 )
-def test_waves_of_gpt2_on_132_multiprocessors(shape, role, tiles, parts, percent):
-    cut = cuts(*shape)[role]
-    assert (cut.tiles, cut.parts, cut.padding) == (tiles, parts, 0)
-    assert round(100 * cut.efficiency) == percent
+def test_waves_of_gpt2_on_132_multiprocessors(shape, transpose_mode, tiles, split_k, percent):
+    tiling = tilings(*shape)[transpose_mode]
+    assert (tiling.tiles, tiling.split_k, tiling.padding) == (tiles, split_k, 0)
+    assert round(100 * tiling.efficiency) == percent
 
 
 def test_an_odd_product_hangs_over_its_tiles_and_leaves_multiprocessors_idle():
     """1000 columns of tiles of 64 or 128 rows: 1024 x 1024 are computed, by 128 of 132 multiprocessors."""
-    for cut in cuts(1000, 1000, 1000).values():
-        assert cut.padding == pytest.approx(1 - 1000**2 / 1024**2)
-        assert cut.idle == pytest.approx(4 / 132) and cut.waves == 1
-        assert cut.efficiency == pytest.approx(1000**2 / 1024**2 * 128 / 132)
+    for tiling in tilings(1000, 1000, 1000).values():
+        assert tiling.padding == pytest.approx(1 - 1000**2 / 1024**2)
+        assert tiling.idle == pytest.approx(4 / 132) and tiling.waves == 1
+        assert tiling.efficiency == pytest.approx(1000**2 / 1024**2 * 128 / 132)
 
 
 def test_a_few_rows_are_no_padding():
-    cut = cuts(5, 3072, 768)["nt"]
-    assert (cut.kernel, cut.M, cut.rows, cut.padding) == ("skinny_gemm", 5, 5, 0)
+    tiling = tilings(5, 3072, 768)["nt"]
+    assert (tiling.kernel, tiling.M, tiling.tile_m, tiling.padding) == ("skinny_gemm", 5, 5, 0)
 
 
 def test_blocks_of_a_multiprocessor_share_it():
     """More blocks at a time make fewer waves; the busiest multiprocessor has as many tiles as before."""
-    one = waves.Cut("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 1)
-    two = waves.Cut("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 2)
+    one = waves.Tiling("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 1)
+    two = waves.Tiling("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 2)
     assert (one.tiles, one.waves, two.waves) == (256, 2, 1)
     assert (round(100 * one.idle), round(100 * two.idle)) == (6, 3)
     assert one.efficiency == two.efficiency == 256 / 264
 
 
 def test_the_speed_of_light_is_that_of_memory_or_of_the_tensor_cores():
-    large, small = cuts(8192, 8192, 8192)["nt"], cuts(16, 4096, 4096)["nt"]
-    assert large.light(H100) == pytest.approx(2 * 8192**3 / 989.4e12)
-    assert small.light(H100) == pytest.approx(2 * (4096 * 4096 + 2 * 16 * 4096) / (0.9 * 3.35e12))
+    large, small = tilings(8192, 8192, 8192)["nt"], tilings(16, 4096, 4096)["nt"]
+    assert large.roofline_s(H100) == pytest.approx(2 * 8192**3 / 989.4e12)
+    assert small.roofline_s(H100) == pytest.approx(2 * (4096 * 4096 + 2 * 16 * 4096) / (0.9 * 3.35e12))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_products_of_a_step_are_all_its_operations_but_attentions(name):
         preset(name), {"train.dtype": "bf16", "train.micro_batch_size": 2, "train.seq": 1024, "model.layers": 2}
     )
     built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
-    found = waves.products(built, ["forward_backward"], Sizes(2, 1024))
+    found = waves.gemms(built, ["forward_backward"], Sizes(2, 1024))
     done = sum(2 * c.M * c.N * c.K * count for c, count in found.items())
     ops = [p for op in built.lowered["forward_backward"].ops for p in primitives(op)]
     assert done == sum(op.flops() for op in ops if op.product and op.name.startswith("matmul"))
@@ -94,13 +94,13 @@ def test_products_that_other_kernels_do_are_said():
     )
     built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
     assert waves.uncounted(built, ["forward_backward"]) == {"attention": 2, "attention_backward": 2}
-    assert waves.uncounted(devices.lower({"product": waves.one_product(8, 8, 8, "bf16")}, Target()), ["product"]) == {}
+    assert waves.uncounted(devices.lower({"product": waves.one_gemm(8, 8, 8, "bf16")}, Target()), ["product"]) == {}
 
 
 def test_the_command_prints_a_product_of_any_shape(capsys):
     assert main.main(["plan", "--device", "cuda", "--gemm", "300", "7", "50", "--dtype", "fp32", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["products"]
-    assert {(c["role"], c["M"], c["N"], c["K"]) for c in found} == {
+    found = json.loads(capsys.readouterr().out)["gemms"]
+    assert {(c["transpose_mode"], c["M"], c["N"], c["K"]) for c in found} == {
         ("nt", 300, 7, 50), ("nn", 300, 50, 7), ("tn", 7, 50, 300),
     }  # fmt: skip
     assert main.main(["plan", "gpt2-124m", "--device", "cuda", "--dtype", "bf16"]) == 0

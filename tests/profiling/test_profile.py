@@ -228,7 +228,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert main.main(["profile", "shakespeare-char", *WORDS, "--dtype", "fp32", "--steps", "2"]) == 0
     text = capsys.readouterr().out
     for words in (
-        "% of bound",
+        "% of roofline",
         "wait ms",
         "missed %",
         "tracing costs",

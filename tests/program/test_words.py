@@ -33,14 +33,14 @@ def test_a_format_holds_what_it_says(name):
     for i, plane in enumerate(f.planes):
         assert planes[i].dtype == numpy_dtype(plane)
         assert f.start_of(i, 1024) == sum(p.nbytes for p in planes[:i])
-    if name == "truncated":  # what products read is the next number towards zero, less than a unit away
+    if name == "bf16_u16":  # what products read is the next number towards zero, less than a unit away
         away = (values - planes[0].astype(np.float64)) / values
         assert away.min() >= 0 and 1.9 < away.max() / FORMATS["bf16"].half_ulp < 2
     elif f.planes:  # the nearest number of the first plane's format
         np.testing.assert_array_equal(planes[0], decode(encode(values, f.operand), f.operand))
 
 
-@pytest.mark.parametrize("name", ["split", "truncated"])
+@pytest.mark.parametrize("name", ["bf16_i16", "bf16_u16"])
 def test_two_planes_of_16_bits_have_every_bit_of_fp32(name):
     low = np.arange(1 << 16, dtype=np.uint32)
     for upper in (0x0000, 0x3F80, 0xBF7F, 0x7F7E, 0x8000):
@@ -60,7 +60,7 @@ def test_an_unknown_format_is_named():
 def test_precisions_are_rows():
     p = Program(Store(), compute="fp16")
     assert (p.compute, p.precision.scaled) == ("fp16", True)
-    assert p.parameter("w", (3, 4)).dtype == "half"
+    assert p.parameter("w", (3, 4)).dtype == "fp16_fp32"
     assert p.parameter("b", (3,)).dtype == "fp32"
     mine = Program(Store(), compute=Precision("bf16", "fp32"))
     assert mine.parameter("w", (3, 4)).dtype == "fp32"
@@ -219,8 +219,10 @@ def test_scalars_have_a_limit(monkeypatch):
 
 
 def test_tensors_know_their_bytes():
-    assert Tensor("w", (3, 5), "half", "parameter").nbytes == 92  # 15 fp16, two bytes that align what follows, 15 fp32
-    assert Tensor("w", (3, 5), "split", "parameter").nbytes == 60
+    assert (
+        Tensor("w", (3, 5), "fp16_fp32", "parameter").nbytes == 92
+    )  # 15 fp16, two bytes that align what follows, 15 fp32
+    assert Tensor("w", (3, 5), "bf16_i16", "parameter").nbytes == 60
 
 
 def test_threads_that_declare_scalars_at_once_give_each_a_row_of_its_own(monkeypatch):

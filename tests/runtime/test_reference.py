@@ -132,7 +132,7 @@ def test_storage_in_fp32_is_close_and_bf16_is_rounded():
 
 def test_split_parameters_are_exact_fp32():
     session = session_of(compute="bf16", storage=True)
-    assert session.tensors["h.0.mlp.c_fc.weight"].dtype == "split"
+    assert session.tensors["h.0.mlp.c_fc.weight"].dtype == "bf16_i16"
     w = np.random.default_rng(0).normal(size=(48, 12)).astype(np.float32)
     w[0, :4] = [0.0, -0.0, 1 + 2**-8, -(1 + 3 * 2**-8)]  # ties between two bf16 neighbours
     session.write("h.0.mlp.c_fc.weight", w)

@@ -88,12 +88,12 @@ OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 SCALES = "scales and what they are made of are fp32 in every program"
 TOGETHER = (
-    "add_ranks",
-    "begin_exchange",
-    "end_exchange",
-    "exchange",
-    "gather",
-    "sum_shares",
+    "sum_over_ranks",
+    "start_all_to_all",
+    "wait_all_to_all",
+    "all_to_all",
+    "all_gather",
+    "reduce_scatter",
     "factor",
     "feedback",
     "householder",
@@ -110,7 +110,7 @@ EXCUSED = {
         for dtype in ("bf16", "fp16")
     },
     ("block_squares", "cuda"): "only AMX tiles sum squares where they store a gradient",
-    ("sum_shares", "cuda"): "a rank does not read the memory of another's GPU",
+    ("reduce_scatter", "cuda"): "a rank does not read the memory of another's GPU",
     **{(op, "cuda"): "gradients are compressed on CPUs only" for op in ("factor", "feedback", "householder")},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("matmul_dw_dbias", "cpu"): "each has a kernel of its own",

@@ -77,7 +77,7 @@ def check_row(row: dict) -> None:
     """A row gives back what was counted."""
     kinds = {}
     for t in row["tensors"]:
-        m = exponent_stats.magnitudes_of(t)
+        m = exponent_stats.tensor_stats_of(t)
         assert m.size == t["size"] and m.rms == pytest.approx(t["rms"]) and m.largest == t["max"]
         above = t["first"] + len(t["counts"])
         assert not t["counts"] or 2.0 ** (above - 1) <= m.largest < 2.0**above

@@ -22,7 +22,7 @@ from tests.cpu.test_models import MODEL, batch_of
 
 OPTIM = OptimConfig(name="muon", lr=3e-3, muon_lr=0.02, clip=0.7, normuon=0.9, cautious=True)
 SHAPE = (3, 17)
-TRUNCATED = Precision("bf16", "truncated")
+TRUNCATED = Precision("bf16", "bf16_u16")
 STEPS = 3
 
 

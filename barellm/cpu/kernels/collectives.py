@@ -21,7 +21,7 @@ from barellm.runtime.lowering import Region, part, plane
 Arrays = list[tuple[int, np.ndarray]]  # and the rank that they go to, or come from
 
 
-def add_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
+def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     """y (n) = the gradients of all ranks, in their order; those of the other ranks are others (count - 1, n)."""
 
     def vector(i, mask):
@@ -35,31 +35,31 @@ def add_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     elementwise_map(k, n, y, vector)
 
 
-@lowering("add_ranks", floats="fp32 bf16", spans="own y")
-def lower_add_ranks(op: Op, c: Lowering) -> None:
+@lowering("sum_over_ranks", floats="fp32 bf16", spans="own y")
+def lower_sum_over_ranks(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "own": op.own, "others": op.others, "n": op.own.size}
-    c.call(add_ranks, operands, {"rank": op.rank, "count": op.others.shape[0] + 1}, writes="y")
+    c.call(sum_over_ranks, operands, {"rank": op.rank, "count": op.others.shape[0] + 1}, writes="y")
 
 
-@lowering("exchange", floats="fp32 bf16", spans="*")
+@lowering("all_to_all", floats="fp32 bf16", spans="*")
 def lower_exchange(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [part(t)])
 
 
-@lowering("begin_exchange", floats="fp32 bf16", spans="*")
-def lower_begin_exchange(op: Op, c: Lowering) -> None:
+@lowering("start_all_to_all", floats="fp32 bf16", spans="*")
+def lower_start_all_to_all(op: Op, c: Lowering) -> None:
     def begin(sends: Arrays, receives: Arrays) -> Callable[[], None]:
         return op.ranks.beginning(op.number, sends, receives)
 
     _transfer(op, c, lambda t: [part(t)], begin, scalar="last")
 
 
-@lowering("end_exchange", floats="fp32 bf16")
-def lower_end_exchange(op: Op, c: Lowering) -> None:
+@lowering("wait_all_to_all", floats="fp32 bf16")
+def lower_wait_all_to_all(op: Op, c: Lowering) -> None:
     c.extern(lambda arrays: op.ranks.ending(op.number), [], [part(t) for t in op.outputs.values()])
 
 
-@lowering("gather", floats=f"fp32 bf16 {PLANES}", spans="*")
+@lowering("all_gather", floats=f"fp32 bf16 {PLANES}", spans="*")
 def lower_gather(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])
 
@@ -133,8 +133,8 @@ def read_process(k: KernelBuilder, table, process: Value, there: Value, here, nb
         table.put(k.int(1), FAILED)
 
 
-@lowering("sum_shares", floats="fp32", spans="*")
-def lower_sum_shares(op: Op, c: Lowering) -> None:
+@lowering("reduce_scatter", floats="fp32", spans="*")
+def lower_reduce_scatter(op: Op, c: Lowering) -> None:
     ranks, shares = op.ranks, op.shares
     others = ranks.count - 1
     table = c.workspace("places", 8 * (PROCESSES + others * (1 + len(shares))))

@@ -13,7 +13,7 @@ from barellm.cpu.kernels.loops import flat, fold, foreach_vector, zeros
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
-from barellm.program.ops.exponents import BINS, NOT_FINITE, SUMS
+from barellm.program.ops.exponent_stats import BINS, NOT_FINITE, SUMS
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, weight_operand
 
@@ -26,7 +26,7 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
     return k.max(k.ceil_div(n, CHUNKS), CHUNK)
 
 
-def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
+def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
     """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
     n = k.num_elements(dims) * width
     per = elements_per_chunk(k, n)
@@ -69,7 +69,7 @@ def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
-def combine_exponents(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
+def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
     """The chunks' counts and sums as one, in the chunks' order."""
     n = k.num_elements(dims) * width
     with k.parallel_for(1):
@@ -96,19 +96,19 @@ def whole(out: Tensor) -> tuple[Region, str]:
     return Region(out.base, first, first + 4 * out.size), out.dtype
 
 
-@lowering("exponents", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
-def lower_exponents(op: Op, c: Lowering) -> None:
+@lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
+def lower_exponent_stats(op: Op, c: Lowering) -> None:
     outs: dict[str, Any] = {name: whole(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
     c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))
     if op.x.size <= CHUNK:
-        c.call(exponents, {**outs, "x": x}, like, writes="counts sums")
+        c.call(exponent_stats, {**outs, "x": x}, like, writes="counts sums")
         return
     chunks = min(CHUNKS, -(-op.x.size // CHUNK))
     partials = {
         "counts": (part(c.workspace("counts", 4 * chunks * BINS)), "i32"),
         "sums": (part(c.workspace("sums", 4 * chunks * len(SUMS))), "fp32"),
     }
-    c.call(exponents, {**partials, "x": x}, like, writes="counts sums")
+    c.call(exponent_stats, {**partials, "x": x}, like, writes="counts sums")
     given = {f"partial_{name}": operand for name, operand in partials.items()}
-    c.call(combine_exponents, {**outs, **given}, like, writes="counts sums")
+    c.call(combine_exponent_stats, {**outs, **given}, like, writes="counts sums")

@@ -11,7 +11,7 @@ from barellm.cpu.kernels.loops import elementwise_map, flat
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
-from barellm.program.ops.exponents import SUMS
+from barellm.program.ops.exponent_stats import SUMS
 from barellm.program.ops.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
 from barellm.runtime.lowering import weight_operand
 

@@ -1,7 +1,7 @@
 """The storage of weights and moments, which kernels see as fp32 although memory may hold other formats.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo has no sign,
-or the nearest fp16 and the fp32 weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" and "bf16_u16", whose lo has no
+sign, or the nearest fp16 and the fp32 weight of "fp16_fp32". A moment is one array, or the 16-bit codes of `program.moments`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
     turn_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)
 
 
-@lowering("transpose", adds="y", also=dict.fromkeys("xy", "split half truncated e6m9 ue6m10"))
+@lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Op, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}

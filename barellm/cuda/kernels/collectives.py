@@ -28,7 +28,7 @@ UNITS, Y, OWN, OTHERS = (constant(FIELDS.index(name)) for name in FIELDS[1:])
 
 
 @device
-def add_ranks(
+def sum_over_ranks(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, RANK: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,12 +55,12 @@ def add_ranks(
 
 
 def sum_unit(op: Any) -> int:
-    """Elements of which the places and the lengths of an `AddRanks` are multiples: a span may begin anywhere."""
+    """Elements of which the places and the lengths of an `SumOverRanks` are multiples: a span may begin anywhere."""
     return gcd(unit_of(op.own), op.own.first_element, op.y.first_element)
 
 
-@lowering("add_ranks", floats="fp32", spans="own y")
-def lower_add_ranks(op: Any, c: Lowering) -> None:
+@lowering("sum_over_ranks", floats="fp32", spans="own y")
+def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
     sums: list[Any] = members(op)
     unit = sum_unit(sums[0])
     firsts, programs = first_programs(ceil_div(s.own.size, BLOCK) for s in sums)
@@ -72,7 +72,7 @@ def lower_add_ranks(op: Any, c: Lowering) -> None:
     table = Table({name: columns[name] for name in FIELDS}, writes=("y",))
     constants = {**entry_constants(len(sums)), "UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1}
     constants["BLOCK"] = BLOCK
-    c.launch(add_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
+    c.launch(sum_over_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
 def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
@@ -80,21 +80,21 @@ def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, 
     c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
 
-@lowering("exchange", floats="fp32", spans="*")
+@lowering("all_to_all", floats="fp32", spans="*")
 def lower_exchange(op: Any, c: Lowering) -> None:
     _travel(op, c, lambda t: [part(t)])
 
 
-@lowering("begin_exchange", floats="fp32", spans="*")
-def lower_begin_exchange(op: Any, c: Lowering) -> None:
+@lowering("start_all_to_all", floats="fp32", spans="*")
+def lower_start_all_to_all(op: Any, c: Lowering) -> None:
     _travel(op, c, lambda t: [part(t)], overlapped=True)
 
 
-@lowering("end_exchange", floats="fp32")
-def lower_end_exchange(op: Any, c: Lowering) -> None:
+@lowering("wait_all_to_all", floats="fp32")
+def lower_wait_all_to_all(op: Any, c: Lowering) -> None:
     """Nothing: the program in which it began has waited for it."""
 
 
-@lowering("gather", floats=f"fp32 {PLANES}", spans="*")
+@lowering("all_gather", floats=f"fp32 {PLANES}", spans="*")
 def lower_gather(op: Any, c: Lowering) -> None:
     _travel(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])

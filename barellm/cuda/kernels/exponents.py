@@ -10,8 +10,8 @@ from barellm.cuda.kernels.common import unit_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
-from barellm.program.ops import exponents as op_module
-from barellm.program.ops.exponents import SUMS
+from barellm.program.ops import exponent_stats as op_module
+from barellm.program.ops.exponent_stats import SUMS
 from barellm.runtime.lowering import Region, weight_operand
 
 BLOCK = 2048  # elements that a program counts at a time
@@ -21,7 +21,7 @@ BINS, NOT_FINITE = constant(op_module.BINS), constant(op_module.NOT_FINITE)
 
 
 @device
-def exponents(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """A program counts `blocks` blocks of elements, of units * UNIT in all."""
     program = tl.program_id(0).to(tl.int64)
     n = units.to(tl.int64) * UNIT
@@ -46,7 +46,7 @@ def exponents(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.cons
 
 
 @device
-def combine_exponents(counts, sums, partial_counts, partial_sums, programs, ROWS: tl.constexpr):
+def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS: tl.constexpr):
     """The results of all programs as one."""
     column, place = tl.arange(0, BINS), tl.arange(0, 4)
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)
@@ -61,8 +61,8 @@ def combine_exponents(counts, sums, partial_counts, partial_sums, programs, ROWS
     tl.store(sums + place, tl.where(place == 3, largest, total.to(tl.float32)))
 
 
-@lowering("exponents", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
-def lower_exponents(op: Any, c: Lowering) -> None:
+@lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
+def lower_exponent_stats(op: Any, c: Lowering) -> None:
     unit = unit_of(op.x)
     units = Count(tuple(d.name for d in op.x.dims), op.x.width // unit)
 
@@ -78,7 +78,7 @@ def lower_exponents(op: Any, c: Lowering) -> None:
         "sums": c.scratch("sums", (most, len(SUMS))),
     }
     c.launch(
-        exponents,
+        exponent_stats,
         {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
         {"UNIT": unit, "BLOCK": BLOCK},
         grid=lambda s: (programs(s),),
@@ -90,7 +90,7 @@ def lower_exponents(op: Any, c: Lowering) -> None:
         first = 4 * out.first_column
         outs[name] = Region(out.base, first, first + 4 * out.size), out.dtype
     c.launch(
-        combine_exponents,
+        combine_exponent_stats,
         {**outs, **{f"partial_{name}": t for name, t in partials.items()}, "programs": programs},
         {"ROWS": ROWS},
         grid=lambda s: (1,),

@@ -60,7 +60,7 @@ def logits_constants(op: Any) -> dict[str, Any]:
     return {**sizes, **strides, "BR": max(1, 2 * BLOCK // BC), "BC": BC}
 
 
-@lowering("gate_logits", also={"weight": "split half"}, views="x extra")
+@lowering("gate_logits", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra")
 def lower_gate_logits(op: Any, c: Lowering) -> None:
     constants, rows = logits_constants(op), c.rows(op.x)
     operands = {"z": op.z, "x": op.x, "extra": op.extra, "weight": weight_operand(op.weight), "rows": rows}
@@ -116,7 +116,9 @@ def gate_logits_backward(
         )  # fmt: skip
 
 
-@lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": "split half"}, views="x extra dx dextra")
+@lowering(
+    "gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra"
+)
 def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     rows, size = c.rows(op.x), op.weight.size
     chunks = Chunks(rows)

@@ -9,7 +9,7 @@ from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, 
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops import scales
-from barellm.program.ops.exponents import SUMS
+from barellm.program.ops.exponent_stats import SUMS
 from barellm.runtime.lowering import weight_operand
 
 ABOVE, DEVIATIONS, FARTHEST = constant(scales.ABOVE), constant(scales.DEVIATIONS), constant(scales.FARTHEST)

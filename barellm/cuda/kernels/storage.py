@@ -1,7 +1,8 @@
 """What kernels see as fp32 though memory may not be: weights and moments.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo
-has no sign, or the nearest fp16 and the fp32 weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" and "bf16_u16", whose lo
+has no sign, or the nearest fp16 and the fp32 weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
+`program.moments`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WHOLE = constant(16)  # the unit of a tensor of its own, whose first plane lies 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     """Operands `name` and `name_lo` of a launch: both planes, or the fp32 tensor and None."""
-    if t.dtype in ("split", "truncated"):
+    if t.dtype in ("bf16_i16", "bf16_u16"):
         return {name: (plane(t, 0)[0], "i16"), f"{name}_lo": plane(t, 1)}
     if format_of(t.dtype).planes:
         return {name: plane(t, 0), f"{name}_lo": plane(t, 1)}
@@ -45,15 +46,15 @@ def weight_constants(t: Tensor) -> dict[str, Any]:
 @device
 def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
     """To the first plane, or the fp32 weights, of a matrix or tensor whose count of elements is a multiple of UNIT."""
-    ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "half" else tl.int16
+    ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "fp16_fp32" else tl.int16
     return aligned_pointer(table, entry, PARAM, ENTRIES, ONE, UNIT)
 
 
 @device
 def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
     """To the second plane of the same. fp32 begins behind as many fp16, which are half as long."""
-    TWO: tl.constexpr = tl.float32 if FORMAT == "half" else tl.uint16 if FORMAT == "truncated" else tl.int16
-    MULTIPLE: tl.constexpr = UNIT if FORMAT != "half" or UNIT == 1 else UNIT // 2
+    TWO: tl.constexpr = tl.float32 if FORMAT == "fp16_fp32" else tl.uint16 if FORMAT == "bf16_u16" else tl.int16
+    MULTIPLE: tl.constexpr = UNIT if FORMAT != "fp16_fp32" or UNIT == 1 else UNIT // 2
     return aligned_pointer(table, entry, LO, ENTRIES, TWO, MULTIPLE)
 
 

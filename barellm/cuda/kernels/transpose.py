@@ -48,7 +48,7 @@ def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, T
     store_weight(y, y_lo, to, within, total)
 
 
-@lowering("transpose", adds="y", also=dict.fromkeys("xy", "split half truncated e6m9 ue6m10"))
+@lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Any, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
     constants = {"ROWS": rows, "COLUMNS": columns, "TILE": TILE}

@@ -42,9 +42,9 @@ static void get(const struct barellm *s, const struct tensor *t, int64_t first, 
     const uint16_t *low = (const uint16_t *)at + first, *second = low + t->size;
     switch (t->format) {
     case FP32: case I32: memcpy(out, at + 4 * first, 4 * count); return;
-    case HALF: memcpy(out, at + (2 * t->size + 3) / 4 * 4 + 4 * first, 4 * count); return;
+    case FP16_FP32: memcpy(out, at + (2 * t->size + 3) / 4 * 4 + 4 * first, 4 * count); return;
     case BF16: for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)low[i] << 16; return;
-    case SPLIT: for (int64_t i = 0; i < count; i++) out[i] = ((uint32_t)low[i] << 16) + (uint32_t)(int32_t)(int16_t)second[i]; return;
+    case BF16_I16: for (int64_t i = 0; i < count; i++) out[i] = ((uint32_t)low[i] << 16) + (uint32_t)(int32_t)(int16_t)second[i]; return;
     default: for (int64_t i = 0; i < count; i++) out[i] = decode16(t->format, low[i]); return;
     }
 }
@@ -66,12 +66,12 @@ static void put(struct barellm *s, const struct tensor *t, int64_t first, int64_
     uint16_t *low = (uint16_t *)at + first, *second = low + t->size;
     switch (t->format) {
     case FP32: case I32: memcpy(at + 4 * first, in, 4 * count); return;
-    case HALF:
+    case FP16_FP32:
         memcpy(at + (2 * t->size + 3) / 4 * 4 + 4 * first, in, 4 * count);
         for (int64_t i = 0; i < count; i++) low[i] = half_of(in[i]);
         return;
     case BF16: for (int64_t i = 0; i < count; i++) low[i] = (in[i] + 0x7fff + (in[i] >> 16 & 1)) >> 16; return;
-    case SPLIT:
+    case BF16_I16:
         for (int64_t i = 0; i < count; i++) low[i] = (in[i] + 0x8000) >> 16, second[i] = in[i];
         return;
     default: for (int64_t i = 0; i < count; i++) low[i] = encode16(t->format, in[i]); return;

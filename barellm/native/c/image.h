@@ -24,7 +24,7 @@ struct program {
 struct tensor {
     const char *name;
     char role; /* 'p'arameter, 's'tate; others are not kept */
-    enum { FP32, I32, BF16, FP16, SPLIT, HALF, E6M9, UE6M10 } format;
+    enum { FP32, I32, BF16, FP16, BF16_I16, FP16_FP32, E6M9, UE6M10 } format;
     int64_t offset, size, nbytes;
 };
 

@@ -1,151 +1,21 @@
-"""Primitive ops, one file per family."""
+"""Primitive ops, one file per family. Each op of the folder's modules is a name of this package: `ops.Matmul`."""
 
-from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
-from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
-from barellm.program.ops.block_matmul import BlockMatmul, BlockMatmulDw, BlockMatmulDx
-from barellm.program.ops.block_squares import BlockSquares
-from barellm.program.ops.collectives import AddRanks, BeginExchange, EndExchange, Exchange, Gather, SumShares
-from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
-from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward, TokenLosses
-from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
-from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
-from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Rescale, Zeros
-from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
-from barellm.program.ops.exponents import Exponents
-from barellm.program.ops.fp8 import Quantise, ScaledMatmul, ScaledMatmulDw, ScaledMatmulDx
-from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
-from barellm.program.ops.groupnorm import GroupNorm, GroupNormDparams, GroupNormDx
-from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
-from barellm.program.ops.layout_attention import LayoutAttention, LayoutAttentionBackward
-from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
-from barellm.program.ops.mix import Mix, MixBackward
-from barellm.program.ops.muon import (
-    Gram,
-    GramApply,
-    GramPolynomial,
-    MuonMomentum,
-    MuonNormalize,
-    MuonUpdate,
-    NorMuonScales,
-)
-from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
-from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
-from barellm.program.ops.powersgd import Factor, Feedback, Householder
-from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
-from barellm.program.ops.quantized import QuantizedMatmul
-from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
-from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
-from barellm.program.ops.rope import Rope
-from barellm.program.ops.scales import DelayedScale, FloatBias, Measure, Remember, RoundFloating
-from barellm.program.ops.softcap import Softcap, SoftcapCrossEntropy, SoftcapCrossEntropyBackward
-from barellm.program.ops.softmax import Softmax, SoftmaxDx
-from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
-from barellm.program.ops.top_k import TopK, TopKDx
-from barellm.program.ops.transpose import Transpose
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ACTIVATIONS",
-    "AdamW",
-    "Add",
-    "AddRanks",
-    "Attention",
-    "AttentionBackward",
-    "AttentionCached",
-    "BeginExchange",
-    "Bias",
-    "BiasGrad",
-    "BigramIds",
-    "BinaryMatmul",
-    "BlockMatmul",
-    "BlockMatmulDw",
-    "BlockMatmulDx",
-    "BlockSquares",
-    "Cast",
-    "CautiousAdam",
-    "ClipScale",
-    "ConstantInit",
-    "Conv2d",
-    "Conv2dDw",
-    "Conv2dDx",
-    "CrossEntropy",
-    "CrossEntropyBackward",
-    "CuSeqlens",
-    "DelayedScale",
-    "DocumentStarts",
-    "Dropout",
-    "DropoutBackward",
-    "Embedding",
-    "EmbeddingDwpe",
-    "EmbeddingDwte",
-    "EndExchange",
-    "Exchange",
-    "Exponents",
-    "Factor",
-    "Feedback",
-    "FloatBias",
-    "GateLogits",
-    "GateLogitsBackward",
-    "Gated",
-    "GatedBackward",
-    "Gather",
-    "Gram",
-    "GramApply",
-    "GramPolynomial",
-    "GroupNorm",
-    "GroupNormDparams",
-    "GroupNormDx",
-    "Householder",
-    "LastRow",
-    "LayerNorm",
-    "LayerNormDparams",
-    "LayerNormDx",
-    "LayoutAttention",
-    "LayoutAttentionBackward",
-    "Matmul",
-    "MatmulDw",
-    "MatmulDx",
-    "MeanPixels",
-    "MeanPixelsBackward",
-    "Measure",
-    "Mix",
-    "MixBackward",
-    "MuonMomentum",
-    "MuonNormalize",
-    "MuonUpdate",
-    "NorMuonScales",
-    "NormalInit",
-    "PackSigns",
-    "QKRotary",
-    "QKRotaryBackward",
-    "Quantise",
-    "QuantizedMatmul",
-    "RMSNorm",
-    "RMSNormDweight",
-    "RMSNormDx",
-    "Remember",
-    "Rescale",
-    "Rope",
-    "RoundFloating",
-    "ScaledMatmul",
-    "ScaledMatmulDw",
-    "ScaledMatmulDx",
-    "Softcap",
-    "SoftcapCrossEntropy",
-    "SoftcapCrossEntropyBackward",
-    "Softmax",
-    "SoftmaxDx",
-    "StraightThrough",
-    "SumShares",
-    "SumSquares",
-    "SwiGLU",
-    "SwiGLUBackward",
-    "TauswortheDropout",
-    "TauswortheDropoutBackward",
-    "TokenLosses",
-    "TopK",
-    "TopKDx",
-    "Transpose",
-    "UniformInit",
-    "UnpackSigns",
-    "Zeros",
-]
+from barellm.program.ops.base import Op
+from barellm.program.ops.elementwise import ACTIVATIONS
+
+__all__ = ["ACTIVATIONS"]
+
+for _file in iter_modules(__path__):  # in the order of their names
+    _module = import_module(f"{__name__}.{_file.name}")
+    for _name, _value in vars(_module).items():
+        if isinstance(_value, type) and issubclass(_value, Op) and hasattr(_value, "name"):  # base classes have none
+            globals()[_name] = _value
+            __all__ += [_name] if _name not in __all__ else []
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

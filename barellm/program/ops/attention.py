@@ -165,7 +165,7 @@ class Dense(Op):
         return keep_probabilities(q, self, *(named.get(name, 0) for name in ("seed", "step", "sample")))
 
     def products(self, count: int) -> int:
-        """Operations of `count` products over all pairs of a query and a key that it sees, by the widest window, documents
+        """Operations of `count` matmuls over all pairs of a query and a key that it sees, by the widest window, documents
         apart."""
         B, T, C = (int(n) for n in self.out.shape)
         length = self.fold * T
@@ -201,7 +201,7 @@ class Attention(Dense):
         g.write(AttentionBackward, targets, **operands, dout=g.cast(out, self.out.dtype), **self.attrs)
 
     def flops(self) -> int:
-        """Two products over T^2 pairs, of causal attention T (T + 1) / 2 or what the widest window leaves of them."""
+        """Two matmuls over T^2 pairs, of causal attention T (T + 1) / 2 or what the widest window leaves of them."""
         return self.products(2)
 
 
@@ -236,7 +236,7 @@ class AttentionBackward(Dense):
         return {"dq": self.join(dq), "dk": self.join(gathered(dk, G)), "dv": self.join(gathered(dv, G))}
 
     def flops(self) -> int:
-        """Four products over what the forward pass sees; the recomputed q k^T is not the model's."""
+        """Four matmuls over what the forward pass sees; the recomputed q k^T is not the model's."""
         return self.products(4)
 
 
@@ -299,7 +299,7 @@ class Calls(Graph):
         starts: Tensor | None = None,
         paired: bool = False,
     ) -> Tensor:
-        """Self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one product
+        """Self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one matmul
         (`split`); `kv_heads` 0 means as many as `heads`. With `causal` False each query sees all keys; it has neither window nor
         starts nor paired heads then.
 

@@ -14,7 +14,7 @@ Spec = tuple[tuple[int, ...], str]  # shape, dtype
 
 
 def operand_bytes(t: Tensor) -> int:
-    """The number of bytes that a product reads of a tensor."""
+    """The number of bytes that a matmul reads of a tensor."""
     return FORMATS[FORMATS[t.dtype].operand].nbytes(t.size)
 
 
@@ -123,7 +123,7 @@ class Op:
         return mode == "add" or (mode == "start" and bool(scalars["accumulate"]))
 
     def bytes(self) -> int:
-        """Fewest bytes that must move: every input read once (of a matrix that goes into a product the plane that it reads),
+        """Fewest bytes that must move: every input read once (of a matrix that goes into a matmul the plane that it reads),
         every output written once (and read where added to)."""
         sizes = {t: operand_bytes(t) if k in self.rounded else t.nbytes for k, t in self.inputs.items()}
         read = sum(sizes.values())

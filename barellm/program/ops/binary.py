@@ -97,7 +97,7 @@ class UnpackSigns(Op):
 
 
 class BinaryMatmul(Op):
-    """y = signs of a @ (signs of b).T = columns - 2 * (ones of a xor b): integers, exact in fp32. The products of its gradients
+    """y = signs of a @ (signs of b).T = columns - 2 * (ones of a xor b): integers, exact in fp32. The matmuls of its gradients
     multiply signs with numbers, in `dtype`."""
 
     name = "binary_matmul"
@@ -128,7 +128,7 @@ class Calls(Graph):
     """The method of Program that appends these ops."""
 
     def binary_linear(self, x: Tensor, weight: Tensor, *, dtype: str | None = None) -> Tensor:
-        """The signs of x (..., K) times those of weight (N, K) -> (..., N), fp32. `dtype` is that of its gradients' products,
+        """The signs of x (..., K) times those of weight (N, K) -> (..., N), fp32. `dtype` is that of its gradients' matmuls,
         which is the program's unless given."""
         if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"binary_linear expects x (..., K) and weight (N, K): {describe(x=x, weight=weight)}")

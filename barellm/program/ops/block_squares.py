@@ -1,4 +1,4 @@
-"""Sums of squares of a matrix's blocks. They are an op apart from `SumSquares`: kernels of products take BLOCK from here, and their
+"""Sums of squares of a matrix's blocks. They are an op apart from `SumSquares`: kernels of matmuls take BLOCK from here, and their
 code should not depend on the optimizers'."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the ranks of a run do together: ranks are processes that each hold a whole model and a share of its optimizer's state.
+"""Collectives among ranks: reduce-scatter of gradients, all-gather of updated weights (ZeRO-1). A rank is a process that holds the
+whole model and a shard of the optimizer state.
 
-A gradient is summed where it is needed: every rank gets, for its own share, the gradients that the others have found
-(`Exchange`, or `BeginExchange` and `EndExchange` where they travel while the backward pass goes on), and adds them to its own in
-the order of the ranks (`AddRanks`), so that the sum's bits depend on nothing else.
-After the update each share is given to all (`Gather`).
+With message passing a reduce-scatter is an all-to-all (`AllToAll`; `StartAllToAll` and `WaitAllToAll` where it overlaps the
+backward pass), then a local sum in rank order (`SumOverRanks`), so that the bits of the sum depend on nothing else. Ranks that
+read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = Mapping[str, Sequence[np.ndarray]]
 
 
 class Transfer(Op):
-    """Tensors travel between ranks. Input number i goes to the ranks `to[i]`. What one rank sends to another arrives in the
+    """Point-to-point messages between ranks. Input number i is sent to the ranks `to[i]`. Messages between two ranks arrive in the
     order of the inputs, so the programs of all ranks name tensors in one order."""
 
     def departing(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
@@ -52,11 +52,12 @@ class Transfer(Op):
         return sum(t.nbytes for t in (*sent, *self.outputs.values()))
 
 
-class Exchange(Transfer):
-    """Each rank's part of a gradient goes to that rank: y_i (ranks - 1, n_i) has what the others have found for this rank's
-    elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is given."""
+class AllToAll(Transfer):
+    """All-to-all: each rank gets its shard of a gradient from all others. y_i (ranks - 1, n_i) has what the others have found for
+    this rank's elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is
+    given."""
 
-    name = "exchange"
+    name = "all_to_all"
 
     def infer(self, **inputs: Tensor) -> dict[str, Spec]:
         self.expect(inputs)
@@ -70,12 +71,12 @@ class Exchange(Transfer):
         return [(rank, row[i]) for row in rows for i, rank in enumerate(others)]
 
 
-class BeginExchange(Exchange):
-    """The same, begun in the last micro-batch of a step (the scalar `last`) as soon as these gradients are whole, and not waited
-    for: `EndExchange` of the same `number` does that. y_i are caches. It stands behind the ops that find the gradients, and no op
-    is fused another way because of it."""
+class StartAllToAll(AllToAll):
+    """The nonblocking all-to-all, started in the last micro-batch of a step (the scalar `last`) as soon as these gradients are
+    complete: `WaitAllToAll` of the same `number` waits for it. y_i are receive buffers. It stands behind the ops that find the
+    gradients, and no op is fused another way because of it."""
 
-    name = "begin_exchange"
+    name = "start_all_to_all"
     scalars = ("last",)
     observer: ClassVar[bool] = True
 
@@ -85,10 +86,10 @@ class BeginExchange(Exchange):
         return {name: np.zeros(t.size) for name, t in self.outputs.items()}
 
 
-class EndExchange(Op):
-    """Waits until the exchange `number` is over. y_i is x_i, into which it has written meanwhile."""
+class WaitAllToAll(Op):
+    """Waits until the all-to-all `number` has completed. y_i is x_i, into which it has written meanwhile."""
 
-    name = "end_exchange"
+    name = "wait_all_to_all"
 
     def infer(self, **inputs: Tensor) -> dict[str, Spec]:
         return {name.replace("x", "y"): (t.shape, t.dtype) for name, t in inputs.items()}
@@ -101,12 +102,12 @@ class EndExchange(Op):
         return 0
 
 
-class Gather(Transfer):
-    """Each rank's parts of some tensors go to all others, to the same places: output number i comes from rank `source[i]` and has
-    the shape and dtype `specs[i]`. Of a parameter with two planes the one travels that products read, and both if the parameter is
-    in `exact`: somebody reads it as it is."""
+class AllGather(Transfer):
+    """All-gather: each rank's shards of some tensors go to all others, to the same places: output number i comes from rank
+    `source[i]` and has the shape and dtype `specs[i]`. Of a parameter with two planes the one travels that matmuls read, and both
+    if the parameter is in `exact`: somebody reads it as it is."""
 
-    name = "gather"
+    name = "all_gather"
 
     @property
     def rounded(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -139,14 +140,14 @@ def _added(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:
     return total.reshape(own.shape)
 
 
-class AddRanks(Op):
-    """y = what all ranks have found, added in their order: `own` is this one's, and `others` (ranks - 1, n) has the rest."""
+class SumOverRanks(Op):
+    """y = the sum over ranks, in rank order: `own` is this rank's term, and `others` (ranks - 1, n) has the rest."""
 
-    name = "add_ranks"
+    name = "sum_over_ranks"
 
     def infer(self, own: Tensor, others: Tensor) -> dict[str, Spec]:
         if len(others.shape) != 2 or others.shape[1] != own.size or not 0 <= self.attrs["rank"] <= others.shape[0]:
-            raise ValueError(f"add_ranks expects others (ranks - 1, n): {describe(own=own, others=others)}")
+            raise ValueError(f"sum_over_ranks expects others (ranks - 1, n): {describe(own=own, others=others)}")
         return {"y": (own.shape, own.dtype)}
 
     def reference(self, own, others):
@@ -156,13 +157,14 @@ class AddRanks(Op):
         return self.others.size
 
 
-class SumShares(Transfer):
-    """y_i = what all ranks have found for this rank's share own_i, added in their order, and p_i = the partial sums of squares of
-    y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no shares go to the ranks `to`, those that
-    are to none. What all have for one rank is in one order: that of its shares. `meets`: whether the ranks meet before it and
-    after it, where the op is one of several that do this for parts of the model; both, unless it says so."""
+class ReduceScatter(Transfer):
+    """Reduce-scatter by reading the other ranks' memory: y_i = the sum over ranks, in rank order, of this rank's shard own_i, and
+    p_i = the partial sums of squares of y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no
+    shares go to the ranks `to`, those that are to none. What all have for one rank is in one order: that of its shares. `meets`:
+    whether there is a barrier before it and after it, where the op is one of several that do this for parts of the model; both,
+    unless it says so."""
 
-    name = "sum_shares"
+    name = "reduce_scatter"
 
     @property
     def meets(self) -> tuple[bool, bool]:

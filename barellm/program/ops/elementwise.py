@@ -129,7 +129,7 @@ class Elementwise:
     """An activation by its formula. It has two ops, `forward` called `name` and `backward` called `name`_backward.
 
     A backend needs an emitter of both (its kernels/activations.py). From them come the kernels of the two ops and the epilogues of
-    products: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
+    matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ SLOPES: dict[str, Elementwise] = {a.backward.name: a for a in ACTIVATIONS.values
 
 
 def operand(p: Graph, x: Tensor) -> Tensor:
-    """Append a cast of x to the dtype that products take."""
+    """Append a cast of x to the dtype that matmuls take."""
     return x if x.dtype == p.compute else p.apply(Cast, x=x, dtype=p.compute).y
 
 

@@ -56,7 +56,7 @@ class Quantise(Op):
 
 
 class Product(Op):
-    """What the three products have in common: the factor of the sums."""
+    """What the three matmuls have in common: the factor of the sums."""
 
     product = True
 
@@ -130,7 +130,7 @@ class ScaledMatmulDw(Product):
 
 
 class Scaling(Protocol):
-    """A way to choose scales: it appends what makes codes of each operand of a product."""
+    """A way to choose scales: it appends what makes codes of each operand of a matmul."""
 
     def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]: ...
 
@@ -139,7 +139,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class Static:
-    """Scales that never change, `name` being that of the product. The largest number that a code can stand for is 448 times that
+    """Scales that never change, `name` being that of the matmul. The largest number that a code can stand for is 448 times that
     of x and of the weight, and 57344 times that of the gradient and 1 / targets."""
 
     name: str

@@ -76,7 +76,7 @@ class Listed(Op):
         return [shared(split_heads(x, n), H) for x, n in ((q, H), (k, G), (v, G))]
 
     def products(self, count: int, with_terms: int) -> int:
-        """Operations of `count` products over the pairs that are seen, and of `with_terms` over those that have a relative term."""
+        """Operations of `count` matmuls over the pairs that are seen, and of `with_terms` over those that have a relative term."""
         B, _, C = (int(n) for n in self.out.shape)
         pairs = count * self.layout.pairs + with_terms * self.layout.pairs_within(*self.distances)
         return B * 2 * pairs * (C // self.heads)

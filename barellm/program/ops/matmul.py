@@ -44,7 +44,7 @@ class Matmul(Op):
 
 
 class MatmulDx(Op):
-    """dx = dy @ weight: the gradient of a product's input, or the product with a weight that is stored the other way round."""
+    """dx = dy @ weight: the gradient of a matmul's input, or the matmul with a weight that is stored the other way round."""
 
     name = "matmul_dx"
     rounded = ("weight",)
@@ -130,7 +130,7 @@ class Calls(Graph):
         return y if bias is None else self.apply(Bias, x=y, bias=bias).y
 
     def scaled_linear(self, x: Tensor, weight: Tensor, *, forward: float, backward: float) -> Tensor:
-        """x (..., K), weight (N, K) -> (..., N): the product times `forward`. The gradient of x is the gradient that arrives times
+        """x (..., K), weight (N, K) -> (..., N): the matmul times `forward`. The gradient of x is the gradient that arrives times
         the weight, times `backward`; that of the weight is not scaled."""
         y = self.apply(Matmul, x=operand(self, x), weight=weight, back=float(backward)).y
         return self.apply(Rescale, x=y, forward=float(forward), backward=1.0).y

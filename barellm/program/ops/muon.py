@@ -1,7 +1,7 @@
 """Muon: the update of a matrix is its momentum with all singular values made one (Jordan et al. 2024).
 
-The way there is an iteration of matrix products (Newton and Schulz). Every primitive op of it is here: momentum, the division by
-the norm, then in each turn the Gram matrix, a polynomial of it, and its product with what there is; at the end NorMuon's factors
+Newton-Schulz iteration: matmuls only. Every primitive op of it is here: momentum, the division by
+the norm, then in each step the Gram matrix, a polynomial of it, and its matmul with what there is; at the end NorMuon's factors
 (Li et al. 2025) and the weight's own step. optim/muon.py puts them in order.
 
 Shapes: param, grad, momentum, x (rows, cols); the Gram matrix is (n, n) with n the smaller of both: x x^T of a wide or square
@@ -66,7 +66,7 @@ class OfMatrices(Op):
 class MuonMomentum(OfMatrices):
     """m = mu m + (1 - mu) g with g = grad * clip[1] and mu the scalar `momentum`; u = mu m + (1 - mu) g, which looks a step ahead
     (Nesterov), or without `nesterov` the new m itself; partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of u,
-    of each matrix anew.
+    of each matrix again.
 
     Where clip[1] is NaN, m stays and u is 0.
     """

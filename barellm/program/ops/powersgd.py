@@ -39,7 +39,7 @@ class Factor(OfMatrix):
     dtype `dtype`, that in which it travels."""
 
     name = "factor"
-    product: ClassVar[bool] = False  # a product of fp32 numbers at the speed of memory, and not the model's
+    product: ClassVar[bool] = False  # a matmul of fp32 numbers at the speed of memory, and not the model's
 
     def infer(self, grad: Tensor, error: Tensor, f: Tensor) -> dict[str, Spec]:
         if len(grad.shape) != 2:

@@ -1,4 +1,4 @@
-"""Products with a weight of few bits. Shapes: x (..., K), codes and scales as `program.quantization` packs a matrix (N, K), y
+"""Matmuls with a quantized weight. Shapes: x (..., K), codes and scales as `program.quantization` packs a matrix (N, K), y
 (..., N)."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scales that follow the numbers they are for: delayed scaling, and the floating bias of blocksparse's QuantizeSpec.
 
-Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belongs to one operand of one product and lasts from one
+Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belongs to one operand of one matmul and lasts from one
 micro-batch to the next: `history` (entries) fp32, the largest |x| of the last micro-batches, the newest first; `bias` (2) fp32, the
 largest exponent and how many micro-batches there were.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.exponents import SUMS, Exponents
+from barellm.program.ops.exponent_stats import SUMS, ExponentStats
 from barellm.program.ops.fp8 import Quantise, Quantised
 from barellm.program.tensor import Tensor, describe
 
@@ -28,7 +28,7 @@ FARTHEST = 64  # of largest exponents, so that all numbers below are normal in f
 FIRST, LAST = 4, 1024  # updates after so many micro-batches, then after twice as many, at last after every LAST
 
 
-class Measure(Exponents):
+class Measure(ExponentStats):
     """The same, in any case: nothing is fused that would keep x from memory."""
 
     name = "measure"
@@ -142,7 +142,7 @@ def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:
 @dataclass(frozen=True)
 class Delayed:
     """Scales from the largest numbers of the micro-batches before; `first` has those of x, weight and dy for the first one. The
-    states are called by the product's `name`."""
+    states are called by the matmul's `name`."""
 
     name: str
     first: tuple[float, float, float]
@@ -164,7 +164,7 @@ class Delayed:
 @dataclass(frozen=True)
 class Floating:
     """Numbers of 1-4-3 bits, forward and backward, each operand with a largest exponent of its own that follows statistics; the
-    first of a micro-batch's own. Products see numbers of the program's dtype, for no machine multiplies such codes."""
+    first of a micro-batch's own. Matmuls see numbers of the program's dtype, for no machine multiplies such codes."""
 
     name: str
     deviations: bool = False

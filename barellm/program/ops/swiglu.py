@@ -1,5 +1,5 @@
 """SwiGLU, the gated activation of Llama's MLP. Shapes: gate, up, y (..., F), of equal shapes; gate and up may be views of one
-packed product (..., 2F)."""
+packed matmul (..., 2F)."""
 
 from __future__ import annotations
 

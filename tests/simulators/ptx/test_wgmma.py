@@ -44,7 +44,7 @@ def test_products_too_small_for_hopper():
         return np.random.default_rng(seed).standard_normal(shape)
 
     x, dy = tokens(random_normal(1, 70, 203, seed=1), "bf16"), tokens(random_normal(1, 70, 73, seed=2), "bf16")
-    weight = persistent(random_normal(73, 203, seed=3), "split")
+    weight = persistent(random_normal(73, 203, seed=3), "bf16_i16")
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": 8 * EPS * 203})
     check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, bounds={"dx": 8 * EPS * 203})
     check_op(ops.MatmulDw, {"dy": dy, "x": x}, bounds={"dweight": 8 * EPS * 203}, target=Target(arch=90))

@@ -1,8 +1,8 @@
-"""Squares of gradients, summed where the gradients are stored instead of where the norm is wanted.
+"""Fusing the gradient norm into weight-gradient kernels: squares are summed where gradients are stored.
 
-An update reads each gradient twice: for the norm, and to change the weight. The first time can be spared where the kernel of a
-product adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums, and those
-of the last one are those of the gradient that the update finds.
+An optimizer step reads each gradient twice: for the norm, and to change the weight. The first read is spared where the kernel that
+stores a gradient adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums,
+and those of the last one are those of the gradient that the optimizer step finds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from barellm.program.ops.block_squares import BlockSquares
 from barellm.program.ops.optimizer import SumSquares
 from barellm.program.tensor import Tensor
 
-Kept = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
+SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
 
 
-def summed_where_stored(
+def fuse_grad_norm(
     programs: Mapping[str, Program], takes: Callable[[Op], bool]
-) -> tuple[Mapping[str, Program], Kept]:
+) -> tuple[Mapping[str, Program], SquareSums]:
     """Programs that do the same, and what they keep: the squares of a gradient are summed (`BlockSquares`) behind the op that
     stores it, and not (`SumSquares`) by the program that wants the norm. That is done for matrices that have one writer in each
     program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
@@ -33,7 +33,7 @@ def summed_where_stored(
                 writers.setdefault(base, []).append((name, op))
             if isinstance(op, SumSquares):
                 wanted.setdefault(op.x, set()).add(name)
-    kept: Kept = {}
+    kept: SquareSums = {}
     for x, readers in wanted.items():
         found = writers.get(x, [])
         names = {name for name, _ in found}
@@ -44,7 +44,7 @@ def summed_where_stored(
     return ({name: _rewritten(p, kept) for name, p in programs.items()} if kept else programs), kept
 
 
-def from_memory(store: Store, kept: Kept, compute: str) -> Program:
+def recompute_square_sums(store: Store, kept: SquareSums, compute: str) -> Program:
     """The program that finds the sums of gradients as they are in memory."""
     p = Program(store, compute=compute)
     for x, sums in kept.items():
@@ -52,7 +52,7 @@ def from_memory(store: Store, kept: Kept, compute: str) -> Program:
     return p
 
 
-def _rewritten(p: Program, kept: Kept) -> Program:
+def _rewritten(p: Program, kept: SquareSums) -> Program:
     made = copy(p)
     made.ops = []
     instead: dict[Tensor, Tensor] = {}

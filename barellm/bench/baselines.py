@@ -1,4 +1,4 @@
-"""Our step beside others', in turns: PyTorch in two environments, and llm.c."""
+"""Our step beside others', interleaved: PyTorch in two environments, and llm.c."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from barellm import models, overrides
-from barellm.bench.turns import Variant, interleave
+from barellm.bench.interleaved import Variant, interleave
 from barellm.config import Config
 from barellm.cpu import isa
 from barellm.cpu.threads import logical_cpus
@@ -28,14 +28,14 @@ from barellm.profiling.step import one_micro_batch
 from barellm.runtime.backend import backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PEERS = ("torch", "llmc")
+BASELINES = ("torch", "llmc")
 MODES = ("eager", "compile")
 LLMC = "it knows fp32 only, clips nothing, and decays all weights alike (by 0)"
 LLMC_README = {"OMP_NUM_THREADS": "8"}  # what its README starts it with, on any machine
 
 
 def chosen(asked: str) -> dict[str, str]:
-    """`--peers` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
+    """`--baselines` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
 
     UserError for others, and where one that is named cannot run here or "all" finds none.
     """
@@ -44,9 +44,9 @@ def chosen(asked: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for word in asked.split(","):
         name, _, path = word.strip().partition("=")
-        if name not in ("all", *PEERS):
+        if name not in ("all", *BASELINES):
             raise UserError(
-                f"--peers has {word.strip()!r}{nearest(name, ('all', *PEERS))} (known: all, torch, llmc=PATH)"
+                f"--peers has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)"
             )
         names[name] = path
     everything = "all" in names
@@ -58,7 +58,7 @@ def chosen(asked: str) -> dict[str, str]:
             "--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH"
         )
     if "torch" in names:
-        peer_script("torch_step.py")
+        baseline_script("torch_step.py")
     if "llmc" in names:
         names["llmc"] = _program(names["llmc"])
     return names
@@ -75,8 +75,8 @@ def _program(path: str) -> str:
     return str(found)
 
 
-def peer_script(name: str) -> Path:
-    """The script of a peer. It is a UserError if the folder of peers is missing, or PyTorch for torch_*."""
+def baseline_script(name: str) -> Path:
+    """The script of a baseline. It is a UserError if the folder of baselines is missing, or PyTorch for torch_*."""
     script = FOLDER / "peers" / name
     if not script.exists():
         raise UserError(f"{script} is missing: --peers needs a checkout of the project, not an installed package")
@@ -86,7 +86,7 @@ def peer_script(name: str) -> Path:
 
 
 def environments() -> dict[str, dict[str, Any]]:
-    """The peer's environments by name, with this process's processors filled in."""
+    """The baseline's environments by name, with this process's processors filled in."""
     found = json.loads((FOLDER / "peers" / "environments.json").read_text())
     cpus = ",".join(map(str, logical_cpus()))
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
@@ -110,7 +110,7 @@ def gpt2_of(config: Config) -> gpt2.Config:
     return config.model
 
 
-def torch_twin(config: Config) -> list[str]:
+def torch_baseline(config: Config) -> list[str]:
     """The command of the model's twin in PyTorch, with the model's sizes. UserError for an architecture that has none."""
     found = getattr(models.of(config.model), "TORCH_TWIN", None)
     if found is None:
@@ -121,10 +121,10 @@ def torch_twin(config: Config) -> list[str]:
     script, fields = found
     values = {name: getattr(config.model, name) for name in fields}
     words = [f"--{name}={int(n) if isinstance(n, bool) else n}" for name, n in values.items()]
-    return [sys.executable, str(peer_script(script)), *words]
+    return [sys.executable, str(baseline_script(script)), *words]
 
 
-def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list[Variant]:
+def variants(config: Config, baselines: dict[str, str], device: str = "cpu") -> list[Variant]:
     """Ours; PyTorch eager and compiled, on the CPU in each environment; llm.c's program for the CPU."""
     train = config.train
     if dropout := getattr(config.model, "dropout", 0):
@@ -132,21 +132,21 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
     sizes = {"vocab": config.model.padded_vocab, "batch": train.micro_batch_size, "seq": train.seq}
     words = [f"--{name}={n}" for name, n in sizes.items()]
     made = [ours(config, device=device)]
-    if "torch" in peers:
+    if "torch" in baselines:
         if train.dtype == "fp16":
             raise UserError("the peers in PyTorch have no loss scale: train.dtype is fp16, expected fp32 or bf16")
-        script = [*torch_twin(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
+        script = [*torch_baseline(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
         made += [
             Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)
         ]
-    if "llmc" in peers:
+    if "llmc" in baselines:
         if device != "cpu":
             raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
         model = gpt2_of(config)
         if not model.bias:
             raise UserError("llm.c's model has biases: model.bias is false, expected true")
         words += [f"--layers={model.layers}", f"--heads={model.heads}", f"--d_model={model.d_model}"]
-        script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
+        script = [sys.executable, str(baseline_script("llmc.py")), "--program", baselines["llmc"]]
         made += [
             Variant(f"llm.c, fp32, {name}", [*script, *words], set_, f"{why}; {LLMC}")
             for name, set_, why in (
@@ -175,16 +175,16 @@ def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
 
 def measure(
     config: Config,
-    peers: dict[str, str],
+    baselines: dict[str, str],
     *,
     rounds: int,
     report: Callable[[str], None] = print,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """`peers`: as `chosen` gives them."""
+    """`baselines`: as `chosen` gives them."""
     from barellm.plans.roofline import measured_ceiling
 
-    all_variants = variants(config, peers, device)
+    all_variants = variants(config, baselines, device)
     if device == "cpu":  # before and after the rounds; a GPU's memory is for the variants
         measured_ceiling(device=device)
     load = os.getloadavg()
@@ -198,7 +198,7 @@ def measure(
 def summary(
     config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Medians, ratios, and the bound."""
+    """Medians, ratios, and the roofline."""
     from barellm.assembly.build import build_programs
     from barellm.plans.roofline import measured_ceiling, step_bound
 
@@ -207,8 +207,8 @@ def summary(
     programs = build_programs(config)
     bound = step_bound(programs, config.train.dtype, ceiling, runs_per_step(one_micro_batch(config)))
     ours = median(all_variants[0].samples)
-    peers = {v.name: median(v.samples) for v in all_variants[1:]}
-    best = min(peers, key=lambda name: peers[name])
+    baselines = {v.name: median(v.samples) for v in all_variants[1:]}
+    best = min(baselines, key=lambda name: baselines[name])
     return {
         **description("peers", config, device),
         "flops": programs["forward_backward"].flops,
@@ -219,9 +219,9 @@ def summary(
         "ours_s": ours,
         "percent_of_bound": 100 * bound / ours,
         "tokens_per_s": config.train.micro_batch_size * config.train.seq / ours,
-        "ratios": {name: seconds / ours for name, seconds in peers.items()},
+        "ratios": {name: seconds / ours for name, seconds in baselines.items()},
         "best_peer": best,
-        "ratio_to_best": peers[best] / ours,
+        "ratio_to_best": baselines[best] / ours,
         "variants": [v.to_json(FOLDER.parent) for v in all_variants],
     }
 
@@ -274,7 +274,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds to every row of `ops.measure` the seconds of PyTorch's own ops for the same work, in the tuned environment: `peer_s`,
     or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
-    script = peer_script("torch_ops.py")
+    script = baseline_script("torch_ops.py")
     model, train = gpt2_of(config), config.train
     sizes = {
         "batch": train.micro_batch_size,

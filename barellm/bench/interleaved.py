@@ -1,4 +1,4 @@
-"""Processes that take turns: every variant of a step in a process of its own, all but one stopped, every sample kept.
+"""Interleaved rounds: every variant of a step in a process of its own, all but one stopped, every sample kept.
 
 A variant's process prints a JSON line after its first step ("first_step_s" since its start), then answers each line "N" of its
 standard input with a JSON line about N steps ("step_s", "cpu_s", "minor_faults", "peak_rss_bytes"), until the input ends.
@@ -23,8 +23,8 @@ from typing import Any
 from barellm.errors import UserError
 from barellm.runtime.memory import memory_limit
 
-PAUSE = 0.3  # seconds between turns: the system's own work of starting and stopping
-TURN = 1.0  # seconds that a turn's steps should take together
+SETTLE_SECONDS = 0.3  # seconds between rounds: the system's own work of starting and stopping
+ROUND_SECONDS = 1.0  # seconds that a round's steps should take together
 LONG = 3.0  # seconds of a step that needs no step before it to warm the caches
 SHARE = 0.9  # of the memory: what all processes together may have
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
@@ -33,17 +33,17 @@ BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush
 @dataclass
 class Variant:
     """A way to run the step: its command line, and what is set in its environment beyond ours. `cpus`: the processors that it
-    may use, None for all. `rival`: a processor on which another process computes during its turns."""
+    may use, None for all. `contention`: a processor on which another process computes during its rounds."""
 
     name: str
     command: list[str]
     environment: dict[str, str]
     why: str
     cpus: tuple[int, ...] | None = None
-    rival: int | None = None
+    contention: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    held: bool = True  # between its turns; else it is started anew for each
+    resident: bool = True  # between its rounds; else it is restarted for each
     peak_rss_bytes: int = 0
     peak_device_bytes: int = 0
 
@@ -74,7 +74,7 @@ class Variant:
         """`warm_up` steps that only fill the caches, and `steps` that count. The others are stopped meanwhile."""
         if self._process is None:
             self.start(self._caches)
-        with _rival(self.rival) as rival:
+        with _contention(self.contention) as contention:
             self._signal(signal.SIGCONT)
             assert self._process and self._process.stdin
             with contextlib.suppress(BrokenPipeError):  # it has ended: _answer says so
@@ -85,8 +85,8 @@ class Variant:
         answer["warm_up_s"], answer["step_s"] = answer["step_s"][:warm_up], answer["step_s"][warm_up:]
         self.peak_rss_bytes = max(self.peak_rss_bytes, answer["peak_rss_bytes"])
         self.peak_device_bytes = max(self.peak_device_bytes, answer.get("peak_device_bytes", 0))
-        self.turns.append(answer | rival)
-        if not self.held:
+        self.turns.append(answer | contention)
+        if not self.resident:
             self.end()
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class Variant:
             "why": self.why,
             "environment": self.environment,
             "command": [_portable(word, root) for word in self.command],
-            "held": self.held,
+            "held": self.resident,
             "median_s": median(self.samples),
             "min_s": min(self.samples),
             "median_of_turns_s": [median(turn["step_s"]) for turn in self.turns],
@@ -140,7 +140,7 @@ class Variant:
 def interleave(
     variants: list[Variant], *, rounds: int, report: Callable[[str], None], device_bytes: int | None = None
 ) -> int:
-    """Every variant started once, then `rounds` rounds of turns, each round in another order. Returns the steps of a turn.
+    """Every variant started once, then `rounds` interleaved rounds, each round in another order. Returns the steps of a round.
     `device_bytes`: of the GPU that the variants share, which must hold those that wait for their turn too.
 
     No process is left when this returns or raises.
@@ -149,36 +149,36 @@ def interleave(
     limits |= {"peak_device_bytes": SHARE * device_bytes} if device_bytes else {}
     with _ended(variants), tempfile.TemporaryDirectory() as folder:
         for i, v in enumerate(variants):
-            _begin(v, variants[:i], Path(folder) / str(i), device_bytes)
+            _first_steps(v, variants[:i], Path(folder) / str(i), device_bytes)
             for name, limit in limits.items():
                 _hold_what_fits(variants[: i + 1], of=name, limit=limit, more=i + 1 < len(variants))
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
-        steps = max(1, round(TURN / max(trial.values())))
+        steps = max(1, round(ROUND_SECONDS / max(trial.values())))
         # The same for all: one whose trial happened to be long would have no caches filled, and others would.
         warm_up = int(min(trial.values()) < LONG)
         for v in variants:
             v.turns.clear()
         for i in range(rounds):
             for v in variants[i % len(variants) :] + variants[: i % len(variants)]:
-                time.sleep(PAUSE)
+                time.sleep(SETTLE_SECONDS)
                 v.turn(steps, warm_up=warm_up)
             latest = ", ".join(f"{v.name} {median(v.turns[-1]['step_s']):.4f}" for v in variants)
             report(f"round {i + 1} of {rounds}: {latest}")
     return steps
 
 
-def _begin(v: Variant, others: list[Variant], caches: Path, device_bytes: int | None) -> None:
+def _first_steps(v: Variant, others: list[Variant], caches: Path, device_bytes: int | None) -> None:
     """Take the first steps of a variant. How much of a GPU it needs is not known before. If it ends for lack of that, no process
-    keeps its memory between turns, and it tries again."""
+    keeps its memory between rounds, and it tries again."""
     try:
         v.start(caches)
         v.turn(1, warm_up=0)
     except UserError:
-        if device_bytes is None or not any(w.held for w in others):
+        if device_bytes is None or not any(w.resident for w in others):
             raise
         for w in (v, *others):
-            w.held = False
+            w.resident = False
             w.end()
         v.turn(1, warm_up=0)
 
@@ -187,14 +187,14 @@ def _hold_what_fits(started: list[Variant], *, of: str, limit: float, more: bool
     """While all that are held do not fit into memory beside the largest other one, the largest is held no longer. `more`: others
     are still to be started."""
     while True:
-        held = [v for v in started if v.held]
-        alone = len(held) == len(started) and not more
+        resident = [v for v in started if v.resident]
+        alone = len(resident) == len(started) and not more
         # Of one that is held no longer, or of the next to be started.
         beside = 0 if alone else max(getattr(v, of) for v in started)
-        if not held or sum(getattr(v, of) for v in held) + beside <= limit:
+        if not resident or sum(getattr(v, of) for v in resident) + beside <= limit:
             return
-        largest = max(held, key=lambda v: getattr(v, of))
-        largest.held = False
+        largest = max(resident, key=lambda v: getattr(v, of))
+        largest.resident = False
         largest.end()
 
 
@@ -238,7 +238,7 @@ def _allowed(cpus: tuple[int, ...] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rival(cpu: int | None) -> Iterator[dict[str, float]]:
+def _contention(cpu: int | None) -> Iterator[dict[str, float]]:
     """A process that computes on `cpu` without end. What is yielded has, afterwards, the share of the core that it got."""
     told: dict[str, float] = {}
     if cpu is None:

@@ -13,9 +13,9 @@ from barellm.cpu.step import CpuSession
 from barellm.models.gpt2 import Config as GPT2
 from barellm.models.llama3 import Config as Llama
 from barellm.optim.adamw import adamw
-from barellm.program.magnitudes import magnitudes
-from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, SUMS
+from barellm.program.dynamic_range import tensor_stats
+from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
+from barellm.program.ops.exponent_stats import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 
@@ -53,8 +53,8 @@ def found(make, built) -> tuple[dict, Any]:
     session.run("forward_backward_stats", batch=BATCH, seq=SEQ, accumulate=0, inv_targets=0.25, step=1)
     counts, sums = session.read(COUNTS).reshape(-1, BINS), session.read(TOTALS).reshape(-1, len(SUMS))
     seen = {
-        (t.name, t.kind): magnitudes(counts[t.number], sums[t.number])
-        for t in observed(built["forward_backward_stats"])
+        (t.name, t.kind): tensor_stats(counts[t.number], sums[t.number])
+        for t in tensors_with_stats(built["forward_backward_stats"])
     }
     return {key: m for key, m in seen.items() if m.size}, session
 
@@ -129,6 +129,6 @@ def test_nothing_is_planned_unless_it_is_asked_for():
 def test_names_are_those_of_layers_and_no_two_are_equal():
     """The embedding and the logits are made by one weight."""
     for model, pairs in ((LLAMA, {"wte", "wte.2"}), (MODEL, {"embedding", "h.1.add", "h.1.add.2"})):
-        names = [(t.kind, t.name) for t in observed(programs(model)["forward_backward_stats"])]
+        names = [(t.kind, t.name) for t in tensors_with_stats(programs(model)["forward_backward_stats"])]
         assert len(set(names)) == len(names)
         assert {("activation", name) for name in pairs} <= set(names)

@@ -1,4 +1,4 @@
-"""A peer in a process of its own, whose calls are timed in turns with ours (benchmarks/peers/serving.py)."""
+"""A baseline in a process of its own, whose calls are timed in interleaved rounds with ours (benchmarks/peers/serving.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 
-class PeerError(RuntimeError):
-    """A call of a peer's failed, and its process goes on: it has no kernel for the case, say."""
+class BaselineError(RuntimeError):
+    """A call of a baseline's failed, and its process goes on: it has no kernel for the case, say."""
 
 
-class Peer:
-    """Stopped between its turns. `facts`: what it says of itself."""
+class Baseline:
+    """Stopped between its rounds. `facts`: what it says of itself."""
 
     def __init__(self, script: Path, cases: list[dict[str, Any]], *, device: str, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Peer:
                 break
         self._process.send_signal(signal.SIGSTOP)
         if "error" in answer:
-            raise PeerError(f"PyTorch's side could not do {what!r}: {answer['error']}")
+            raise BaselineError(f"PyTorch's side could not do {what!r}: {answer['error']}")
         return answer["s"]
 
     def end(self) -> None:
@@ -61,21 +61,21 @@ class Peer:
 @contextlib.contextmanager
 def opened(
     script: Path | None, cases: list[dict[str, Any]], *, device: str, environment: dict[str, str]
-) -> Iterator[Peer | None]:
-    """The process of a peer, or None if there is no script."""
+) -> Iterator[Baseline | None]:
+    """The process of a baseline, or None if there is no script."""
     if script is None:
         yield None
         return
-    peer = Peer(script, cases, device=device, environment=environment)
+    baseline = Baseline(script, cases, device=device, environment=environment)
     try:
-        yield peer
+        yield baseline
     finally:
-        peer.end()
+        baseline.end()
 
 
 def samples(
     ours: Any,
-    peer: Peer | None,
+    baseline: Baseline | None,
     case: int,
     *,
     what: str,
@@ -85,17 +85,17 @@ def samples(
     pause: Any,
     backends: tuple[str, ...] = (),
 ) -> dict[str, list[list[float]]]:
-    """Seconds of calls of each side by turn. `ours(what, calls)`: seconds of so many calls of ours; `turn_s`: what a turn should
-    take; a call of `long_s` needs no call before it; `pause()` is called before each turn. `backends`: of the peer, each of which
-    takes turns under its own name, but for those that cannot do it."""
+    """Seconds of calls of each side by round. `ours(what, calls)`: seconds of so many calls of ours; `turn_s`: what a round should
+    take; a call of `long_s` needs no call before it; `pause()` is called before each round. `backends`: of the baseline, each of
+    which is interleaved under its own name, but for those that cannot do it."""
     once, sides = ours(what, 1)[0], {"ours": what}
     asked = {name: f"{what} {name}" for name in backends} or {"peer": what}
-    for name, call in asked.items() if peer else ():
-        assert peer
+    for name, call in asked.items() if baseline else ():
+        assert baseline
         try:
-            peer.run(case, call, calls=1, warm_up=0)
-            once = max(once, peer.run(case, call, calls=1, warm_up=0)[0])
-        except PeerError:
+            baseline.run(case, call, calls=1, warm_up=0)
+            once = max(once, baseline.run(case, call, calls=1, warm_up=0)[0])
+        except BaselineError:
             if not backends:
                 raise
         else:
@@ -106,8 +106,8 @@ def samples(
         pause()
         if name == "ours":
             return ours(what, warm_up + calls)[warm_up:]
-        assert peer
-        return peer.run(case, sides[name], calls=calls, warm_up=warm_up)
+        assert baseline
+        return baseline.run(case, sides[name], calls=calls, warm_up=warm_up)
 
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for i in range(rounds):

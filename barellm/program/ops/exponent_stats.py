@@ -1,4 +1,4 @@
-"""How large the numbers of a tensor are: its histogram of exponents and four sums, in one pass."""
+"""Exponent statistics of a tensor (its dynamic range): the histogram of its fp32 exponents and four sums, in one pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NOT_FINITE = BINS - 1  # the bin of infinities and NaN; that of zero and of what
 SUMS = ("sum", "sum_abs", "sum_squares", "max_abs")  # the numbers of `sums`, in their order
 
 
-class Exponents(Op):
+class ExponentStats(Op):
     """counts (256) i32 = how many elements of x have each exponent, as fp32 writes it; sums (4) = [sum of x, of |x|, of x^2, and
-    the largest |x|] of the elements that are finite. Of a parameter in two planes, what products read."""
+    the largest |x|] of the elements that are finite. Of a parameter in two planes, what GEMMs read."""
 
-    name = "exponents"
+    name = "exponent_stats"
     rounded = ("x",)
     observer: ClassVar[bool] = True
 
@@ -42,11 +42,11 @@ class Exponents(Op):
 class Calls(Graph):
     """The method of Program that appends this op."""
 
-    def exponents(
+    def exponent_stats(
         self, x: Tensor, *, counts: Tensor | None = None, sums: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The histogram of the exponents of x (256) i32, and its sums (4); any shape. They go to `counts` and `sums` where those
         are given. It changes no fusion of the ops around it."""
         into = {name: (t, "store") for name, t in (("counts", counts), ("sums", sums)) if t is not None}
-        op = self.apply(Exponents, into=into, x=x)
+        op = self.apply(ExponentStats, into=into, x=x)
         return op.counts, op.sums

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from barellm.bench import turns
-from barellm.bench.turns import Variant, interleave
+from barellm.bench import interleaved
+from barellm.bench.interleaved import Variant, interleave
 from barellm.errors import UserError
 
 pytestmark = pytest.mark.alone
@@ -30,7 +30,7 @@ for line in sys.stdin:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    monkeypatch.setattr(interleaved, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ if any(os.path.exists(f"/proc/{pid}") for pid in pids):
 def test_where_a_gpu_does_not_hold_both_nobody_holds_it_between_turns(fake):
     ours, greedy = fake("ours"), fake("greedy", code=GREEDY)
     assert interleave([ours, greedy], rounds=2, report=lambda line: None, device_bytes=1 << 40) == 2
-    assert not ours.held and not greedy.held
+    assert not ours.resident and not greedy.resident
     for v in (ours, greedy):
         assert len(v.samples) == 4 and state(fake.pids(v.name)[-1]) is None
     with pytest.raises(UserError, match="greedy ended with status 1"):  # of the host's memory all is known
@@ -97,19 +97,19 @@ def test_where_a_gpu_does_not_hold_both_nobody_holds_it_between_turns(fake):
 
 
 def test_long_steps_need_no_step_before_them(fake):
-    v = fake("long", 2 * turns.LONG)
+    v = fake("long", 2 * interleaved.LONG)
     assert interleave([v], rounds=2, report=lambda line: None) == 1
-    assert v.samples == [2 * turns.LONG] * 2 and [t["warm_up_s"] for t in v.turns] == [[], []]
-    both = [fake("long too", 2 * turns.LONG), fake("short", 0.5)]
+    assert v.samples == [2 * interleaved.LONG] * 2 and [t["warm_up_s"] for t in v.turns] == [[], []]
+    both = [fake("long too", 2 * interleaved.LONG), fake("short", 0.5)]
     assert interleave(both, rounds=1, report=lambda line: None) == 1
     assert [v.turns[0]["warm_up_s"] for v in both] == [[9.0]] * 2, "beside one that warms up, all do"
 
 
 def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monkeypatch):
-    monkeypatch.setattr(turns, "free_bytes", lambda: 20 / turns.SHARE)
+    monkeypatch.setattr(interleaved, "free_bytes", lambda: 20 / interleaved.SHARE)
     made = [fake(name, nbytes=n) for name, n in (("ours", 3), ("eager", 6), ("compile", 4), ("tuned", 7), ("last", 4))]
     interleave(made, rounds=2, report=lambda line: None)
-    assert {v.name: v.held for v in made} == {
+    assert {v.name: v.resident for v in made} == {
         "ours": True,
         "eager": False,
         "compile": True,
@@ -122,9 +122,9 @@ def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monk
 
 def test_memory_is_that_of_the_limit_or_what_others_left(monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1M")
-    assert turns.free_bytes() == 1 << 20
+    assert interleaved.free_bytes() == 1 << 20
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1000T")
-    assert 0 < turns.free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < interleaved.free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_one_that_dies_is_named_and_nobody_is_left(fake):
@@ -193,7 +193,7 @@ def test_nobody_is_left_stopped_or_alive(number, tmp_path):
 def test_a_rival_takes_its_share_of_one_core_and_ends(fake, monkeypatch):
     cpu = min(os.sched_getaffinity(0))
     slow = FAKE.replace("    steps =", "    import time; time.sleep(0.5)\n    steps =")
-    v = fake("a", code=slow, rival=cpu)
+    v = fake("a", code=slow, contention=cpu)
     started, begin = [], subprocess.Popen
 
     def watched(command, **more):
@@ -203,7 +203,7 @@ def test_a_rival_takes_its_share_of_one_core_and_ends(fake, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", watched)
     interleave([v], rounds=1, report=lambda line: None)
     assert 0.05 < v.turns[0]["rival_share"] < 1.1
-    rivals = [p for p in started if turns.BUSY in p.args]
+    rivals = [p for p in started if interleaved.BUSY in p.args]
     assert len(rivals) == 2 and all(p.poll() == -signal.SIGKILL for p in rivals)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from barellm.program.grouping import members
-from barellm.program.ops.collectives import AddRanks, EndExchange, Transfer
+from barellm.program.ops.collectives import SumOverRanks, Transfer, WaitAllToAll
 from barellm.program.ranks import Ranks
 
 
@@ -20,7 +20,7 @@ def exposed(session: Any, seconds: Mapping[str, np.ndarray], ranks: Ranks) -> li
     own: dict[tuple[str, str | None, str], list[float]] = {}
     for program, values in seconds.items():
         for op, spent in zip(session.lowered[program].ops, values, strict=True):
-            if isinstance(members(op)[0], (Transfer, EndExchange, AddRanks)):
+            if isinstance(members(op)[0], (Transfer, WaitAllToAll, SumOverRanks)):
                 own.setdefault((program, op.segment, op.name), []).append(float(spent.sum()))
     of_all = ranks.gather([(key, sum(spent)) for key, spent in own.items()])
     by_rank = [dict(found) for found in of_all]

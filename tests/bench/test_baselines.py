@@ -13,8 +13,8 @@ import pytest
 
 from barellm.assembly.build import build_programs, resolved
 from barellm.assembly.programs import build
-from barellm.bench import peers, turns
-from barellm.bench.turns import Variant
+from barellm.bench import baselines, interleaved
+from barellm.bench.interleaved import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
 from barellm.cpu import isa
@@ -46,10 +46,10 @@ def fake(name, seconds):
 @pytest.fixture
 def result(monkeypatch):
     monkeypatch.setattr("barellm.plans.roofline.measured_ceiling", made_up)
-    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    monkeypatch.setattr(interleaved, "SETTLE_SECONDS", 0.0)
     made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
-    monkeypatch.setattr(peers, "variants", lambda config, peers, device: made)
-    return peers.measure(config(), {"torch": ""}, rounds=3, report=lambda line: None)
+    monkeypatch.setattr(baselines, "variants", lambda config, baselines, device: made)
+    return baselines.measure(config(), {"torch": ""}, rounds=3, report=lambda line: None)
 
 
 def test_every_sample_is_kept(result):
@@ -109,8 +109,8 @@ def test_the_readme_and_the_results_are_what_the_files_give(table, monkeypatch):
 
 
 def test_both_environments_of_the_peer_are_measured(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    made = {v.name: v for v in baselines.variants(config(), {"torch": ""})}
     assert set(made) == {"barellm", *(f"torch {m}, {e}" for m in ("eager", "compile") for e in ("installed", "tuned"))}
     assert made["torch eager, tuned"].environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert "{" not in made["torch eager, tuned"].environment["GOMP_CPU_AFFINITY"]
@@ -123,15 +123,15 @@ def options_of(variant):
 
 
 def test_the_peer_is_the_twin_of_the_presets_architecture(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    gpt2 = peers.variants(config(model__bias=False), {"torch": ""})[1]
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    gpt2 = baselines.variants(config(model__bias=False), {"torch": ""})[1]
     assert Path(gpt2.command[1]).name == "torch_gpt2.py"
     assert options_of(gpt2) == {
         "layers": "4", "heads": "4", "d_model": "128", "bias": "0", "vocab": "65", "batch": "12", "seq": "64",
         "dtype": config().train.dtype, "device": "cpu", "mode": "eager",
     }  # fmt: skip
     keys = {"train__batch": 4, "train__seq": 256, "train__dtype": "bf16", "model__tied": False, "model__rope_factor": 8}
-    llama = peers.variants(config("llama-124m", **keys), {"torch": ""}, "cuda")[2]
+    llama = baselines.variants(config("llama-124m", **keys), {"torch": ""}, "cuda")[2]
     assert Path(llama.command[1]).name == "torch_llama.py"
     assert options_of(llama) == {
         "layers": "12", "heads": "12", "kv_heads": "4", "d_model": "768", "d_ff": "2048", "tied": "0",
@@ -142,33 +142,33 @@ def test_the_peer_is_the_twin_of_the_presets_architecture(monkeypatch):
 
 
 def test_what_no_twin_has_is_told(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delattr("barellm.models.llama3.TORCH_TWIN")
     with pytest.raises(UserError, match="no peer in PyTorch: the preset 'llama-15m' is llama3"):
-        peers.variants(config("llama-15m"), {"torch": ""})
+        baselines.variants(config("llama-15m"), {"torch": ""})
     with pytest.raises(UserError, match="is fp16, expected fp32 or bf16"):
-        peers.variants(config(train__dtype="fp16"), {"torch": ""})
+        baselines.variants(config(train__dtype="fp16"), {"torch": ""})
     with pytest.raises(UserError, match="gpt2 only, the preset 'llama-15m' is llama3"):
-        peers.variants(config("llama-15m"), {"llmc": "train_gpt2"})
+        baselines.variants(config("llama-15m"), {"llmc": "train_gpt2"})
 
 
 def test_our_side_has_every_key_that_was_chosen():
     chosen = config(train__batch=3, model__channels=64, train__recompute=True, train__dtype="fp32")
     parser = Parser(prog="bench")
     bench.configure(parser)
-    words = peers.ours(chosen).command
+    words = baselines.ours(chosen).command
     assert configuration(parser.parse(words[words.index("bench") + 1 :])) == chosen
 
 
 def test_which_peers_are_chosen(monkeypatch, tmp_path):
     program = tmp_path / "train_gpt2"
     program.touch(mode=0o755)
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    assert peers.chosen("all") == peers.chosen("torch") == {"torch": ""}
-    assert peers.chosen(f"all,llmc={program}") == {"torch": "", "llmc": str(program)}
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.chosen(f"all, llmc={program}") == {"llmc": str(program)}
-    assert [v.name for v in peers.variants(config(model__bias=True), {"llmc": str(program)})] == [
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    assert baselines.chosen("all") == baselines.chosen("torch") == {"torch": ""}
+    assert baselines.chosen(f"all,llmc={program}") == {"torch": "", "llmc": str(program)}
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
+    assert baselines.chosen(f"all, llmc={program}") == {"llmc": str(program)}
+    assert [v.name for v in baselines.variants(config(model__bias=True), {"llmc": str(program)})] == [
         "barellm",
         "llm.c, fp32, as in its README",
         "llm.c, fp32, tuned",
@@ -194,7 +194,7 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
     ],
 )
 def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     kind = [] if words.startswith("ops") or words.startswith("scaling") else ["step"]
     first, *rest = [*kind, *words.split()]
     assert main.main(["bench", first, "shakespeare-char", *rest]) == 2
@@ -203,20 +203,20 @@ def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
 
 
 def test_peers_need_a_checkout(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(baselines, "FOLDER", tmp_path)
     with pytest.raises(UserError, match="checkout"):
-        peers.chosen("torch")
+        baselines.chosen("torch")
 
 
 @pytest.mark.parametrize("tiles, folder", [(False, "results"), (True, "results/xeon-amx")])
 def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, folder, result, monkeypatch, tmp_path):
     """`bench --interleave 3 --peers all --publish`: a file among the results of such processors, then the tables."""
     wrote = []
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
-    monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
-    monkeypatch.setattr(peers, "peer_script", Path)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(baselines, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
+    monkeypatch.setattr(baselines, "write_tables", lambda: wrote.append("tables"))
+    monkeypatch.setattr(baselines, "baseline_script", Path)
+    monkeypatch.setattr(baselines, "FOLDER", tmp_path)
     host = isa.host()
     monkeypatch.setattr(isa, "host", lambda: replace(host, tiles=tiles))
     assert main.main(["bench", "--interleave", "3", "--peers", "all", "--publish"]) == 0
@@ -237,11 +237,11 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, fold
     ],
 )
 def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_path):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: result)
-    monkeypatch.setattr(peers, "write_tables", lambda: pytest.fail("nobody said --publish"))
-    monkeypatch.setattr(peers, "peer_script", Path)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(baselines, "measure", lambda c, p, rounds, report, device: result)
+    monkeypatch.setattr(baselines, "write_tables", lambda: pytest.fail("nobody said --publish"))
+    monkeypatch.setattr(baselines, "baseline_script", Path)
+    monkeypatch.setattr(baselines, "FOLDER", tmp_path / "benchmarks")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
     words = words.format(folder=tmp_path).split()
@@ -266,14 +266,14 @@ def test_what_has_no_place_among_the_results_is_refused_before_it_is_measured(wo
 
 
 def test_publishing_needs_a_checkout(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.setattr(baselines, "FOLDER", tmp_path / "benchmarks")
     assert "--publish needs a checkout of the project" in refused("bench", "scaling", "shakespeare-char", "--publish")
     assert not list(tmp_path.iterdir())
 
 
 def test_our_side_serves_turns(tmp_path):
-    ours = peers.ours(config())
-    turns.interleave([ours], rounds=2, report=lambda line: None)
+    ours = baselines.ours(config())
+    interleaved.interleave([ours], rounds=2, report=lambda line: None)
     steps = len(ours.turns[0]["step_s"])
     assert steps > 1 and all(len(t["step_s"]) == steps and len(t["losses"]) == steps + 1 for t in ours.turns)
     assert ours.facts["first_step_s"] > 0 and ours.peak_rss_bytes > ours.facts["arena_bytes"]
@@ -296,7 +296,7 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
     base, keys = TWINS[name]
     sizes = {f"model__{key}": value for key, value in (keys | {"vocab_size": 64, "padded_vocab": 64}).items()}
     chosen = config(base, train__batch=2, train__seq=11, train__dtype="fp32", **sizes)
-    command = peers.variants(chosen, {"torch": ""})[1].command
+    command = baselines.variants(chosen, {"torch": ""})[1].command
     monkeypatch.syspath_prepend(Path(command[1]).parent)
     twin = importlib.import_module(Path(command[1]).stem)
     step = importlib.import_module("torch_step")
@@ -339,7 +339,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     changes = SPEEDRUN | {"stages": STAGES, "adam_weights": "fp32"}
     sizes = {f"model__{key}": value for key, value in changes.items()}
     chosen = config("speedrun-small", train__batch=2, train__seq=24, train__dtype="fp32", **sizes)
-    command = peers.variants(chosen, {"torch": ""})[1].command
+    command = baselines.variants(chosen, {"torch": ""})[1].command
     monkeypatch.syspath_prepend(Path(command[1]).parent)
     twin, step = importlib.import_module(Path(command[1]).stem), importlib.import_module("torch_step")
     assert [twin.chunk(24, 3), twin.chunk(24, 9), twin.chunk(48, 9), twin.chunk(11, 3)] == [3, 24, 12, 11]
@@ -395,7 +395,7 @@ def near(session, model):
 @pytest.mark.parametrize("name", ["shakespeare-char", "llama-15m"])
 def test_pytorch_serves_turns(name, tmp_path):
     small = {"train__batch": 2, "train__seq": 16, "model__layers": 2}
-    made = {v.name: v for v in peers.variants(config(name, **small), {"torch": ""})}["torch eager, tuned"]
+    made = {v.name: v for v in baselines.variants(config(name, **small), {"torch": ""})}["torch eager, tuned"]
     began = time.perf_counter()
     made.start(tmp_path)
     assert 0 < made.facts["import_s"] < made.facts["first_step_s"] < time.perf_counter() - began + 0.1
@@ -414,6 +414,6 @@ def test_pytorch_has_most_ops():
         {"program": "forward_backward", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3}
         for n in names
     ]
-    assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]
+    assert "PyTorch" in baselines.torch_ops(config(), rows)["peer"]
     assert [row["op"] for row in rows if row["peer_s"] is None] == ["clip_scale"]
     assert all(row["times_peer"] > 0 for row in rows if row["peer_s"])

@@ -1,4 +1,4 @@
-"""How much of a tensor is too large or too small for a format, by the histogram of its exponents (`program.ops.exponents`)."""
+"""Saturation and underflow of a tensor in a format, by the histogram of its exponents (`program.ops.exponent_stats`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from math import log2, sqrt
 
 import numpy as np
 
-from barellm.program.ops.exponents import BINS, NOT_FINITE
+from barellm.program.ops.exponent_stats import BINS, NOT_FINITE
 
 BIAS = 127  # bin e has the numbers of 2^(e - BIAS) and more
 
 
 @dataclass(frozen=True)
-class Range:
+class FormatRange:
     """What a format can hold: its largest number, and the smallest above zero."""
 
     largest: float
@@ -26,16 +26,16 @@ class Range:
 
 
 # e4m3 has no infinities, and a NaN in the place of its largest number, as in OCP's specification.
-RANGES = {
-    "e4m3": Range(448.0, 2.0**-9),
-    "e5m2": Range(57344.0, 2.0**-16),
-    "fp16": Range(65504.0, 2.0**-24),
-    "bf16": Range(2.0**128 - 2.0**120, 2.0**-133),
+FORMAT_RANGES = {
+    "e4m3": FormatRange(448.0, 2.0**-9),
+    "e5m2": FormatRange(57344.0, 2.0**-16),
+    "fp16": FormatRange(65504.0, 2.0**-24),
+    "bf16": FormatRange(2.0**128 - 2.0**120, 2.0**-133),
 }
 
 
 @dataclass(frozen=True)
-class Magnitudes:
+class TensorStats:
     """The outputs of the op for one tensor: `counts` (256), and the sums of its finite elements."""
 
     counts: np.ndarray
@@ -80,14 +80,14 @@ class Magnitudes:
     def saturated(self, name: str, scale: float = 1.0) -> float:
         """The share of the elements that, times `scale`, are beyond the largest number of the format, infinities and NaN included.
         Within the octave of that number they are taken to be spread evenly."""
-        limit = RANGES[name].largest / scale
+        limit = FORMAT_RANGES[name].largest / scale
         above = self._above(limit) if self.largest > limit else 0.0
         return (above + self.not_finite) / max(1, self.size)
 
     def flushed(self, name: str, scale: float = 1.0) -> float:
-        """The share of the elements that are not zero and become zero when they are multiplied by `scale` and rounded to the
+        """The share of nonzero elements that underflow: become zero when they are multiplied by `scale` and rounded to the
         nearest number of the format. It is exact where the scale is a power of two."""
-        limit = RANGES[name].least / 2 / scale
+        limit = FORMAT_RANGES[name].least / 2 / scale
         return (self.finite - self.zeros - self._above(limit)) / max(1, self.size)
 
     def _above(self, limit: float) -> float:
@@ -97,7 +97,7 @@ class Magnitudes:
         return float(self.counts[1:NOT_FINITE] @ share)
 
 
-def magnitudes(counts: np.ndarray, sums: np.ndarray) -> Magnitudes:
+def tensor_stats(counts: np.ndarray, sums: np.ndarray) -> TensorStats:
     """Of the two outputs of the op."""
     assert counts.size == BINS, counts.shape
-    return Magnitudes(counts.reshape(-1).astype(np.int64), *(float(s) for s in sums.reshape(-1)))
+    return TensorStats(counts.reshape(-1).astype(np.int64), *(float(s) for s in sums.reshape(-1)))

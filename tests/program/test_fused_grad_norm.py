@@ -10,8 +10,8 @@ from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.fused_grad_norm import fuse_grad_norm, recompute_square_sums
 from barellm.program.ops.block_squares import BLOCK, BlockSquares
-from barellm.program.squares import from_memory, summed_where_stored
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 
@@ -54,7 +54,7 @@ def names(ops_) -> list[str]:
 
 
 def kept_of(made, takes=takes) -> list[str]:
-    return sorted(t.name for t in summed_where_stored(made, takes)[1])
+    return sorted(t.name for t in fuse_grad_norm(made, takes)[1])
 
 
 def test_matrices_with_one_writer_are_taken_and_nothing_else():
@@ -64,7 +64,7 @@ def test_matrices_with_one_writer_are_taken_and_nothing_else():
 def test_the_sum_is_behind_the_writer_and_the_norm_reads_it():
     made = programs()
     before = {name: list(p.ops) for name, p in made.items()}
-    moved, kept = summed_where_stored(made, takes)
+    moved, kept = fuse_grad_norm(made, takes)
     assert {name: p.ops for name, p in made.items()} == before, "the programs that were given stay as they are"
     for op, after in zip(moved["forward_backward"].ops, moved["forward_backward"].ops[1:], strict=False):
         grad = next((t for t in op.outputs.values() if t in kept), None)
@@ -88,7 +88,7 @@ def test_the_sum_is_behind_the_writer_and_the_norm_reads_it():
 ])  # fmt: skip
 def test_what_no_kernel_takes_stays(why, taken, more):
     made = programs(**more)
-    moved, kept = summed_where_stored(made, taken)
+    moved, kept = fuse_grad_norm(made, taken)
     assert not kept and moved is made, why
 
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_another_program_changes_stays(append):
 def test_all_programs_that_write_a_gradient_sum_its_squares():
     made = programs()
     made["forward_backward_stats"] = micro(made["forward_backward"].store)
-    moved, kept = summed_where_stored(made, takes)
+    moved, kept = fuse_grad_norm(made, takes)
     for name in ("forward_backward", "forward_backward_stats"):
         assert sorted(op.x.name for op in moved[name].ops if isinstance(op, BlockSquares)) == sorted(
             t.name for t in kept
@@ -135,8 +135,8 @@ def test_the_norm_is_the_same(table, monkeypatch):
         monkeypatch.setitem(row.__dict__, "when", None)  # in any dtype
     r = np.random.default_rng(3)
     made = programs()
-    moved, kept = summed_where_stored(made, takes)
-    again = from_memory(made["forward_backward"].store, kept, "fp32")
+    moved, kept = fuse_grad_norm(made, takes)
+    again = recompute_square_sums(made["forward_backward"].store, kept, "fp32")
     sessions = [ReferenceSession(made), ReferenceSession({**moved, "again": again}, table=table)]
     fused = {op.name for op in sessions[1].ops["forward_backward"]}
     assert ("matmul_dw_squares" in fused) == bool(table) and ("block_squares" in fused) != bool(table)

@@ -7,26 +7,28 @@ import numpy as np
 import pytest
 
 from barellm.program.builder import Program, Store
-from barellm.program.magnitudes import RANGES, Magnitudes, magnitudes
+from barellm.program.dynamic_range import FORMAT_RANGES, TensorStats, tensor_stats
 from barellm.runtime.reference import ReferenceSession
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
-def of(values: np.ndarray) -> Magnitudes:
+def of(values: np.ndarray) -> TensorStats:
     p = Program(Store())
-    for name, t in zip(("counts", "sums"), p.exponents(p.state("x", values.shape)), strict=True):
+    for name, t in zip(("counts", "sums"), p.exponent_stats(p.state("x", values.shape)), strict=True):
         p.output(name, t)
     session = ReferenceSession({"op": p})
     session.write("x", values)
     session.run("op")
-    return magnitudes(session.read("counts"), session.read("sums"))
+    return tensor_stats(session.read("counts"), session.read("sums"))
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_ranges_are_those_of_the_formats(name):
     info = ml_dtypes.finfo(TYPES[name])
-    assert RANGES[name].largest == float(info.max) and RANGES[name].least == float(info.smallest_subnormal)
+    assert FORMAT_RANGES[name].largest == float(info.max) and FORMAT_RANGES[name].least == float(
+        info.smallest_subnormal
+    )
 
 
 @pytest.mark.parametrize("scale", [2.0**-7, 1.0, 2.0**30, 3e8])
@@ -42,7 +44,7 @@ def test_shares_are_those_that_conversion_finds(name, scale):
         converted = np.float64((np.float64(x) * scale).astype(TYPES[name]))
     flushed = ((converted == 0) & (x != 0)).mean()
     assert m.flushed(name, scale) == pytest.approx(flushed, abs=1e-9 if np.log2(scale) % 1 == 0 else 1e-3)
-    beyond = ~(np.abs(np.float64(x) * scale) <= RANGES[name].largest)
+    beyond = ~(np.abs(np.float64(x) * scale) <= FORMAT_RANGES[name].largest)
     assert m.saturated(name, scale) == pytest.approx(beyond.mean(), abs=1e-3) and beyond.mean() > 0
     assert (m.zeros, m.not_finite, m.size) == (1000, 10, 200_000)
 

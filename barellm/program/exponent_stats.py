@@ -1,7 +1,7 @@
-"""Histograms of the exponents of everything in a training step, written while the step runs.
+"""Exponent statistics (dynamic range) of every tensor in a training step, collected while the step runs.
 
-Activations and their gradients are in memory for a part of the step only. So the ops that look at them are put into a program right
-behind those that write them. They all write columns of two tensors that stay in the arena.
+Activations and their gradients are in memory for a part of the step only. So the `exponent_stats` ops are put into a program right
+behind those that write what they read. They all write columns of two tensors that stay in the arena.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import Rescale
-from barellm.program.ops.exponents import BINS, SUMS, Exponents
+from barellm.program.ops.exponent_stats import BINS, SUMS, ExponentStats
 from barellm.program.tensor import Tensor, View
 
-COUNTS, TOTALS = "ranges.counts", "ranges.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors
+COUNTS, TOTALS = "exponent_stats.counts", "exponent_stats.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors
 KINDS = ("activation", "gradient", "weight", "weight gradient")
 
 
 @dataclass(frozen=True)
-class Observed:
+class TensorWithStats:
     """One tensor of a step: its name, one of KINDS, its planned shape, and its number among all."""
 
     name: str
@@ -32,7 +32,7 @@ class Observed:
     number: int
 
 
-def observe(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
+def add_exponent_stats(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
     """Give a program, whose backward ops are there, observers of the forward tensors that have `gradients`, of those gradients, of
     the weights, and of their gradients, each in the order of the network."""
     wanted = list(_wanted(p, gradients))
@@ -43,17 +43,19 @@ def observe(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
     p.ops = []
     for number, (name, kind, t, writer) in enumerate(wanted):
         columns = {"counts": View(counts, number * BINS, BINS), "sums": View(sums, number * len(SUMS), len(SUMS))}
-        op = p.apply(Exponents, into={k: (v, "store") for k, v in columns.items()}, x=t, label=name, kind=kind)
+        op = p.apply(ExponentStats, into={k: (v, "store") for k, v in columns.items()}, x=t, label=name, kind=kind)
         op.segment = writer and writer.segment
         behind.setdefault(writer, []).append(op)
     p.ops = [*behind.get(None, []), *(x for op in ops for x in (op, *behind.get(op, [])))]
 
 
-def observed(p: Program) -> list[Observed]:
+def tensors_with_stats(p: Program) -> list[TensorWithStats]:
     """What a program observes, in the order of the network."""
-    ops = [op for op in p.ops if isinstance(op, Exponents) and op.counts.base.name == COUNTS]
+    ops = [op for op in p.ops if isinstance(op, ExponentStats) and op.counts.base.name == COUNTS]
     found = [
-        Observed(op.label, op.kind, tuple(int(n) for n in op.x.shape), op.x.dtype, op.counts.first_column // BINS)
+        TensorWithStats(
+            op.label, op.kind, tuple(int(n) for n in op.x.shape), op.x.dtype, op.counts.first_column // BINS
+        )
         for op in ops
     ]
     return sorted(found, key=lambda each: each.number)
@@ -70,7 +72,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
                 factor_of = products.get(op.inputs.get("x")) if isinstance(op, Rescale) else None
                 name = own = factor_of or _name(op, slot, t)
                 number = 1
-                # What a bias or a factor makes of a product takes its place.
+                # What a bias or a factor makes of a matmul takes its place.
                 while name in made and made[name][0] not in op.inputs.values():
                     number += 1
                     name = f"{own}.{number}"

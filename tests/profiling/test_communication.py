@@ -31,10 +31,10 @@ def test_every_rank_sees_what_all_spend_on_each_exchange(results):
     rows = ours["between_ranks"]
     assert [row["s"] for row in rows] == [row["s"] for row in theirs["between_ranks"]]
     kinds = [
-        ("forward_backward", "begin_exchange"),
-        ("optimizer_step", "end_exchange"),
-        ("optimizer_step", "add_ranks"),
-        ("optimizer_step", "gather"),
+        ("forward_backward", "start_all_to_all"),
+        ("optimizer_step", "wait_all_to_all"),
+        ("optimizer_step", "sum_over_ranks"),
+        ("optimizer_step", "all_gather"),
     ]
     assert list(dict.fromkeys((row["program"], row["op"]) for row in rows)) == kinds
     assert rows[-1]["count"] == 2, "of partial sums and of weights"
@@ -52,14 +52,14 @@ def test_every_rank_sees_what_all_spend_on_each_exchange(results):
 def test_the_table_says_what_is_exposed(results):
     (ours, _), _ = results
     ours["between_ranks"] = [
-        {"program": "forward_backward", "segment": "block 1", "op": "exchange", "count": 1, "s": [0.25, 0.75]},
-        {"program": "optimizer_step", "segment": None, "op": "gather", "count": 1, "s": [0.5, 0.125]},
+        {"program": "forward_backward", "segment": "block 1", "op": "all_to_all", "count": 1, "s": [0.25, 0.75]},
+        {"program": "optimizer_step", "segment": None, "op": "all_gather", "count": 1, "s": [0.5, 0.125]},
     ]
     ours["step_s"] = 3.0
     said = lines(ours)[-4:]
     assert [line.split() for line in said[:3]] == [
         ["between", "ranks", "segment", "rank", "0", "ms", "rank", "1", "ms"],
-        ["forward_backward", "exchange", "block", "1", "250.000", "750.000"],
-        ["optimizer_step", "gather", "behind", "all", "500.000", "125.000"],
+        ["forward_backward", "all_to_all", "block", "1", "250.000", "750.000"],
+        ["optimizer_step", "all_gather", "behind", "all", "500.000", "125.000"],
     ]
     assert said[3] == "exposed: 375.000 ms, 12.5 % of the step; with waiting for others up to 875.000 ms"
