@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import Emit, Lowering, lowering
 from barellm.cpu.kernels import cross_entropy, softcap
-from barellm.cpu.kernels.linear import append_product, append_weight_gradient
+from barellm.cpu.kernels.linear import append_gemm, append_weight_gradient
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.quantized import append_quantized
 from barellm.program.dtypes import PLANES, itemsize
@@ -69,7 +69,7 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
-            append_product(
+            append_gemm(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
@@ -89,7 +89,7 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
         how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
         append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
     else:
-        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+        append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
     return x_rows
 
 

@@ -24,7 +24,7 @@ from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_planes import Pixels, Planes
 from barellm.cpu.kernels.conv_product import Target
 from barellm.cpu.kernels.loops import added, put_added
-from barellm.cpu.kernels.microkernel import add_unit
+from barellm.cpu.kernels.microkernel import rank1_update
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -253,7 +253,7 @@ class Product:
                 return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
 
             with k.loop(0, self.blocks.pairs) as u:
-                add_unit(k, acc, pair, right, u, True)
+                rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, places, strict=True):
             p.store(var.value)
 

@@ -18,7 +18,7 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_planes import Pixels, Planes
 from barellm.cpu.kernels.loops import added
-from barellm.cpu.kernels.microkernel import add_unit
+from barellm.cpu.kernels.microkernel import rank1_update
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -164,11 +164,11 @@ class Gradient:
         of_panel = len(self.scratch.parities) * self.scratch.copy
         row = 2 * self.dy.pitch
         if self.blocks.tiled:
-            amx.begin_sums(k, to, begun, row=4 * self.span)
+            amx.load_accumulators(k, to, begun, row=4 * self.span)
             with k.loop(0, many) as n:
                 of = amx.Left(left.bytes(n * of_left), row, amx.LINE, amx.SIDE * row)
-                amx.add_steps(k, of, panel.bytes(n * of_panel), k.int(steps))
-            amx.store_sums(k, to, row=4 * self.span)
+                amx.accumulate_steps(k, of, panel.bytes(n * of_panel), k.int(steps))
+            amx.store_accumulators(k, to, row=4 * self.span)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         places = [to.at(r * self.span + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
@@ -183,7 +183,7 @@ class Gradient:
                 return k.splat(k.op("i32", f"load i32, ptr {of.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:
-                add_unit(k, acc, pair, right, u, True)
+                rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, places, strict=True):
             p.store(var.value)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.gemm_config import Tile, register_tiles
+from barellm.cpu.gemm_config import Tile, vector_tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_lines import Grid
@@ -57,7 +57,7 @@ def forward_way(isa: ISA, dtype: str, grid: Grid, columns: int) -> Way | None:
         fill = of_positions * filled(grid.channels, channels) * filled(columns, tile.nr(isa))
         return speed * fill, Way(tile, tiled)
 
-    ways = [worth(tile, tile.mr, 2, DOTS, False) for tile in register_tiles(isa)]
+    ways = [worth(tile, tile.mr, 2, DOTS, False) for tile in vector_tiles(isa)]
     if isa.tiles:
         ways.append(worth(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.TILE_K, TILES, True))
     return best(ways, filled(columns, 8))
@@ -73,7 +73,7 @@ def gradient_way(isa: ISA, dtype: str, grid: Grid, rows: int) -> Way | None:
         of_positions = P * Q / round_up(P * pitch, together)
         return speed * of_positions * filled(rows, tile.mr) * filled(grid.channels, tile.nr(isa)), Way(tile, tiled)
 
-    ways = [worth(tile, 2, DOTS, False) for tile in register_tiles(isa)]
+    ways = [worth(tile, 2, DOTS, False) for tile in vector_tiles(isa)]
     if isa.tiles:
         ways.append(worth(Tile(amx.MR, amx.NR // isa.lanes), amx.TILE_K, TILES, True))
     return best(ways, 1.0)

@@ -72,7 +72,7 @@ def fft_suits(isa: ISA, made: str, grid: Grid, target: Target, rows: int, images
     return simple(grid, target) and fft_pays(isa, made, grid, rows, images, groups)
 
 
-def append_product(
+def append_gemm(
     c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, groups: int, rows: int, grid: Grid, target: Target,
     mode: str, turned: bool = False, elements: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
@@ -178,7 +178,7 @@ def filters_of(c: Lowering, w: Tensor) -> Any:
 def lower_conv2d(op: Conv2d, c: Lowering) -> None:
     K, _, R, S = (int(n) for n in op.w.shape)
     grid = grid_of(op, op.x, R, S)
-    append_product(
+    append_gemm(
         c, algorithm=op.algorithm, out=op.y, w=op.w, a=lambda: filters_of(c, op.w), x=op.x, groups=op.groups, rows=K // op.groups,
         grid=grid, target=Target(grid.outputs), mode=op.modes["y"],
     )  # fmt: skip
@@ -251,7 +251,7 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
             seen = (row_at, column_at) if rows and columns else ((), ())
             grid = Grid(pixels(op.dy), K // op.groups, (P, Q), (1, 1), *seen)
-            append_product(
+            append_gemm(
                 c, algorithm=op.algorithm, out=out, w=op.w, a=partial(turned_filters, c, op, rows, columns), x=op.dy,
                 groups=op.groups, rows=C, grid=grid, target=Target((H, W), (y, x), op.stride), mode=mode, turned=True,
                 elements=tuple(r * S + s for r in rows for s in columns),

@@ -10,7 +10,7 @@ ACCUMULATORS = 12
 def peak(k, out, turns, *, pair: bool) -> None:
     """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector, or tile products."""
     if pair and k.isa.tiles:
-        amx.repeat(k, turns)
+        amx.peak_loop(k, turns)
         return
     one = k.const(0x3F803F80, k.ivec)  # two bf16 ones, or an fp32 of about 1
     count = ACCUMULATORS if k.isa.registers == 32 else 8
@@ -28,7 +28,7 @@ def peak(k, out, turns, *, pair: bool) -> None:
 def peak_operations(isa, *, pair: bool) -> int:
     """Floating-point operations of one turn of one thread."""
     if pair and isa.tiles:
-        return amx.REPEATED
+        return amx.PEAK_FLOPS
     return 2 * (ACCUMULATORS if isa.registers == 32 else 8) * isa.lanes * (4 if pair else 2)
 
 

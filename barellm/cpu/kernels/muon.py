@@ -11,7 +11,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optimizer import GRAIN as UPDATED
@@ -79,20 +79,20 @@ def lower_normalize(op: Op, c: Lowering) -> None:
         c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
-def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice) -> None:
+def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
     """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is no constant of the code: turns differ in it."""
     factor = k.splat(number(k, scale))
-    product(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
-            epilogues=("scaled",), mode="store", choice=choice, scale=factor)  # fmt: skip
+    gemm(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
+            epilogues=("scaled",), mode="store", config=config, scale=factor)  # fmt: skip
 
 
 @lowering("gram_apply")
 def lower_apply(op: Op, c: Lowering) -> None:
     rows, cols = op.one(op.x)
     a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
-    choice = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
-    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, choice))
-    constants = {"rows": rows, "cols": cols, "depth": depth, "choice": choice}
+    config = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
+    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
+    constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
     for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
         c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
 

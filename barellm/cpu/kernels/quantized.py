@@ -19,11 +19,11 @@ from barellm.cpu.kernels import gemm
 from barellm.cpu.kernels.codes import Codes, Scales
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.linear import role_of, tokens_of, views_of
+from barellm.cpu.kernels.linear import gemm_kind, tokens_of, views_of
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.kernels.packing import Packing, uses_vnni
+from barellm.cpu.kernels.packing import PackTask, uses_vnni
 from barellm.cpu.kernels.quantized_digits import DigitRows, digits_scratch_bytes, multiplies_bytes
-from barellm.cpu.kernels.quantized_few import FEW, FewRows
+from barellm.cpu.kernels.quantized_few import FEW, SkinnyGemm
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.integers import ceil_div, round_up
@@ -31,7 +31,7 @@ from barellm.program.ops.base import Op
 from barellm.program.quantization import BLOCK, TILE, scheme
 
 
-def quantized_few_rows(
+def quantized_skinny_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str,
     dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
@@ -39,28 +39,34 @@ def quantized_few_rows(
     rows, apart = k.num_elements(dims, inner), dict(strides)
 
     def finish(col: Value) -> Epilogue:
-        how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": False, "strides": apart}
+        how: dict[str, Any] = {
+            "cols": cols,
+            "epilogues": epilogues,
+            "mode": mode,
+            "bias_in_registers": False,
+            "strides": apart,
+        }
         return Epilogue(k, col, Tile(1, TILE // k.lanes), out, second, bias, other, **how)
 
     with k.when(rows <= FEW):
         sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": apart.get("a", depth)}
-        kind = DigitRows if multiplies_bytes(k.isa, weights) else FewRows
+        kind = DigitRows if multiplies_bytes(k.isa, weights) else SkinnyGemm
         kind(k, x, codes, scales, rows, **sizes).run(finish)
 
 
-class _OfCodes:
+class DequantizingPack:
     """A product whose panels are made of codes."""
 
     quantized: tuple[Codes, Scales]
 
-    def _pack(self: Any, into: Pointer, number: Value) -> Packing:
+    def _pack(self: Any, into: Pointer, number: Value) -> PackTask:
         """Part number % parts of the depth, of panel number // parts. A chunk is a block of a vector of columns."""
-        k, span, pair = self.k, self.span, uses_vnni(self.k.isa, self.a.dtype)
+        k, nr, pair = self.k, self.nr, uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
-        last, vectors = ceil_div(self.cols, TILE) - 1, span // k.lanes
-        col, p = number // self.parts * span, number % self.parts
-        length = self._length((p + 1).equals(self.parts) if self.parts > 1 else None)
-        first, out = p * (self.part // BLOCK), into.as_dtype("i32")
+        last, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
+        col, p = number // self.k_blocks * nr, number % self.k_blocks
+        length = self._kc_of((p + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
+        first, out = p * (self.kc // BLOCK), into.as_dtype("i32")
         blocks = k.int(length) // BLOCK
 
         def write(block: Value, v: Value, elements: int) -> None:
@@ -71,17 +77,15 @@ class _OfCodes:
             scale = scales.load(tile, group, within) * scales.powers(tile, within)
             numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
             for i, vector in enumerate(_pairs(k, numbers) if pair else numbers):
-                out.store_raw(
-                    k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * span + v * k.lanes
-                )
+                out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * nr + v * k.lanes)
 
         def rest() -> None:
             if self.depth % BLOCK:
-                ends = (p + 1).equals(self.parts)
+                ends = (p + 1).equals(self.k_blocks)
                 with k.when(ends), k.loop(0, vectors) as v:
                     write(blocks, v, self.depth % BLOCK)
 
-        return Packing(k, blocks * vectors, lambda i: write(i // vectors, i % vectors, BLOCK), rest)
+        return PackTask(k, blocks * vectors, lambda i: write(i // vectors, i % vectors, BLOCK), rest)
 
 
 def _pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
@@ -91,17 +95,17 @@ def _pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
     return [a | (b << 16) for a, b in zip(halves[::2], odd, strict=True)]
 
 
-class RegisterProduct(_OfCodes, gemm.RegisterProduct):
+class VectorGemm(DequantizingPack, gemm.VectorGemm):
     """On register tiles."""
 
 
-class AmxProduct(_OfCodes, gemm.AmxProduct):
+class AmxGemm(DequantizingPack, gemm.AmxGemm):
     """On AMX tiles."""
 
 
-def quantized_rows(
+def quantized_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
-    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, choice: GemmConfig, least: int,
+    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """The same for rows [row_begin, row_begin + row_limit) of a run that has at least `least`."""
@@ -116,8 +120,8 @@ def quantized_rows(
         product.run()
 
     gemm.multiply(
-        k, (RegisterProduct, AmxProduct), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, choice=choice, strides=dict(strides),
+        k, (VectorGemm, AmxGemm), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
+        mode=mode, config=config, strides=dict(strides),
     )  # fmt: skip
 
 
@@ -136,16 +140,16 @@ def append_quantized(
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
         c.thread_scratch(_private(c.isa, weights, dtype, depth))
-        c.call(quantized_few_rows, operands, constants, writes="out second")
+        c.call(quantized_skinny_gemm, operands, constants, writes="out second")
     most = tokens_of(like, rows or (0, 1 << 40))
     if rows is None and most <= FEW:
         return
-    choice = select_config(c.isa, role_of(True, epilogues), dtype, cols, depth, most, c.threads)
-    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, choice))
+    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, most, c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
-    constants |= {"choice": choice, "least": 0 if rows else FEW + 1}
-    c.call(quantized_rows, operands, constants, writes="out second")
+    constants |= {"config": config, "least": 0 if rows else FEW + 1}
+    c.call(quantized_gemm, operands, constants, writes="out second")
 
 
 def _private(isa: ISA, weights: str, dtype: str, depth: int) -> int:

@@ -17,7 +17,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.codes import LOOK_UPS
 from barellm.cpu.kernels.packing import LINE
-from barellm.cpu.kernels.quantized_few import AHEAD, FEW, FewRows
+from barellm.cpu.kernels.quantized_few import AHEAD, FEW, SkinnyGemm
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
@@ -92,7 +92,7 @@ def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
     return FEW * row_bytes(how, dtype, depth)
 
 
-class DigitRows(FewRows):
+class DigitRows(SkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
     def _prepare(self) -> None:

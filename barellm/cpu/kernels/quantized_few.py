@@ -24,7 +24,7 @@ AHEAD = 16  # blocks of codes that are on their way into the first cache
 TOGETHER = 4  # blocks in a turn of the loop, where a block is few vectors
 
 
-class FewRows:
+class SkinnyGemm:
     """One thread's part of a product with FEW rows at most."""
 
     def __init__(

@@ -202,15 +202,15 @@ def transpose_groups(k: Builder, four: list[Value]) -> list[Value]:
     """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group."""
     n = k.lanes
 
-    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
-        """One half of each group of a and b, `unit` elements of either in turn."""
+    def unpack(a: Value, b: Value, half: int, unit: int) -> Value:
+        """unpcklps / unpckhps, or of pairs with `unit` 2: interleaves one half of each 128-bit group of a and b."""
         h = [2 * half, 2 * half + 1]
         order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
         return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
 
     a, b, c, d = four
-    low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-    return [weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
+    low, high = [[unpack(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
+    return [unpack(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
 
 
 def transpose(k: Builder, rows: list[Value]) -> list[Value]:
