@@ -220,7 +220,7 @@ def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dtype):
     isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
-    loops, cut = loops_of(isa, dtype), skinny_gemm.Cut.of(isa, dtype)
+    loops, cut = loops_of(isa, dtype), skinny_gemm.Tiling.of(isa, dtype)
     links = 2 if dtype == "bf16" and not isa.dot else 1
     tiles = [links * rows * cut.wide for rows in {cut.rows, skinny_gemm.LOW}]
     assert sorted(loop.products for loop in loops) == sorted([links * cut.columns, *tiles])
@@ -257,11 +257,11 @@ def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, 
             stride=depth,
             config=choice,
         )
-        assert made.parts * made.part >= depth > (made.parts - 1) * made.part and len(made.copies) == made.cut.wide
-        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
-        kept = 4 * skinny_gemm.FEW * made.cut.nr * k.lanes
+        assert made.k_blocks * made.kc >= depth > (made.k_blocks - 1) * made.kc and len(made.copies) == made.tiling.wide
+        assert made.pitch >= made.kc * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
+        kept = 4 * skinny_gemm.FEW * made.tiling.nr * k.lanes
         sums = 4 * ((skinny_gemm.FEW - 1) * made.width + made.nr + k.lanes)
-        assert sums + kept + made.cut.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
+        assert sums + kept + made.tiling.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
 
 
 @pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
@@ -278,7 +278,7 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     """Every line of the weight behind the first block, in one part of the depth or in several. Each request leaves a mark beside
     the weight, as far from its beginning as what it asks for."""
     monkeypatch.setattr(skinny_gemm, "KC_BYTES", part)
-    cols = 3 * skinny_gemm.Cut.of(isa, dtype).nr
+    cols = 3 * skinny_gemm.Tiling.of(isa, dtype).nr
     nbytes = cols * depth * itemsize(dtype)
     memory = np.zeros(
         2 * nbytes + (1 << 20), np.uint8
@@ -314,8 +314,8 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     k = KernelBuilder(isa)
     a, w = (Pointer(k, name, dtype) for name in ("%a", "%weight"))
     made = skinny_gemm.SkinnyGemm(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, config=choice)
-    first = made.cut.columns if rows == 1 else made.cut.wide
-    marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
+    first = made.tiling.columns if rows == 1 else made.tiling.wide
+    marks[:first, : -(-made.kc * itemsize(dtype) // 64) if rows > 1 else None] = True
     assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
 
 

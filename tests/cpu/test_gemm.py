@@ -332,7 +332,7 @@ def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     assert (found.mr, found.vectors) == tile
 
 
-@pytest.mark.parametrize("depth, itemsize, nbytes, part", [
+@pytest.mark.parametrize("depth, itemsize, nbytes, kc", [
     (40, 4, 1536, 40),  # no part is deeper than the depth
     (768, 4, 1536, 384),
     (1000, 4, 1536, 352),  # 352, 352, 296

@@ -31,7 +31,7 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 @pytest.fixture
 def all_digits(monkeypatch):
     """Products of bytes wherever there is the instruction, also where another kernel is faster."""
-    changed(monkeypatch, quantized_digits, AS_NUMBERS={})
+    changed(monkeypatch, quantized_digits, DEQUANTIZED={})
 
 
 @each_isa

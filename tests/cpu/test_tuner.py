@@ -159,8 +159,8 @@ def test_a_choice_survives_the_database():
     (64.0, "prefetch", "forward", "avx512", "64.0 of a depth of 100"),
     (64, "prefetch", "weight_gradient", "avx512", "no KC that weight_gradient"),  # its chunks are part of what it is
     (64, "prefetch", "forward", "amx_bf16", "no KC that forward"),  # its tiles have their own
-    (None, "pack", "forward", "amx_bf16", "'pack' is nothing that forward"),
-    (None, "all", "forward", "avx512", "'all' is nothing that forward"),
+    (None, "pack", "forward", "amx_bf16", "'pack' is no overlap that forward"),
+    (None, "all", "forward", "avx512", "'all' is no overlap that forward"),
 ])  # fmt: skip
 def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(kc, overlap, role, isa, words):
     isa, dtype = isas.X86[isa], "bf16"
@@ -299,7 +299,7 @@ def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
     """The deepest of each role of a model, with what is fused to it. A tile that an activation's slope follows is finished beside
     the next, as only deep ones are."""
     changed_constants(monkeypatch, gemm, DEFER_DEPTH=1)
-    monkeypatch.setattr(candidates, "PARTS", (128,))
+    monkeypatch.setattr(candidates, "KC_BYTES", (128,))
     isa = host()
     made = build(MODEL, batch=2, seq=24, compute=dtype, optimizer=lambda p: adamw(p, OptimConfig()))[1]
     found = sorted(problems_of(lower_and_plan(made, threads=2).calls["micro"]), key=lambda work: work.depth)

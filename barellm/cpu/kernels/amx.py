@@ -46,13 +46,13 @@ def kc_of(depth: int) -> int:
     return ceil_div(depth, ceil_div(depth, KC) * TILE_K) * TILE_K
 
 
-def left_bytes(depth: int) -> int:
+def padded_a_bytes(depth: int) -> int:
     """Scratch bytes of a zero-padded block of MR rows of A."""
     return MR * padded(depth) * 2
 
 
 @dataclass(frozen=True)
-class Left:
+class TileA:
     """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`
     bytes further."""
 
@@ -62,8 +62,8 @@ class Left:
     below: Any
 
 
-def row_major(pointer: Pointer, stride: int) -> Left:
-    return Left(pointer, stride, 4 * SIDE, SIDE * stride)
+def row_major(pointer: Pointer, stride: int) -> TileA:
+    return TileA(pointer, stride, 4 * SIDE, SIDE * stride)
 
 
 def configure(k: KernelBuilder) -> None:
@@ -93,11 +93,11 @@ def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
 
 
 def multiply(
-    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]], *, begun: Value | None = None,
-    beside: Callable[[Value], None] | None = None,
+    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[TileA, Any]], *, begun: Value | None = None,
+    overlap: Callable[[Value], None] | None = None,
 ) -> None:  # fmt: skip
     """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` out += A @ panel. `parts`: pieces of A along the depth,
-    each with its number of steps. `beside(step)` is called in each step of the first piece, to overlap packing and
+    each with its number of steps. `overlap(step)` is called in each step of the first piece, to overlap packing and
     prefetches."""
     row = 4 * NR
     load_accumulators(k, out, begun, row=row)
@@ -106,8 +106,8 @@ def multiply(
         with k.loop(0, steps) as s:
             here = replace(left, pointer=left.pointer.bytes(s * left.step))
             _multiply_step(k, here, at.bytes(s * (SIDE * row)), row)
-            if beside is not None and left is parts[0][0]:
-                beside(s)
+            if overlap is not None and left is parts[0][0]:
+                overlap(s)
         at = at.bytes(k.int(steps) * (SIDE * row))
     store_accumulators(k, out, row=row)
 
@@ -124,7 +124,7 @@ def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | None, *, ro
         _clear_tiles(k)
 
 
-def accumulate_steps(k: KernelBuilder, left: Left, panel: Pointer, steps: Any) -> None:
+def accumulate_steps(k: KernelBuilder, left: TileA, panel: Pointer, steps: Any) -> None:
     """The accumulators += A @ panel over `steps`."""
     unrolled = isinstance(steps, int)
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
@@ -178,7 +178,7 @@ def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tu
 
 
 def gemm_accumulate(
-    k: KernelBuilder, out: Pointer, left: Left, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
+    k: KernelBuilder, out: Pointer, left: TileA, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
 ) -> None:  # fmt: skip
     """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
     pairs of tiles lie one behind the other, B is [TILE_K / 2 * steps][cols] pairs."""
@@ -200,7 +200,7 @@ def gemm_accumulate(
                 intrinsic(k, "tilestored64", 2 * i + j, *_corner(block, i, j, row))
 
 
-def _multiply_step(k: KernelBuilder, left: Left, b: Pointer, row: int) -> None:
+def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
     """The four accumulators += two tiles of A @ two of B, whose rows lie `row` bytes apart."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
@@ -232,7 +232,7 @@ def multiply_rows(
     """out = rows [0, count) of a (rows, depth) @ panel; `count` None means MR rows. Rows of a lie `stride` elements apart.
     `block` is scratch of `left_bytes(depth)`, and `how` is for `multiply`."""
     whole = depth // TILE_K if count is None else 0
-    parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
+    parts: list[tuple[TileA, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * TILE_K
     if rest:
         rows = MR if count is None else count
@@ -265,7 +265,7 @@ def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
             panel.as_dtype("fp32").store(0.0, u * NR + v)
 
 
-def pack_left(
+def pack_a(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
 ) -> None:
     """Pack A of a weight gradient: rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles whose rows are b's

@@ -320,7 +320,7 @@ def add_transposed(
             with k.loop(0, g.wide * g.queries, g.queries) as at:
                 for v, f in enumerate(factor):
                     acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)
-        left = amx.Left(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
+        left = amx.TileA(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
         amx.gemm_accumulate(k, acc, left, right, tokens // amx.TILE_K, rows=g.wide, cols=g.queries)
         return
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
+from barellm.cpu.kernels.block_tile import Tiling, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.packing import pack_b
 from barellm.cpu.lang import Value
@@ -28,38 +28,38 @@ PACKED = 16  # tokens of a work item that packs, unless they are an AMX step
 NEAR = 256  # KC: steps of both strips that stay in the L1
 
 
-def strip_units(cut: Cut) -> int:
+def strip_units(tiling: Tiling) -> int:
     """Units from a strip to the next: one cache line of padding, for at a power of two strips would conflict in the caches."""
-    return cut.steps(CHUNK) * cut.nr + 16
+    return tiling.steps(CHUNK) * tiling.nr + 16
 
 
 def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
     """Up to CHUNK tokens of x (tokens, width) as strips [strip][step][column], or the `left` operand of AMX tiles as
     [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip by strip it took a fifth longer."""
     k.use(isa_of(k.isa, block))
-    cut = Cut.of(k.isa, x.dtype, block)
+    tiling = Tiling.of(k.isa, x.dtype, block)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
-    per = amx.TILE_K if cut.tiles else PACKED
+    per = amx.TILE_K if tiling.tiles else PACKED
     with k.when(tokens > 0), k.parallel_for(k.ceil_div(tokens, per)) as number:
         t = number * per
         some = k.min(tokens - t, per)
-        if cut.tiles:
+        if tiling.tiles:
             with k.loop(0, width // amx.NR) as strip:
                 to, source, col = (
-                    packed.at(strip * strip_units(cut) + t // 2 * cut.nr),
+                    packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr),
                     x.at(t * width),
                     strip * amx.NR,
                 )
                 if left:
-                    amx.pack_left(k, to, source, col, some, stride=width, width=amx.NR, cols=None)
+                    amx.pack_a(k, to, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
-                    pack_b(k, to, source, col, some, stride=width, width=amx.NR, cols=None, beside=True).run()
+                    pack_b(k, to, source, col, some, stride=width, width=amx.NR, cols=None, columns_next=True).run()
                     amx.pad_panel(k, to, some)
             return
-        with k.loop(0, some, cut.pair) as r, k.loop(0, width // block * cut.strips) as strip:
-            to = packed.at(strip * strip_units(cut) + (t + r) // cut.pair * cut.nr)
+        with k.loop(0, some, tiling.pair) as r, k.loop(0, width // block * tiling.strips) as strip:
+            to = packed.at(strip * strip_units(tiling) + (t + r) // tiling.pair * tiling.nr)
             pack_b(
-                k, to, x.at((t + r) * width), strip * cut.nr, k.min(some - r, cut.pair), stride=width, width=cut.nr,
+                k, to, x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair), stride=width, width=tiling.nr,
                 cols=None,
             ).run()  # fmt: skip
 
@@ -69,35 +69,35 @@ def block_sparse_wgrad(
 ) -> None:
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     k.use(isa_of(k.isa, block))
-    cut, keep = Cut.of(k.isa, dtype, block), k.keep(mode)
+    tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)
     tokens = k.min(
         k.num_elements(dims, inner) - row_begin, CHUNK
     )  # below 0 in a planned chunk that this run does not reach
-    steps = cut.steps(tokens)
-    tiles = ceil_div(cut.nr, cut.rows)
-    edges = [cut.nr * i // tiles for i in range(tiles + 1)]
+    steps = tiling.steps(tokens)
+    tiles = ceil_div(tiling.nr, tiling.rows)
+    edges = [tiling.nr * i // tiles for i in range(tiles + 1)]
 
     def strip(packed: Any, line: Value, i: Value) -> Any:
-        return packed.at((line * cut.strips + i) * strip_units(cut))
+        return packed.at((line * tiling.strips + i) * strip_units(tiling))
 
-    with amx.tile_registers(k, cut.tiles), k.when(tokens > 0), k.parallel_for(count * cut.strips) as unit:
-        number, i = unit // cut.strips, unit % cut.strips
+    with amx.tile_registers(k, tiling.tiles), k.when(tokens > 0), k.parallel_for(count * tiling.strips) as unit:
+        number, i = unit // tiling.strips, unit % tiling.strips
         left, column = strip(x, places.get(number), i), places.get(number + count)
-        if cut.tiles:
-            again, at = _again(k, row_begin, keep), dweight.at(number * (block * block) + i * (cut.nr * block))
-            tiles_of_x = amx.Left(left, amx.LINE, 2 * amx.TILE_BYTES, amx.TILE_BYTES)
-            with k.loop(0, cut.strips) as j:
-                to = at.at(j * cut.nr)
+        if tiling.tiles:
+            again, at = _again(k, row_begin, keep), dweight.at(number * (block * block) + i * (tiling.nr * block))
+            tiles_of_x = amx.TileA(left, amx.LINE, 2 * amx.TILE_BYTES, amx.TILE_BYTES)
+            with k.loop(0, tiling.strips) as j:
+                to = at.at(j * tiling.nr)
                 amx.load_accumulators(k, to, again, row=4 * block)
                 amx.accumulate_steps(k, tiles_of_x, strip(dy, column, j), k.ceil_div(tokens, amx.TILE_K))
                 amx.store_accumulators(k, to, row=4 * block)
             return
-        with k.loop(0, steps, NEAR) as u, k.loop(0, cut.strips) as j:
-            some, right = k.min(steps - u, NEAR), strip(dy, column, j).at(u * cut.nr)
+        with k.loop(0, steps, NEAR) as u, k.loop(0, tiling.strips) as j:
+            some, right = k.min(steps - u, NEAR), strip(dy, column, j).at(u * tiling.nr)
             again = _again(k, u + row_begin, keep)
-            to = dweight.at(number * (block * block) + i * (cut.nr * block) + j * cut.nr)
+            to = dweight.at(number * (block * block) + i * (tiling.nr * block) + j * tiling.nr)
             for top, bottom in pairwise(edges):
-                acc = new_tile(k, bottom - top, cut.vectors)
+                acc = new_tile(k, bottom - top, tiling.vectors)
                 places_of = [
                     (x, r * block + v * k.lanes)
                     for r, line in zip(range(top, bottom), acc, strict=True)
@@ -106,8 +106,8 @@ def block_sparse_wgrad(
                 with k.when(again):
                     for var, at in places_of:
                         var.value = to.load(at)
-                lines = [left.at(u * cut.nr + r) for r in range(top, bottom)]
-                accumulate(k, acc, broadcast(k, lines, cut.nr, cut.pair), right, some, cut.pair)
+                lines = [left.at(u * tiling.nr + r) for r in range(top, bottom)]
+                accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
                 for var, at in places_of:
                     to.store(var.value, at)
 
@@ -121,10 +121,10 @@ def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
     layout = op.layout
-    block, cut = layout.block, Cut.of(c.isa, op.x.dtype, layout.block)
+    block, tiling = layout.block, Tiling.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}
     for name, across in zip(("x", "dy"), layout.shape, strict=True):
-        strips[name] = (part(c.workspace(name, 4 * across * cut.strips * strip_units(cut))), "fp32")
+        strips[name] = (part(c.workspace(name, 4 * across * tiling.strips * strip_units(tiling))), "fp32")
     where = shape_of(op.x)
     for first in range(0, op.x.size // int(op.x.shape[-1]), CHUNK):
         for name in ("x", "dy"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
+from barellm.cpu.kernels.block_tile import Tiling, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import added, shape_of
 from barellm.cpu.kernels.microkernel import prefetch_row
 from barellm.cpu.kernels.packing import pack_b, pack_b_transposed
@@ -45,28 +45,28 @@ class BlockShape:
 def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -> None:
     """Pack each block of the weight as B panels of its columns, or where `transposed` of its rows."""
     k.use(isa_of(k.isa, block))
-    cut = Cut.of(k.isa, weight.dtype, block)
-    strip = block // cut.pair * cut.nr
+    tiling = Tiling.of(k.isa, weight.dtype, block)
+    strip = block // tiling.pair * tiling.nr
     with k.parallel_for(count) as number:
         source = weight.at(number * (block * block))
-        for i in range(cut.strips):
-            to, col = packed.at((number * cut.strips + i) * strip), k.int(i * cut.nr)
+        for i in range(tiling.strips):
+            to, col = packed.at((number * tiling.strips + i) * strip), k.int(i * tiling.nr)
             shape = {"stride": block, "cols": block}
             if transposed:
-                packing = pack_b_transposed(k, to, source, col, depth=k.int(block), even=True, nr=cut.nr, **shape)
+                packing = pack_b_transposed(k, to, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
             else:
-                packing = pack_b(k, to, source, col, block, width=cut.nr, **shape)
+                packing = pack_b(k, to, source, col, block, width=tiling.nr, **shape)
             packing.run()
 
 
-def tile_tokens(cut: Cut, width: int) -> int:
+def tile_tokens(tiling: Tiling, width: int) -> int:
     """MC: tokens of a work item, a multiple of MR."""
-    return max(LEAST, min(MOST, TILE_BYTES // (4 * width))) // cut.rows * cut.rows
+    return max(LEAST, min(MOST, TILE_BYTES // (4 * width))) // tiling.rows * tiling.rows
 
 
-def own_stride(cut: Cut, width: int) -> int:
+def own_stride(tiling: Tiling, width: int) -> int:
     """Row stride of A in scratch: one cache line of padding, for at a power of two the rows of a tile would conflict in the L1."""
-    return round_up(width, 16 * cut.pair) + 16 * cut.pair
+    return round_up(width, 16 * tiling.pair) + 16 * tiling.pair
 
 
 def block_sparse_gemm(
@@ -77,13 +77,13 @@ def block_sparse_gemm(
     between `segments` and `entries`. Partial sums of split segments go to `partials` (tokens, slots * block)."""
     C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
     k.use(isa_of(k.isa, block))
-    cut = Cut.of(k.isa, x.dtype, block)
-    rows = cut.rows
+    tiling = Tiling.of(k.isa, x.dtype, block)
+    rows = tiling.rows
     others = segments * 4 + skipped
-    height, tokens = tile_tokens(cut, C), k.num_elements(dims, inner)
+    height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
     total = k.ceil_div(tokens, height) * segments
-    wide, held = x.dtype != "fp32" and cut.pair == 1, k.var(-1)
-    own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(cut, C)
+    wide, held = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
+    own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
 
     def put(to: Pointer, values: list[Value], mode: str) -> None:
         for v, value in enumerate(values):
@@ -91,7 +91,11 @@ def block_sparse_gemm(
 
     sums = own.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
-    with amx.tile_registers(k, cut.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
+    with (
+        amx.tile_registers(k, tiling.tiles),
+        k.parallel_range(total, grain) as (begin, end),
+        k.loop(begin, end) as unit,
+    ):
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
@@ -104,35 +108,35 @@ def block_sparse_gemm(
                     to.store(source.load(c, mask), c, mask)
                 else:
                     to.store_raw(source.load_raw(c, mask), c, mask)
-        with k.loop(0, cut.strips) as i, k.loop(0, count, rows) as t:
-            to = out.at((row + t) * K + target * block + i * cut.nr)
+        with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
+            to = out.at((row + t) * K + target * block + i * tiling.nr)
             for r in range(rows):
-                prefetch_row(k, to.at(r * K), cut.nr, write=True)
-            acc = [] if cut.tiles else new_tile(k, rows, cut.vectors)
-            if cut.tiles:
+                prefetch_row(k, to.at(r * K), tiling.nr, write=True)
+            acc = [] if tiling.tiles else new_tile(k, rows, tiling.vectors)
+            if tiling.tiles:
                 amx.load_accumulators(k, sums, None, row=SUMS_ROW)
             with k.loop(first, last) as entry:
                 skip, block_number = table.get(others + entry) * block, table.get(others + entries + entry)
-                panel = packed.at((block_number * cut.strips + i) * (block // cut.pair * cut.nr))
+                panel = packed.at((block_number * tiling.strips + i) * (block // tiling.pair * tiling.nr))
                 left = own.at(t * stride + skip)
-                if cut.tiles:
+                if tiling.tiles:
                     amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
-                    operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, cut.pair)
-                    accumulate(k, acc, operand, panel, block // cut.pair, cut.pair)
+                    operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
+                    accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
 
             def finish(r: Any, values: list[Value], to: Pointer = to, t: Value = t, i: Value = i) -> None:
                 with k.when(slot < 0) if slots else nullcontext():
                     put(to.at(r * K), values, mode)
                 if slots:
                     with k.when(slot >= 0):
-                        at = (row + t + r) * (slots * block) + slot * block + i * cut.nr
+                        at = (row + t + r) * (slots * block) + slot * block + i * tiling.nr
                         put(partials.at(at), values, "store")
 
-            if cut.tiles:
+            if tiling.tiles:
                 amx.store_accumulators(k, sums, row=SUMS_ROW)
                 with k.loop(0, k.min(count - t, rows)) as r:
-                    finish(r, [sums.load(r * cut.nr + v * k.lanes) for v in range(cut.vectors)])
+                    finish(r, [sums.load(r * tiling.nr + v * k.lanes) for v in range(tiling.vectors)])
             for r, values in enumerate([[v.value for v in line] for line in acc]):
                 with k.when(t + r < count):
                     finish(r, values)
@@ -154,10 +158,10 @@ def add_partials(
 
 
 def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
-    layout, cut = op.layout, Cut.of(c.isa, given.dtype, op.layout.block)
+    layout, tiling = op.layout, Tiling.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
-    packed = c.workspace("packed", len(layout) * cut.strips * block // cut.pair * cut.nr * 4)
-    c.thread_scratch(4 // cut.pair * own_stride(cut, C) * tile_tokens(cut, C) + amx.MR * SUMS_ROW)
+    packed = c.workspace("packed", len(layout) * tiling.strips * block // tiling.pair * tiling.nr * 4)
+    c.thread_scratch(4 // tiling.pair * own_stride(tiling, C) * tile_tokens(tiling, C) + amx.MR * SUMS_ROW)
     weights = {"packed": (part(packed), "fp32"), "weight": weight_operand(op.weight), "count": len(layout)}
     c.call(pack_blocks, weights, {"block": block, "transposed": transposed}, writes="packed")
     segments, slots = len(lists.segments), lists.slots
@@ -166,7 +170,7 @@ def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: 
         partials = (part(c.workspace("partials", 4 * given.size // C * slots * block)), "fp32")
     constants = shape_of(given) | {"shape": BlockShape(C, K, block, slots), "mode": op.modes[out]}
     numbers = {"segments": segments, "skipped": lists.cuts.size, "cuts": len(lists.cuts), "entries": len(layout)}
-    mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(cut, C)
+    mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(tiling, C)
     operands = numbers | {"out": op.outputs[out], "partials": partials, "table": table, "grain": ceil_div(WORK, mean)}
     written = "out partials" if slots else "out"
     c.call(block_sparse_gemm, operands | {"x": given, "packed": weights["packed"]}, constants, writes=written)

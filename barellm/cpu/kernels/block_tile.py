@@ -23,7 +23,7 @@ def isa_of(isa: ISA, block: int) -> ISA:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Tiling:
     """Strips of `vectors` vectors of columns, and tiles of up to `rows` rows. Packed operands are made of strips; a strip has one
     32-bit unit a column and step of the depth, where a step is `pair` numbers."""
 
@@ -35,7 +35,7 @@ class Cut:
     tiles: bool = False  # products in AMX's tile registers: two by two of them a strip and `rows`
 
     @classmethod
-    def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
+    def of(cls, isa: ISA, dtype: str, block: int) -> Tiling:
         """Of a kernel that uses `isa_of` the same block."""
         isa = isa_of(isa, block)
         if amx.uses_tiles(isa, dtype) and block % amx.NR == 0:

@@ -166,7 +166,7 @@ class Gradient:
         if self.blocks.tiled:
             amx.load_accumulators(k, to, begun, row=4 * self.span)
             with k.loop(0, many) as n:
-                of = amx.Left(left.bytes(n * of_left), row, amx.LINE, amx.SIDE * row)
+                of = amx.TileA(left.bytes(n * of_left), row, amx.LINE, amx.SIDE * row)
                 amx.accumulate_steps(k, of, panel.bytes(n * of_panel), k.int(steps))
             amx.store_accumulators(k, to, row=4 * self.span)
             return

@@ -1,5 +1,5 @@
-"""Products in 8 bits, simulated: codes become the numbers that they are, in the shortest float that this processor multiplies, and
-the products are the usual ones. Nothing is lost on the way: both formats are part of bf16, and the sums are fp32 as they are there.
+"""FP8 GEMMs (E4M3, E5M2), emulated: operands are converted to the shortest float that this processor multiplies, then the usual
+GEMMs run. Exact: both formats are subsets of bf16, and accumulation is in fp32 as on FP8 hardware.
 
 Shapes: x (..., K), weight (K, N), y (..., N), scales (1,).
 """
@@ -39,7 +39,7 @@ def lower_quantise(op: Op, c: Lowering) -> None:
 
 
 def factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:
-    """The number that a sum of products of codes is multiplied by."""
+    """The dequantization factor of an accumulator: the product of both scales."""
     by = one.get(0) * other.get(0)
     return k.splat(by * k.to(k.scalar("inv_targets"), "float") if per_target else by)
 
@@ -56,12 +56,12 @@ def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how
 
 
 def multiplied(isa: ISA) -> str:
-    """The dtype that codes are multiplied in."""
+    """The dtype of the emulated GEMM."""
     return "bf16" if uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
 
 
 def decoded(c: Lowering, name: str, codes: Tensor) -> Tensor:
-    """The numbers that they are, in scratch; numbers as they are."""
+    """Operands converted to `multiplied`, in a workspace; other dtypes as they are."""
     if codes.dtype not in LARGEST:
         return codes
     t = Tensor(f"{c.op.name}.{name}", codes.shape, multiplied(c.isa), "scratch")

@@ -40,9 +40,9 @@ class VectorGemm(GemmMainloop):
     ) -> None:
         """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
-        ahead = self.config.overlap
-        self.vnni, self.prefetch = uses_vnni(k.isa, a.dtype), ahead == "prefetch"
-        self.overlap_packing = ahead != "none" and can_overlap_packing(k.isa, a.dtype)
+        overlapped = self.config.overlap
+        self.vnni, self.prefetch = uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
+        self.overlap_packing = overlapped != "none" and can_overlap_packing(k.isa, a.dtype)
         self.accumulators: Pointer | None = None
         if self.k_blocks > 1:
             self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")
@@ -93,7 +93,9 @@ class VectorGemm(GemmMainloop):
         )
         units = self.depth_here // 2 if self.vnni else self.depth_here
         begun = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
-        ahead = partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
+        overlapped = (
+            partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
+        )
         return microkernel(
             k,
             tile,
@@ -102,7 +104,7 @@ class VectorGemm(GemmMainloop):
             units,
             self.vnni,
             tail=tail,
-            prefetch=ahead,
+            prefetch=overlapped,
             c_init=begun,
             is_last_k=self.is_last_k,
         )
@@ -172,7 +174,7 @@ class AmxGemm(GemmMainloop):
     def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
         super().__init__(k, *operands, **sizes)
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
-        self.accumulators = self.padded_a.bytes(amx.left_bytes(self.kc)).as_dtype("fp32")
+        self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
 
     def run(self) -> None:
         amx.configure(self.k)
@@ -197,7 +199,7 @@ class AmxGemm(GemmMainloop):
         rest = self.depth - (self.k_blocks - 1) * self.kc
         how: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
         if count is None:
-            how["beside"] = partial(self._overlapped_step, row)
+            how["overlap"] = partial(self._overlapped_step, row)
 
         def multiply(depth: int) -> None:
             amx.multiply_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **how)
@@ -304,4 +306,4 @@ def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> 
     kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
     use_amx = amx.uses_tiles(isa, dtype)
     sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0
-    return 2 * panel_bytes(isa, dtype, kc, nr) + sums + (amx.left_bytes(kc) if use_amx else 0)
+    return 2 * panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)

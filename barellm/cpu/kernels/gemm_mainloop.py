@@ -130,7 +130,7 @@ class GemmMainloop(ABC):
             return pack_b_transposed(k, into, self.weight.at(p * kc), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.nr else None
         w = self.weight.at(p * (kc * self.cols))
-        return pack_b(k, into, w, col, length, stride=self.cols, width=self.nr, cols=ragged, beside=self.use_amx)
+        return pack_b(k, into, w, col, length, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
     def _prefetch(self, col: Value, p: Value, i: Value) -> None:
         """With chunk i of the packing of KC block p: prefetch into the L2 lines of the next panel, from column `col` on, packed a

@@ -54,7 +54,7 @@ def multiply(
             end = k.min(tokens, t + chunk)
             with k.when(packed.value.differs(t * m_blocks + m_block)):
                 packed.value = t * m_blocks + m_block
-                amx.pack_left(k, a_at, dy.at(t * dy_row), n0, end - t, stride=dy_row, width=width, cols=ragged_n)
+                amx.pack_a(k, a_at, dy.at(t * dy_row), n0, end - t, stride=dy_row, width=width, cols=ragged_n)
             below = k.ceil_div(end - t, amx.TILE_K) * amx.TILE_BYTES
             several = end - t > amx.KC
             with k.loop(k0, k1, nr) as col, k.loop(t, end, amx.KC) as p:
@@ -70,8 +70,8 @@ def multiply(
                 with k.loop(n0, n1, mr) as row:
                     sums = sums_at.at(k.select(several, (row - n0) * nr, 0))
                     at = ((row - n0) // amx.SIDE) * below + ((p - t) // amx.TILE_K) * amx.TILE_BYTES
-                    left = amx.Left(a_at.bytes(at), amx.LINE, amx.TILE_BYTES, below)
-                    amx.multiply(k, sums, panel, [(left, steps)], begun=p > t, beside=lambda step: b_panels.step())
+                    left = amx.TileA(a_at.bytes(at), amx.LINE, amx.TILE_BYTES, below)
+                    amx.multiply(k, sums, panel, [(left, steps)], begun=p > t, overlap=lambda step: b_panels.step())
                     with k.when(is_last_k):
                         put(t, row, k.min(n1 - row, mr), col, sums)
                 b_panels.commit()

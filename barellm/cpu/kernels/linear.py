@@ -1,4 +1,4 @@
-"""How products with weights become calls of the GEMM kernels: plain, and fused with what follows."""
+"""Lowering of linear layers to GEMM calls, fprop, dgrad and wgrad, with fused epilogues."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import view_stride, weight_operand
 
-CHEAP = ("bias", "rescale")  # epilogues that no choice depends on
+CHEAP = ("bias", "rescale")  # epilogues that no config depends on
 
 
 def gemm_kind(transposed: bool, epilogues: tuple[str, ...]) -> str:
-    """The name of a product where its choice is kept. Its bias and a factor make no difference to it."""
+    """The GEMM kind in the tuning database: fprop or dgrad, and its epilogues other than bias and factor."""
     return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name not in CHEAP)])
 
 
 def skinny_kind(epilogues: tuple[str, ...]) -> str:
-    """The same of a product of few rows."""
+    """The kind of a skinny GEMM."""
     return gemm_kind(True, epilogues).replace("forward", SKINNY_KIND)
 
 
@@ -35,7 +35,7 @@ def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
 
 
 def views_of(**operands: Any) -> dict[str, Any]:
-    """The constant `strides` of a product with operands that are columns of wider tensors; without any there is none."""
+    """The constant `strides` of a GEMM with operands that are columns of wider tensors; without any there is none."""
     strides = tuple((name, stride) for name, t in operands.items() if (stride := view_stride(t)))
     return {"strides": strides} if strides else {}
 
@@ -46,7 +46,7 @@ def append_gemm(
     factor: float | None = None,
 ) -> None:  # fmt: skip
     """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does. A program that
-    may have few rows gets two calls, of which a run needs one."""
+    may have few rows gets two calls, of a skinny and a usual GEMM; a run needs one."""
     N, K = (int(n) for n in weight.shape)
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
@@ -100,7 +100,7 @@ def append_weight_gradient(
 @lowering("matmul_dx", adds="dx", also={"weight": PLANES}, views="dy dx")
 @lowering("matmul", adds="y", also={"weight": PLANES}, views="x y")
 def product(op: Op, c: Lowering) -> None:
-    """A product with a weight or the gradient of its input, with what follows it."""
+    """Fprop or dgrad of a linear layer, with its epilogues."""
     epilogues = op.attrs.get("epilogues", ())
     if "dy" in op.inputs:
         append_gemm(

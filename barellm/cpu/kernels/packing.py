@@ -171,11 +171,11 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
 
 def pack_b(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
-    beside: bool = False,
+    columns_next: bool = False,
 ) -> PackTask:  # fmt: skip
-    """Pack a B panel from row-major B: rows 0... of b (depth, stride), columns `col`... + width. A chunk is a row, or with VNNI an
-    interleaved pair of rows. `cols`: the number of columns where the panel may exceed it (zero-padded), else None. `beside`: the
-    next columns are packed after these, not the next rows."""
+    """Pack a B panel from row-major B: rows 0... of b (depth, stride), columns `col`... + width. A chunk is a row, or with VNNI
+    an interleaved pair of rows. `cols`: the number of columns where the panel may exceed it (zero-padded), else None.
+    `columns_next`: the next columns are packed after these, not the next rows."""
     pair = uses_vnni(k.isa, b.dtype)
     lanes = k.lanes
     depth = k.int(depth)
@@ -188,7 +188,7 @@ def pack_b(
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
     def fetch(row: Value) -> None:
-        far = row * stride + col + width if beside else (row + FAR) * stride + col
+        far = row * stride + col + width if columns_next else (row + FAR) * stride + col
         for at, near in (((row + NEAR) * stride + col, True), (far, False)):
             for line in range(0, width * b.itemsize, LINE):
                 k.prefetch(b.at(at).bytes(line), near=near)

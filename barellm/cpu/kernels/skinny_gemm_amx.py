@@ -17,7 +17,7 @@ from barellm.program.integers import round_up
 
 MOST = 64  # rows of x
 NR = 64  # columns of a work item
-TOGETHER = (1, 2, 4)  # tiles of the weight at a time where x is one tile wide, the best first
+UNROLLS = (1, 2, 4)  # tiles of the weight at a time where x is one tile wide, the best first
 WIDTHS = (amx.SIDE, amx.NR, MOST)  # rows of x as packed
 
 

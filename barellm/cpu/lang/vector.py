@@ -137,7 +137,7 @@ SLOPE_STEPS = 3.2  # pieces a unit: 16 of them reach to 4.8, where the slope is 
 def _gelu_slope_from_tables(k: Builder, x: Value) -> Value:
     """The slope to 9e-6, where rounding to bf16 leaves 2e-3: less 1/2 it is odd, and of |x| a cubic in each of 16 pieces. One
     AVX-512 permutation looks a coefficient of all lanes up; 4 multiplications or fmas, where the formula has 13 and a division
-    (Zen 4: what else is done here is free beside a product's multiply-adds)."""
+    (Zen 4: what else is done here is free between a GEMM's multiply-adds)."""
     size = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec) * SLOPE_STEPS
     size = k.min(SLOPE_LANES - 0.51, size)  # of a number and a NaN the second: NaN stays
     shifted = size + MAGIC
