@@ -30,8 +30,8 @@ from barellm.cpu.kernels import gemm
 from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm, skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered
+from barellm.cpu.tuner.problem import problems_of
 from barellm.cpu.tuner.tuner import tune
-from barellm.cpu.tuner.work import works_of
 from barellm.kernels.arrays import address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
@@ -56,9 +56,9 @@ class Walk:
     def __init__(self, bench: Bench, emit: Any, dtype: str, cols: int, depth: int, choice: Any, memory: dict) -> None:
         constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
         operands: tuple[str | None, ...] = ("fp32", None, dtype, dtype, None, None)
-        if emit is gemm.product:
+        if emit is gemm.gemm:
             operands, constants = (*operands, "int", "int"), constants | {"transposed": True}
-        spec = Specialisation(emit, operands, tuple(sorted((constants | {"choice": choice}).items())))
+        spec = Specialisation(emit, operands, tuple(sorted((constants | {"config": choice}).items())))
         self.code = jit.Library([jit.cached_object(spec.key, bench.isa, lambda: spec.ir(bench.isa))], bench.isa)
         self.bench, nbytes = bench, cols * depth * itemsize(dtype)
         self.calls = memory["weights"].nbytes // nbytes
@@ -111,7 +111,7 @@ def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
         cols, depth = ROLES[role]
         x, weight = p.input(f"x {role}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {role}", (cols, depth))
         p.output(role, p.linear(x, weight))
-    works = works_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
+    works = problems_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
     few = [work for work in works if work.few]
     verdicts = tune(
         few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=lambda v: print(v.work, v.best)
@@ -203,7 +203,7 @@ def main() -> None:
                 {"tuned": chosen[role]} if chosen else {}
             )
             for kind, way in ways.items():
-                emit = gemm.product if kind == "packed" else skinny_gemm
+                emit = gemm.gemm if kind == "packed" else skinny_gemm
                 walks[role, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
             if a.torch:
                 walks[role, "torch"] = torch_walk(bench.threads, cols, depth, memory)

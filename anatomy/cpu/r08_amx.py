@@ -13,7 +13,7 @@ from barellm.cpu.lang import Pointer
 
 def scratch(isa, N, K):
     """The panel of B, and a block of rows of A that is filled up with zeros."""
-    return 2 * amx.padded(K) * amx.NR + amx.left_bytes(K)
+    return 2 * amx.padded(K) * amx.NR + amx.padded_a_bytes(K)
 
 
 @rung(

@@ -6,26 +6,26 @@ residual are added to a tile while it is still in registers. Read on in barellm/
 
 from anatomy.rung import rung
 from barellm.cpu.gemm_config import default
-from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.gemm import gemm, gemm_scratch_bytes
 
 
-def choice_of(isa, N, K):
+def config_of(isa, N, K):
     """How barellm cuts this product unless its tuner has found something faster; rows make no difference to it."""
     return default(isa, "input_gradient", "fp32", N, K, K)
 
 
 def step(isa):
-    tile = choice_of(isa, 1 << 12, 1 << 12).tile
+    tile = config_of(isa, 1 << 12, 1 << 12).tile
     return 2 * tile.mr * tile.nr(isa), 4 * (tile.mr + tile.nr(isa))
 
 
 def scratch(isa, N, K):
-    return gemm_scratch_bytes(isa, "fp32", K, choice_of(isa, N, K))
+    return gemm_scratch_bytes(isa, "fp32", K, config_of(isa, N, K))
 
 
 @rung("shipped", step=step, threads=True, scratch=scratch)
 def shipped(k, c, a, b, *, M, N, K):
-    product(
+    gemm(
         k, c, None, a, b, None, None, k.int(0), k.int(M), cols=N, depth=K, transposed=False, dims=(), inner=M,
-        epilogues=(), mode="store", choice=choice_of(k.isa, N, K),
+        epilogues=(), mode="store", config=config_of(k.isa, N, K),
     )  # fmt: skip

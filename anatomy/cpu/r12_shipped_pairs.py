@@ -7,10 +7,10 @@ the sums wait in the second cache for the next part. Read on in barellm/cpu/kern
 from anatomy.rung import rung
 from barellm.cpu.gemm_config import default
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.gemm import gemm, gemm_scratch_bytes
 
 
-def choice_of(isa, N, K):
+def config_of(isa, N, K):
     return default(isa, "input_gradient", "bf16", N, K, K)
 
 
@@ -18,18 +18,18 @@ def step(isa):
     """On tiles that of rung 8; on vectors those of rung 7, whose numbers are half as long."""
     if isa.tiles:
         return 4 * 16384, 4 * amx.TILE_BYTES
-    tile = choice_of(isa, 1 << 12, 1 << 12).tile
+    tile = config_of(isa, 1 << 12, 1 << 12).tile
     numbers = tile.mr * tile.nr(isa) * (2 if isa.dot else 1)
     return 2 * numbers, 4 * (tile.mr + tile.nr(isa))
 
 
 def scratch(isa, N, K):
-    return gemm_scratch_bytes(isa, "bf16", K, choice_of(isa, N, K))
+    return gemm_scratch_bytes(isa, "bf16", K, config_of(isa, N, K))
 
 
 @rung("shipped, 16 bits", step=step, dtype="bf16", threads=True, scratch=scratch)
 def shipped_pairs(k, c, a, b, *, M, N, K):
-    product(
+    gemm(
         k, c, None, a, b, None, None, k.int(0), k.int(M), cols=N, depth=K, transposed=False, dims=(), inner=M,
-        epilogues=(), mode="store", choice=choice_of(k.isa, N, K),
+        epilogues=(), mode="store", config=config_of(k.isa, N, K),
     )  # fmt: skip

@@ -100,8 +100,8 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
     from barellm.cpu.threads import thread_count
+    from barellm.cpu.tuner.problem import problems_of as works_of
     from barellm.cpu.tuner.tuner import tune
-    from barellm.cpu.tuner.work import works_of
 
     isa, threads = host(), thread_count()
     built = lower_and_plan(build_programs(config), isa=isa, threads=threads)

@@ -52,8 +52,8 @@ class Call:
 
 @dataclass
 class Lowering:
-    """Turns one op into calls. `threads` may size scratch, never the result. `skinny_gemm`: a run's products may have few
-    rows, for which there is another kernel."""
+    """Lowers one op to calls. `threads` may size scratch, never the result. `skinny_gemm`: runs may have few rows, for which
+    GEMMs get a second kernel."""
 
     op: Op
     isa: ISA
@@ -64,7 +64,7 @@ class Lowering:
     thread_scratch_bytes: int = 0
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
-        """Bytes shared by all threads that live as long as the op."""
+        """Workspace: bytes shared by all threads that live as long as the op."""
         t = Tensor(f"{self.op.name}.{name}", (nbytes // 2 + nbytes % 2,), "bf16", "scratch")
         self.scratch_tensors.append(t)
         return t

@@ -61,7 +61,7 @@ class Specialisation:
 
 
 class KernelBuilder(Builder):
-    """The language of kernels, with the thread, the run-time scalars, and work to claim."""
+    """The kernel language: IR builder plus thread index, run-time scalars, thread scratch and parallel loops."""
 
     def _rt(self, offset: int, type_: str) -> Value:
         p = self.op("ptr", f"getelementptr i8, ptr %rt, i64 {offset}")
@@ -76,7 +76,7 @@ class KernelBuilder(Builder):
         return self._rt(RT_THREADS, "i64")
 
     def thread_scratch(self, dtype: str = "fp32") -> Pointer:
-        """This thread's own scratch, 64-byte aligned; the lowering says how much is needed."""
+        """This thread's scratch, 64-byte aligned; the lowering reserves it (`Lowering.thread_scratch`)."""
         return Pointer(self, self._rt(RT_PRIVATE, "ptr").ref, dtype)
 
     def scalar(self, name: str) -> Value:
@@ -87,7 +87,7 @@ class KernelBuilder(Builder):
         return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
 
     def num_elements(self, dims: tuple[str, ...], inner: int = 1) -> Value:
-        """`inner` times the product of the run-time sizes: `k.num_elements(("batch", "seq"))` is the number of tokens."""
+        """`inner` times the product of run-time sizes: `k.num_elements(("batch", "seq"))` is the number of tokens."""
         n = self.int(inner)
         for d in dims:
             n = n * self.scalar(d)
@@ -95,9 +95,10 @@ class KernelBuilder(Builder):
 
     @contextmanager
     def parallel_range(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
-        """Ranges [begin, end) of `total` units, `grain` at a time. Each group of threads (`sync.GROUPS` at most) starts with its
-        own contiguous part, so that the rows a thread wrote in one op are the rows it reads in the next; who has finished helps
-        the next group, so a disturbed core costs its share and not everybody's. One claim loop a kernel."""
+        """A parallel loop with dynamic schedule over ranges [begin, end) of `total` items, `grain` at a time. Each group of threads
+        (`sync.GROUPS` at most) takes items of its own contiguous part from an atomic counter, so it reads the rows that it wrote in
+        the op before; then it helps the next group (work stealing), so a disturbed core costs its own share only. One such loop a
+        kernel."""
         total, grain = self.int(total), self.int(grain)
         units, groups = (total + (grain - 1)) // grain, self._rt(RT_GROUPS, "i64")
         group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))
@@ -121,7 +122,7 @@ class KernelBuilder(Builder):
 
     @contextmanager
     def parallel_for(self, total: Any) -> Iterator[Value]:
-        """Units one at a time."""
+        """The same with one item at a time."""
         with self.parallel_range(total, 1) as (begin, _):
             yield begin
 

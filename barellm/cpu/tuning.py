@@ -1,4 +1,4 @@
-"""The tuning database as the CPU backend uses it: keys for products, choices as entries."""
+"""The tuning database (autotuning cache) of the CPU: keys of GEMM problems, GemmConfigs as JSON entries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from barellm.cpu import jit, processor, sources
 from barellm.cpu.gemm_config import (
-    AHEAD,
-    FEW_ROLE,
+    KC_UNIT,
     ORDERS,
-    PART_UNIT,
+    OVERLAPS,
+    SKINNY_KIND,
     GemmConfig,
     SkinnyGemmConfig,
     Tile,
@@ -31,7 +31,7 @@ def _opened(folder: Path, version: str) -> Database:
 
 
 def version() -> str:
-    """Timings hold as long as the products are made from the same files, by the same compiler."""
+    """Timings hold as long as the GEMM kernels come from the same files and the same compiler."""
     return _version(sources.digest(*TUNED), jit.versions())
 
 
@@ -45,7 +45,7 @@ def folder() -> Path:
 
 
 def database() -> Database:
-    """The database of this version of the products, read once a process."""
+    """The database of this version of the GEMM kernels, read once a process."""
     return _opened(folder(), version())
 
 
@@ -54,76 +54,76 @@ def machine(isa: ISA, threads: int) -> str:
     return f"cpu, {processor.name()}, {isa.name} {isa.cpu}, {threads} threads"
 
 
-def key(isa: ISA, threads: int, role: str, dtype: str, cols: int, depth: int, rows: int) -> str:
-    return f"{machine(isa, threads)}: {role} {dtype}, {rows} x {cols} from {depth}"
+def key(isa: ISA, threads: int, kind: str, dtype: str, cols: int, depth: int, rows: int) -> str:
+    return f"{machine(isa, threads)}: {kind} {dtype}, {rows} x {cols} from {depth}"
 
 
 def count(isa: ISA, threads: int) -> int:
-    """Products that were tuned on a machine like this, by this version, and are not done best by their defaults."""
+    """GEMM problems tuned on a machine like this, for this version, for which another config than the default is best."""
     return sum(at.startswith(machine(isa, threads)) for at in database().entries)
 
 
-def to_entry(choice: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
-    if isinstance(choice, SkinnyGemmConfig):
-        return {"spans": choice.spans, "together": choice.together, "fetch": choice.fetch}
+def to_entry(config: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
+    if isinstance(config, SkinnyGemmConfig):
+        return {"panels": config.panels, "unroll": config.unroll, "prefetch": config.prefetch}
     return {
-        "tile": [choice.tile.mr, choice.tile.vectors],
-        "rows": [choice.rows, choice.long_rows],
-        "columns": choice.columns,
-        "order": choice.order,
-        "part": choice.part,
-        "ahead": choice.ahead,
+        "tile": [config.tile.mr, config.tile.vectors],
+        "mc": [config.mc, config.long_mc],
+        "nc": config.nc,
+        "order": config.order,
+        "kc": config.kc,
+        "overlap": config.overlap,
     }
 
 
-def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> GemmConfig:
-    """The choice that an entry stands for. It is a ValueError if it is no choice for this product on this ISA."""
+def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmConfig:
+    """The config of an entry. ValueError if this GEMM cannot have it on this ISA."""
     from barellm.cpu.kernels import amx  # kernels import gemm_config
 
     try:
         tile = Tile(*entry["tile"])
-        named = {name: entry[name] for name in ("columns", "order", "part", "ahead")}
-        choice = GemmConfig(tile, *entry["rows"], **named)
-        sizes = (tile.mr, tile.vectors, choice.rows, choice.long_rows, choice.columns)
-        plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and choice.order in ORDERS
+        named = {name: entry[name] for name in ("nc", "order", "kc", "overlap")}
+        config = GemmConfig(tile, *entry["mc"], **named)
+        sizes = (tile.mr, tile.vectors, config.mc, config.long_mc, config.nc)
+        plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and config.order in ORDERS
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected tile, rows, columns, order, part, ahead ({error!r})") from error
-    if not plain or choice.rows % tile.mr or choice.long_rows % tile.mr or choice.columns % tile.nr(isa):
-        raise ValueError(f"blocks must be multiples of the tile: {choice}")
+        raise ValueError(f"expected tile, mc, nc, order, kc, overlap ({error!r})") from error
+    if not plain or config.mc % tile.mr or config.long_mc % tile.mr or config.nc % tile.nr(isa):
+        raise ValueError(f"blocks must be multiples of the tile: {config}")
     if tile not in tiles(isa, dtype):
         raise ValueError(f"{isa.name} has no tile of {tile.mr} x {tile.vectors} vectors for {dtype}")
-    part, on_tiles = choice.part, amx.uses_tiles(isa, dtype)
-    if choice.ahead not in AHEAD or (on_tiles and choice.ahead != AHEAD[0]):
-        raise ValueError(f"{choice.ahead!r} is nothing that {role} in {dtype} can do ahead")
-    if part is not None:
-        fits = type(part) is int and (part == depth or (0 < part < depth and part % PART_UNIT == 0))
-        if on_tiles or role == "weight_gradient" or not fits:
-            raise ValueError(f"{part!r} of a depth of {depth} is no part that {role} in {dtype} can have")
-    return choice
+    kc, on_tiles = config.kc, amx.uses_tiles(isa, dtype)
+    if config.overlap not in OVERLAPS or (on_tiles and config.overlap != OVERLAPS[0]):
+        raise ValueError(f"{config.overlap!r} is no overlap that {kind} in {dtype} can have")
+    if kc is not None:
+        fits = type(kc) is int and (kc == depth or (0 < kc < depth and kc % KC_UNIT == 0))
+        if on_tiles or kind == "weight_gradient" or not fits:
+            raise ValueError(f"{kc!r} of a depth of {depth} is no KC that {kind} in {dtype} can have")
+    return config
 
 
-def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
-    """The same of a product of few rows."""
+def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
+    """The config of a skinny GEMM's entry."""
     from barellm.cpu.kernels.skinny_gemm import skinny_configs  # kernels import this module
 
     ways = skinny_configs(isa, dtype, cols, depth)
     found = [way for way in ways if to_entry(way) == entry]
     if not found:
-        raise ValueError(f"expected spans, together, fetch of one of {len(ways)} ways, found {entry!r}")
+        raise ValueError(f"expected panels, unroll, prefetch of one of {len(ways)} configs, found {entry!r}")
     return found[0]
 
 
-def select_skinny_config(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
-    """As `choose`, for a product of few rows, however many a run has."""
+def select_skinny_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
+    """The tuned or the default config of a skinny GEMM, for any number of rows."""
     from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
-    return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
+    return _tuned(isa, threads, (kind, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
 
 
-def select_config(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> GemmConfig:
-    """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements: the tuned one, else the
-    default. Sizes that a run may lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
-    return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, depth, rows)
+def select_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> GemmConfig:
+    """The tuned or the default config of a GEMM with a result (rows, cols) and a contraction over `depth`. The number of tokens
+    (rows, or the depth of a weight gradient), which a run may lessen, is the planned one."""
+    return _tuned(isa, threads, (kind, dtype, cols, depth, rows)) or default(isa, kind, dtype, cols, depth, rows)
 
 
 def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Any:
@@ -133,11 +133,11 @@ def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> A
     entry = found.entries.get(key(isa, threads, *product)) if found.entries else None
     if entry is None:
         return None
-    role, dtype, cols, depth, _ = product
+    kind, dtype, cols, depth, _ = product
     try:
-        if role.startswith(FEW_ROLE):
-            return few_from_entry(entry.get("choice"), isa, dtype, cols, depth)
-        return from_entry(entry.get("choice"), isa, role, dtype, depth)
+        if kind.startswith(SKINNY_KIND):
+            return skinny_from_entry(entry.get("choice"), isa, dtype, cols, depth)
+        return from_entry(entry.get("choice"), isa, kind, dtype, depth)
     except ValueError as error:
         found.ignore(f"{found.path}, {key(isa, threads, *product)!r}", str(error))
         return None

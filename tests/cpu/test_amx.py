@@ -114,7 +114,7 @@ def test_products_become_tile_instructions(cpu):
         machine = jit.target_machine(isa)
         assert not jit.undefined_symbols(machine.emit_object(module)) - jit.ALLOWED, u
         text = machine.emit_assembly(module)
-        tiled = u.spec.name in ("product", "weight_gradient", "skinny_gemm", *ATTENTION)
+        tiled = u.spec.name in ("gemm", "weight_gradient", "skinny_gemm", *ATTENTION)
         assert ("tmm" in text) == tiled, u
         if not tiled:
             continue
@@ -126,7 +126,7 @@ def test_products_become_tile_instructions(cpu):
         inner = machine_code.read(text).inner
         assert inner.multiply_adds == {"tdpbf16ps": 4} and inner.accumulators == 4, u
         assert (inner.stores, inner.vector_spills) == (0, 0), u
-        if u.spec.name == "product":  # it has a loop that packs nothing beside
+        if u.spec.name == "gemm":  # it has a loop that packs nothing beside
             assert (inner.loads, inner.stack_references) == (4, 0), u
     assert products >= 10
 

@@ -71,7 +71,7 @@ INSTRUCTIONS = {"avx512": "vpshufb", "amx_bf16": "vpopcntd", "neon": "cnt", "avx
 def test_the_inner_loop_is_what_the_machine_counts_ones_by(name):
     """A step for each row and vector of the tile, and no register spilled between the first and the last."""
     isa = isas.cross(name, "aarch64-unknown-linux-gnu" if name == "neon" else "x86_64-unknown-linux-gnu")
-    form = binary_matmul.Form.of(isa)
+    form = binary_matmul.Tiling.of(isa)
     constants = {"N": 200, "W": 64, "columns": 2048, "dims": ("batch", "seq"), "inner": 1, "mode": "store"}
     kinds = ("fp32", "i32", "bf16")
     spec = Specialisation(binary_matmul.count_signs, kinds, tuple(sorted(constants.items())))

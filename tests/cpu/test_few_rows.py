@@ -83,7 +83,7 @@ def test_shapes_that_tiles_take(isa, shape):
 @each_dtype
 def test_depth_in_parts(isa, dtype, monkeypatch):
     """Sums of pairs of rows are kept between the parts; the last part is shorter, and a last row has no pair."""
-    changed(monkeypatch, skinny_gemm, PART_BYTES=512)
+    changed(monkeypatch, skinny_gemm, KC_BYTES=512)
     check_matmul(isa, dtype, (1, 7, 31, 213))
 
 
@@ -99,7 +99,7 @@ def test_columns_of_wider_tensors(isa, dtype):
 @pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 101), ("bf16", 37, 101), ("bf16", 101, 64)])
 def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeypatch):
     """Text that is written alone is the text that is written in a batch."""
-    changed(monkeypatch, skinny_gemm, PART_BYTES=768)
+    changed(monkeypatch, skinny_gemm, KC_BYTES=768)
     found = products(isa, dtype, cols, depth, (64, 63, 17, 5, 2, 1))
     assert np.isfinite(found[0]).all()
     for some in found:
@@ -150,7 +150,7 @@ def test_only_decoding_may_have_few_rows(monkeypatch):
     assert {name for name, p in programs.items() if decodes(p)} == {"decode"}
 
 
-@pytest.mark.parametrize("rows, writer", [(1, "skinny_gemm"), (64, "skinny_gemm"), (65, "product")])
+@pytest.mark.parametrize("rows, writer", [(1, "skinny_gemm"), (64, "skinny_gemm"), (65, "gemm")])
 def test_64_rows_are_few_and_65_are_not(rows, writer):
     """A program has both kernels, and of a run's only one does anything."""
     p = Program(Store())
@@ -165,7 +165,7 @@ def test_64_rows_are_few_and_65_are_not(rows, writer):
         session.pool.run(record.ctypes.data, 1)
         wrote[call.spec.name] = bool(np.isfinite(session.read("y")).all())
     session.close()
-    assert wrote == {name: name == writer for name in ("skinny_gemm", "product")}
+    assert wrote == {name: name == writer for name in ("skinny_gemm", "gemm")}
 
 
 @each_isa
@@ -205,7 +205,7 @@ def test_loads_claim_the_alignment_of_one_bf16(name):
 
 def spec_of(dtype: str, isa: ISA, depth: int = 768, **choice: int) -> Specialisation:
     constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    constants |= {"choice": replace(skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0], **choice)}
+    constants |= {"config": replace(skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0], **choice)}
     return Specialisation(
         skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
     )
@@ -220,7 +220,7 @@ def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dtype):
     isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
-    loops, cut = loops_of(isa, dtype), skinny_gemm.Cut.of(isa, dtype)
+    loops, cut = loops_of(isa, dtype), skinny_gemm.Tiling.of(isa, dtype)
     links = 2 if dtype == "bf16" and not isa.dot else 1
     tiles = [links * rows * cut.wide for rows in {cut.rows, skinny_gemm.LOW}]
     assert sorted(loop.products for loop in loops) == sorted([links * cut.columns, *tiles])
@@ -233,21 +233,21 @@ def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dt
 def test_columns_a_multiple_of_a_page_apart(isa, dtype, depth, rows, monkeypatch):
     """From nine rows on they are copied, in every part of the depth."""
     assert depth * itemsize(dtype) % skinny_gemm.PAGE == 0
-    changed(monkeypatch, skinny_gemm, PART_BYTES=5000)
+    changed(monkeypatch, skinny_gemm, KC_BYTES=5000)
     check_matmul(isa, dtype, (1, rows, 50, depth))
 
 
 @pytest.mark.parametrize("name", ["generic", "avx2", "avx512_bf16", "neon"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("part", [512, skinny_gemm.PART_BYTES])
+@pytest.mark.parametrize("part", [512, skinny_gemm.KC_BYTES])
 def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, monkeypatch):
     """Sums of a claim, sums between parts and copies lie behind each other, for every depth whose columns are copied."""
-    monkeypatch.setattr(skinny_gemm, "PART_BYTES", part)
+    monkeypatch.setattr(skinny_gemm, "KC_BYTES", part)
     isa = cross(name, ARM_TRIPLE if name == "neon" else X86_TRIPLE)
     for depth in range(skinny_gemm.PAGE // itemsize(dtype), 1 << 15, skinny_gemm.PAGE // itemsize(dtype)):
         choice = skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0]
         k = KernelBuilder(isa)
-        made = skinny_gemm.FewRows(
+        made = skinny_gemm.SkinnyGemm(
             k,
             Pointer(k, "%a", dtype),
             Pointer(k, "%weight", dtype),
@@ -255,18 +255,18 @@ def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, 
             cols=768,
             depth=depth,
             stride=depth,
-            choice=choice,
+            config=choice,
         )
-        assert made.parts * made.part >= depth > (made.parts - 1) * made.part and len(made.copies) == made.cut.wide
-        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
-        kept = 4 * skinny_gemm.FEW * made.cut.span * k.lanes
-        sums = 4 * ((skinny_gemm.FEW - 1) * made.width + made.span + k.lanes)
-        assert sums + kept + made.cut.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
+        assert made.k_blocks * made.kc >= depth > (made.k_blocks - 1) * made.kc and len(made.copies) == made.tiling.wide
+        assert made.pitch >= made.kc * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
+        kept = 4 * skinny_gemm.FEW * made.tiling.nr * k.lanes
+        sums = 4 * ((skinny_gemm.FEW - 1) * made.width + made.nr + k.lanes)
+        assert sums + kept + made.tiling.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
 
 
 @pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
 def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
-    spec = spec_of("fp32", cross("avx2", X86_TRIPLE), fetch=fetch)
+    spec = spec_of("fp32", cross("avx2", X86_TRIPLE), prefetch=fetch)
     ir = spec.ir(cross("avx2", X86_TRIPLE))
     assert set(re.findall(r"prefetch.p0\(ptr %\w+, i32 0, i32 (\d), i32 1\)", ir)) == asked
 
@@ -277,8 +277,8 @@ def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
 def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch):
     """Every line of the weight behind the first block, in one part of the depth or in several. Each request leaves a mark beside
     the weight, as far from its beginning as what it asks for."""
-    monkeypatch.setattr(skinny_gemm, "PART_BYTES", part)
-    cols = 3 * skinny_gemm.Cut.of(isa, dtype).span
+    monkeypatch.setattr(skinny_gemm, "KC_BYTES", part)
+    cols = 3 * skinny_gemm.Tiling.of(isa, dtype).nr
     nbytes = cols * depth * itemsize(dtype)
     memory = np.zeros(
         2 * nbytes + (1 << 20), np.uint8
@@ -294,9 +294,9 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     weight = (memory.ctypes.data + 63) & ~63
     x, out, scalar = np.zeros((rows, depth), np.float32), np.zeros((rows, cols), np.float32), ScalarBlock()
     thread_scratch = np.zeros(skinny_gemm.skinny_gemm_scratch_bytes(isa, depth) + 64, np.uint8)
-    choice = replace(skinny_gemm.skinny_configs(isa, dtype, cols, depth)[0], fetch=1)
+    choice = replace(skinny_gemm.skinny_configs(isa, dtype, cols, depth)[0], prefetch=1)
     constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    constants |= {"choice": choice}
+    constants |= {"config": choice}
     spec = Specialisation(
         skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
     )
@@ -313,9 +313,9 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)
     k = KernelBuilder(isa)
     a, w = (Pointer(k, name, dtype) for name in ("%a", "%weight"))
-    made = skinny_gemm.FewRows(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, choice=choice)
-    first = made.cut.columns if rows == 1 else made.cut.wide
-    marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
+    made = skinny_gemm.SkinnyGemm(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, config=choice)
+    first = made.tiling.columns if rows == 1 else made.tiling.wide
+    marks[:first, : -(-made.kc * itemsize(dtype) // 64) if rows > 1 else None] = True
     assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
 
 

@@ -84,14 +84,14 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
-    changed(monkeypatch, gemm_config, CHUNKS={16: 16, 32: 16})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={16: 16, 32: 16})
     for viewed in VIEWED:
         check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
 
 def in_parts(monkeypatch) -> None:
     """The depth of products goes in parts of 32."""
-    changed(monkeypatch, gemm_config, WHOLE_BYTES=64, PART_BYTES=64, NARROW_PART_BYTES=64)
+    changed(monkeypatch, gemm_config, ONE_BLOCK_BYTES=64, KC_BYTES=64, NARROW_KC_BYTES=64)
 
 
 @each_isa
@@ -103,8 +103,8 @@ def test_depth_in_parts(isa, dtype, panels, monkeypatch):
     select_config = linear.select_config
 
     def wider(*shape):
-        choice = select_config(*shape)
-        return replace(choice, columns=panels * choice.tile.nr(isa))
+        config = select_config(*shape)
+        return replace(config, columns=panels * config.tile.nr(isa))
 
     monkeypatch.setattr(linear, "select_config", wider)
     x, dy, weight = operands((1, 29, 213, 139), dtype)
@@ -141,7 +141,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    changed(monkeypatch, gemm_config, CHUNKS={16: 16, 32: 16})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={16: 16, 32: 16})
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -214,7 +214,7 @@ def test_fused_products_that_add(isa, compute, limit):
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 @pytest.mark.parametrize("sizes, parts", [((19, 35), False), ((70, 64), True)], ids=str)
 def test_fused_products_of_columns(isa, compute, limit, sizes, parts, monkeypatch):
-    changed(monkeypatch, gemm, LATER=1)
+    changed(monkeypatch, gemm, DEFER_DEPTH=1)
     if parts:
         in_parts(monkeypatch)
     C, F = sizes
@@ -240,7 +240,7 @@ def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
 def test_tiles_finished_beside_the_next(isa: ISA, compute, limit, parts, monkeypatch):
     """As deep products have it: a tile of 33 tokens is finished while the next one is multiplied, the last whole one behind."""
-    changed(monkeypatch, gemm, LATER=1)
+    changed(monkeypatch, gemm, DEFER_DEPTH=1)
     if parts:
         in_parts(monkeypatch)
     sizes = (70, 40, 53)
@@ -273,10 +273,10 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
     x, dy, weight = operands((1, 37, 51, 50), dtype)
     given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
-    for choice in every_choice(isa):
-        monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
+    for config in every_choice(isa):
+        monkeypatch.setattr(linear, "select_config", lambda *shape, config=config: config)
         got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
-        assert first is None or np.array_equal(got, first), choice
+        assert first is None or np.array_equal(got, first), config
         first = got
 
 
@@ -293,29 +293,29 @@ def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, mon
         ops.MatmulDw: ({"dy": dy, "x": x}, "dweight", None, lambda: 1e-2),
     }[op_type]
     real, first, used = linear.select_config, None, set()
-    for part in (None,) if depth is None else (32, 64, depth):
-        for ahead in gemm_config.AHEAD:
+    for kc in (None,) if depth is None else (32, 64, depth):
+        for overlap in gemm_config.OVERLAPS:
 
-            def select_config(*shape, part=part, ahead=ahead):
+            def select_config(*shape, kc=kc, overlap=overlap):
                 usual = real(*shape)
-                used.add((part, ahead))
-                return replace(usual, part=part, ahead=ahead, columns=2 * usual.tile.nr(isa))
+                used.add((kc, overlap))
+                return replace(usual, kc=kc, overlap=overlap, columns=2 * usual.tile.nr(isa))
 
             monkeypatch.setattr(linear, "select_config", select_config)
             got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]
-            assert first is None or np.array_equal(got, first), (part, ahead)
+            assert first is None or np.array_equal(got, first), (kc, overlap)
             first = got
     assert len(used) == (3 if depth is None else 9)
 
 
 def test_scratch_holds_what_a_choice_needs():
     """Two panels as deep as a part, and the sums of a claim only where there are several parts."""
-    isa, choice = isas.X86["avx512"], GemmConfig(gemm_config.Tile(8, 3), 16, 24, 96)
-    panels = {part: 2 * part * 48 * 4 for part in (64, 384, 1000)}
+    isa, config = isas.X86["avx512"], GemmConfig(gemm_config.Tile(8, 3), 16, 24, 96)
+    panels = {kc: 2 * kc * 48 * 4 for kc in (64, 384, 1000)}
     sums = 4 * 24 * 96
-    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(choice, part=64)) == panels[64] + sums
-    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(choice, part=1000)) == panels[1000]
-    assert gemm.gemm_scratch_bytes(isa, "fp32", 768, choice) == panels[384] + sums
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(config, kc=64)) == panels[64] + sums
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(config, kc=1000)) == panels[1000]
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 768, config) == panels[384] + sums
 
 
 @pytest.mark.parametrize("isa, cols, tile", [
@@ -332,15 +332,15 @@ def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     assert (found.mr, found.vectors) == tile
 
 
-@pytest.mark.parametrize("depth, itemsize, nbytes, part", [
+@pytest.mark.parametrize("depth, itemsize, nbytes, kc", [
     (40, 4, 1536, 40),  # no part is deeper than the depth
     (768, 4, 1536, 384),
     (1000, 4, 1536, 352),  # 352, 352, 296
     (1000, 2, 3072, 1000),
     (3072, 2, 768, 384),
 ])  # fmt: skip
-def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, part):
-    assert gemm_config.even_part(depth, itemsize, nbytes) == part
+def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, kc):
+    assert gemm_config.even_kc(depth, itemsize, nbytes) == kc
 
 
 @pytest.mark.parametrize("level1, depth, dtype, role, tile", [
@@ -362,11 +362,11 @@ def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dty
 @pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
 def test_weight_gradients_of_two_threads_are_as_long(isa, tokens, rows, cols):
     """On every processor that there is a default for, whichever runs this."""
-    choice = gemm_config.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
-    heights = [min(choice.rows, rows - n) for n in range(0, rows, choice.rows)]
-    widths = [min(choice.columns, cols - n) for n in range(0, cols, choice.columns)]
+    config = gemm_config.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
+    heights = [min(config.mc, rows - n) for n in range(0, rows, config.mc)]
+    widths = [min(config.nc, cols - n) for n in range(0, cols, config.nc)]
     claims = [height * width for height in heights for width in widths]
     half = len(claims) // 2
-    assert len(claims) % 2 == 0 and half >= gemm_config.CLAIMS // 4
+    assert len(claims) % 2 == 0 and half >= gemm_config.MIN_ITEMS // 4
     assert abs(sum(claims[:half]) - sum(claims[half:])) <= 0.06 * sum(claims)
-    assert choice.rows * min(tokens, gemm_config.chunk_of(isa)) * (2 if isa.dot else 4) <= gemm_config.LEFT_BYTES
+    assert config.mc * min(tokens, gemm_config.token_chunk(isa)) * (2 if isa.dot else 4) <= gemm_config.PACKED_A_BYTES

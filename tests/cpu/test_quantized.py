@@ -11,7 +11,7 @@ from barellm.cpu import jit
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import quantized_digits
-from barellm.cpu.kernels.quantized import quantized_few_rows
+from barellm.cpu.kernels.quantized import quantized_skinny_gemm
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.inspect import machine_code
 from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
@@ -31,7 +31,7 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 @pytest.fixture
 def all_digits(monkeypatch):
     """Products of bytes wherever there is the instruction, also where another kernel is faster."""
-    changed(monkeypatch, quantized_digits, AS_NUMBERS={})
+    changed(monkeypatch, quantized_digits, DEQUANTIZED={})
 
 
 @each_isa
@@ -151,7 +151,7 @@ def loops_of(weights: str, isa: ISA, x: str) -> machine_code.Loop:
         "mode": "store",
     }
     spec = Specialisation(
-        quantized_few_rows,
+        quantized_skinny_gemm,
         ("fp32", None, x, scheme(weights).codes, "fp16", None, None),
         tuple(sorted(constants.items())),
     )

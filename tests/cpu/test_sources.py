@@ -22,7 +22,7 @@ from barellm.runtime import artefacts
 
 PACKAGE = Path(sources.__file__).parents[1]
 KERNELS = (
-    gemm.product,
+    gemm.gemm,
     weight_gradient.weight_gradient,
     reductions.sum_squares,
     elementwise.activation,
@@ -31,7 +31,7 @@ KERNELS = (
 EDITS = {
     "program/ops/optimizer.py": {"sum_squares"},
     "program/ops/elementwise.py": {
-        "product",
+        "gemm",
         "weight_gradient",
         "activation",
         "attention",
@@ -43,14 +43,14 @@ EDITS = {
     "cpu/step.py": set(),
     "cpu/tuner/candidates.py": set(),
     "cpu/kernels/linear.py": set(),
-    "cpu/kernels/packing.py": {"product", "weight_gradient", "attention", "tuning"},
-    "cpu/kernels/amx.py": {"product", "weight_gradient", "attention", "tuning"},
-    "cpu/gemm_config.py": {"product", "weight_gradient", "tuning"},
-    "cpu/kernels/activations.py": {"product", "activation", "tuning"},
+    "cpu/kernels/packing.py": {"gemm", "weight_gradient", "attention", "tuning"},
+    "cpu/kernels/amx.py": {"gemm", "weight_gradient", "attention", "tuning"},
+    "cpu/gemm_config.py": {"gemm", "weight_gradient", "tuning"},
+    "cpu/kernels/activations.py": {"gemm", "activation", "tuning"},
     "cpu/kernels/elementwise.py": {"activation"},
-    "cpu/specialisation.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
-    "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
-    "program/scalars.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "cpu/specialisation.py": {"gemm", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "cpu/lang/emit.py": {"gemm", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "program/scalars.py": {"gemm", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
 }
 
 
@@ -113,7 +113,7 @@ def test_values_from_files_that_run_before_count(monkeypatch):
     sources.forget()
     before = sources.digest("barellm.cpu.kernels.gemm_mainloop")
     sources.forget()
-    monkeypatch.setattr(gemm_config, "BUSY", gemm_config.BUSY + 1)
+    monkeypatch.setattr(gemm_config, "ITEMS_PER_THREAD", gemm_config.ITEMS_PER_THREAD + 1)
     assert sources.digest("barellm.cpu.kernels.gemm_mainloop") != before
 
 

@@ -110,7 +110,7 @@ def test_beside_a_product_they_are_those_of_what_it_stores(isa, N, K, mode, accu
 @pytest.mark.parametrize("part, chunk", [(32, 2048), (32, 64), (64, 50), (256, 16)])
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_beside_a_product_in_chunks_and_parts_of_tokens_the_last_counts(isa, part, chunk, accumulate, monkeypatch):
-    changed(monkeypatch, gemm_config, CHUNKS={32: chunk})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
     changed(monkeypatch, amx, PART=part)
     for seq in (59, 5):
         scalars = {"batch": 2, "seq": seq, "accumulate": accumulate}
@@ -122,10 +122,10 @@ def test_beside_a_product_in_chunks_and_parts_of_tokens_the_last_counts(isa, par
 def test_no_choice_changes_a_bit(isa, monkeypatch):
     scalars = {"batch": 2, "seq": 29, "accumulate": 0}
     first = None
-    for choice in every_choice(isa):
-        monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
+    for config in every_choice(isa):
+        monkeypatch.setattr(linear, "select_config", lambda *shape, config=config: config)
         found = with_squares(isa, 131, 70, "start", scalars)["squares"]
-        assert first is None or np.array_equal(found, first), choice
+        assert first is None or np.array_equal(found, first), config
         first = found
 
 
@@ -282,5 +282,5 @@ def test_steps_are_those_of_sums_from_memory(isa, monkeypatch):
 def test_blocks_are_those_of_the_tiles(isa):
     assert amx.MR == amx.NR == BLOCK
     for rows, cols, tokens in ((131, 70, 58), (2304, 768, 256), (50304, 768, 1024), (3, 5, 4096)):
-        choice = gemm_config.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
-        assert choice.rows % BLOCK == 0 and choice.columns % BLOCK == 0
+        config = gemm_config.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
+        assert config.mc % BLOCK == 0 and config.nc % BLOCK == 0

@@ -35,9 +35,9 @@ def panels_of(monkeypatch, panels: int, rows: int = 0) -> None:
     select_config = linear.select_config
 
     def other(*shape):
-        choice = select_config(*shape)
+        config = select_config(*shape)
         high = {"rows": rows, "long_rows": rows} if rows else {}
-        return replace(choice, columns=panels * choice.tile.nr(shape[0]), **high)
+        return replace(config, columns=panels * config.tile.nr(shape[0]), **high)
 
     monkeypatch.setattr(linear, "select_config", other)
 
@@ -78,7 +78,7 @@ def test_long_depths(isa, depth, panels, monkeypatch):
 def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
     """Parts of 32: five and seven of them in turns of any length; claims of one panel and of several, of one tile and of more."""
     changed(monkeypatch, amx, PART=32)
-    changed(monkeypatch, gemm_mainloop, TILE_TURN=turn)
+    changed(monkeypatch, gemm_mainloop, AMX_K_GROUP=turn)
     panels_of(monkeypatch, panels, rows)
     check_products(isa, (1, 77, N, K), threads=(2,))
 
@@ -94,10 +94,10 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
     ]  # fmt: skip
     for op_type, output, given in cases:
         first = None
-        for choice in every_choice(isa):
-            monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
+        for config in every_choice(isa):
+            monkeypatch.setattr(linear, "select_config", lambda *shape, config=config: config)
             got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
-            assert first is None or np.array_equal(got, first), (op_type.name, choice)
+            assert first is None or np.array_equal(got, first), (op_type.name, config)
             first = got
 
 
@@ -105,7 +105,7 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
 @pytest.mark.parametrize("tokens, chunk", [(850, 2048), (1600, 600), (3000, 2048), (513, 512)])
 def test_weight_gradients_of_many_tokens(isa, tokens, chunk, monkeypatch):
     """Parts of 256 tokens; the last part, and the last chunk, are shorter."""
-    changed(monkeypatch, gemm_config, CHUNKS={32: chunk})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
     check_gradient(isa, (1, tokens, 35, 67), {"accumulate": 1}, threads=(2,))
 
 
@@ -122,7 +122,7 @@ def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None) -> None:
 @pytest.mark.parametrize("panels, rows", [(1, 32), (2, 64), (4, 96)])
 def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, rows, monkeypatch):
     """Several chunks of tokens, of several parts each; claims of one tile and of more."""
-    changed(monkeypatch, gemm_config, CHUNKS={32: chunk})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
     changed(monkeypatch, amx, PART=part)
     panels_of(monkeypatch, panels, rows)
     for tokens, accumulate in ((170, 0), (97, 1)):
@@ -132,7 +132,7 @@ def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, ro
 @each_tiles
 @pytest.mark.parametrize("actual", [(1, 1), (2, 33), (3, 70)])
 def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch):
-    changed(monkeypatch, gemm_config, CHUNKS={32: 100})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: 100})
     changed(monkeypatch, amx, PART=32)
     check_gradient(isa, (*actual, 40, 70), {"accumulate": 0}, plan=(3, 70))
 
@@ -143,7 +143,7 @@ def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch)
 @pytest.mark.parametrize("bias", [True, False])
 def test_whole_lines_of_results(isa, most, activation, bias, monkeypatch):
     """Columns that panels divide, so that rows of 16 bits and of fp32, of one result and of two, are stored a line at a time."""
-    changed(monkeypatch, gemm, PAST_BYTES=most)
+    changed(monkeypatch, gemm, NONTEMPORAL_BYTES=most)
     network = {"compute": "bf16", "limit": 2e-2, "bias": bias, "sizes": (64, 96, 53), "activation": activation}
     check_network(lambda programs: CpuSession(programs, isa=isa, threads=2), **network)
 
@@ -154,7 +154,7 @@ def test_the_same_bits_past_the_caches(isa, monkeypatch):
     bounds = {"y": chain_bound(x.values, as_operand(weight, "bf16").T)}
     found = []
     for most in (0, 1 << 30):
-        changed(monkeypatch, gemm, PAST_BYTES=most)
+        changed(monkeypatch, gemm, NONTEMPORAL_BYTES=most)
         found.append(check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, threads=(1, 2))["y"])
     assert np.array_equal(*found)
 
@@ -164,9 +164,9 @@ def test_the_same_bits_past_the_caches(isa, monkeypatch):
 def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype):
     def stores(cols: int) -> list[str]:
         def emit(k, out, a, weight):
-            gemm.product(
+            gemm.gemm(
                 k, out, None, a, weight, None, None, k.int(0), k.int(64), cols=cols, depth=64, transposed=True, dims=(),
-                inner=64, epilogues=(), mode="store", choice=gemm_config.default(isa, "forward", "bf16", cols, 64, 64),
+                inner=64, epilogues=(), mode="store", config=gemm_config.default(isa, "forward", "bf16", cols, 64, 64),
             )  # fmt: skip
 
         text = jit.assembly(Specialisation(emit, (dtype, "bf16", "bf16"), ()).ir(isa), isa)

@@ -22,8 +22,8 @@ from barellm.cpu.kernels import amx, gemm
 from barellm.cpu.kernels.skinny_gemm import skinny_configs
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
-from barellm.cpu.tuner.bed import Bed
-from barellm.cpu.tuner.work import Candidate, works_of
+from barellm.cpu.tuner.harness import Harness
+from barellm.cpu.tuner.problem import Candidate, problems_of
 from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
@@ -53,7 +53,7 @@ TINY = (
 )
 
 
-WAY = {"tile": [8, 3], "rows": [8, 8], "columns": 48, "order": "rows", "part": None, "ahead": "fetch"}
+WAY = {"tile": [8, 3], "mc": [8, 8], "nc": 48, "order": "rows", "kc": None, "overlap": "prefetch"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def programs():
 
 def works():
     built = lower_and_plan(programs(), threads=2)
-    return works_of(call for name in ("forward_backward", "eval") for call in built.calls[name])
+    return problems_of(call for name in ("forward_backward", "eval") for call in built.calls[name])
 
 
 def tune_to(choices: dict) -> None:
@@ -80,7 +80,7 @@ def tune_to(choices: dict) -> None:
 def used() -> list[GemmConfig]:
     """The choices of the products of `forward_backward`."""
     calls = lower_and_plan(programs(), threads=2).calls["forward_backward"]
-    return [dict(c.spec.constants)["choice"] for c in calls if "choice" in dict(c.spec.constants)]
+    return [dict(c.spec.constants)["config"] for c in calls if "config" in dict(c.spec.constants)]
 
 
 def trained() -> tuple[str, list[float]]:
@@ -104,7 +104,7 @@ def test_a_tuned_run_has_the_bits_of_an_untuned_one():
     other = {}
     for work in works():
         possible = [c for c in candidates.possible(work, host()) if c != work.default(host())]
-        other[work] = max(possible, key=lambda c: (c.tile != work.default(host()).tile, c.order, -c.rows))
+        other[work] = max(possible, key=lambda c: (c.tile != work.default(host()).tile, c.order, -c.mc))
     tune_to(other)
     assert all(a != b for a, b in zip(before, used(), strict=True)), "every product of the step was tuned"
     assert trained() == untuned
@@ -124,12 +124,12 @@ def test_the_database_counts_what_holds_here(monkeypatch):
 
 
 @pytest.mark.parametrize("entry, words", [
-    ({"choice": {"tile": [8, 3]}}, "expected tile, rows, columns, order, part, ahead"),
-    ({"choice": None}, "expected tile, rows, columns, order, part, ahead"),
-    ({"choice": WAY | {"tile": [31, 7], "rows": [31, 31], "columns": 7 * 16}}, "no tile of 31 x 7"),
-    ({"choice": WAY | {"rows": [9, 9]}}, "multiples of the tile"),
-    ({"choice": WAY | {"columns": -48}}, "multiples of the tile"),
-    ({"choice": WAY | {"rows": [8.0, 8]}}, "multiples of the tile"),
+    ({"choice": {"tile": [8, 3]}}, "expected tile, mc, nc, order, kc, overlap"),
+    ({"choice": None}, "expected tile, mc, nc, order, kc, overlap"),
+    ({"choice": WAY | {"tile": [31, 7], "mc": [31, 31], "nc": 7 * 16}}, "no tile of 31 x 7"),
+    ({"choice": WAY | {"mc": [9, 9]}}, "multiples of the tile"),
+    ({"choice": WAY | {"nc": -48}}, "multiples of the tile"),
+    ({"choice": WAY | {"mc": [8.0, 8]}}, "multiples of the tile"),
     ({"choice": WAY | {"order": "spiral"}}, "multiples of the tile"),
 ])  # fmt: skip
 def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
@@ -142,32 +142,32 @@ def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
 
 def test_a_choice_survives_the_database():
     isa = isas.X86["avx512"]
-    choice = GemmConfig(Tile(8, 3), 16, 32, 3 * isa.lanes, "columns", 64, "nothing")
+    choice = GemmConfig(Tile(8, 3), 16, 32, 3 * isa.lanes, "columns", 64, "none")
     entry = json.loads(json.dumps(tuning.to_entry(choice)))
     assert tuning.from_entry(entry, isa, "forward", "fp32", 100) == choice
-    assert str(choice) == "8x3v,16/32x48,columns,64 deep,nothing ahead"
+    assert str(choice) == "8x3v,mc=16/32,nc=48,kc=64,columns,overlap=none"
 
 
-@pytest.mark.parametrize("part, ahead, role, isa, words", [
-    (64, "fetch", "forward", "avx512", ""),
+@pytest.mark.parametrize("kc, overlap, role, isa, words", [
+    (64, "prefetch", "forward", "avx512", ""),
     (100, "pack", "input_gradient", "avx512_bf16", ""),  # the whole depth need not be a multiple
-    (None, "nothing", "weight_gradient", "avx512", ""),
-    (0, "fetch", "forward", "avx512", "0 of a depth of 100"),
-    (-32, "fetch", "forward", "avx512", "-32 of a depth of 100"),
-    (48, "fetch", "forward", "avx512", "48 of a depth of 100"),
-    (128, "fetch", "forward", "avx512", "128 of a depth of 100"),
-    (64.0, "fetch", "forward", "avx512", "64.0 of a depth of 100"),
-    (64, "fetch", "weight_gradient", "avx512", "no part that weight_gradient"),  # its chunks are part of what it is
-    (64, "fetch", "forward", "amx_bf16", "no part that forward"),  # its tiles have their own
-    (None, "pack", "forward", "amx_bf16", "'pack' is nothing that forward"),
-    (None, "all", "forward", "avx512", "'all' is nothing that forward"),
+    (None, "none", "weight_gradient", "avx512", ""),
+    (0, "prefetch", "forward", "avx512", "0 of a depth of 100"),
+    (-32, "prefetch", "forward", "avx512", "-32 of a depth of 100"),
+    (48, "prefetch", "forward", "avx512", "48 of a depth of 100"),
+    (128, "prefetch", "forward", "avx512", "128 of a depth of 100"),
+    (64.0, "prefetch", "forward", "avx512", "64.0 of a depth of 100"),
+    (64, "prefetch", "weight_gradient", "avx512", "no KC that weight_gradient"),  # its chunks are part of what it is
+    (64, "prefetch", "forward", "amx_bf16", "no KC that forward"),  # its tiles have their own
+    (None, "pack", "forward", "amx_bf16", "'pack' is no overlap that forward"),
+    (None, "all", "forward", "avx512", "'all' is no overlap that forward"),
 ])  # fmt: skip
-def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(part, ahead, role, isa, words):
+def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(kc, overlap, role, isa, words):
     isa, dtype = isas.X86[isa], "bf16"
     tile = candidates.tiles(isa, dtype)[0]
-    entry = tuning.to_entry(GemmConfig(tile, 2 * tile.mr, 2 * tile.mr, tile.nr(isa), "rows", part, ahead))
+    entry = tuning.to_entry(GemmConfig(tile, 2 * tile.mr, 2 * tile.mr, tile.nr(isa), "rows", kc, overlap))
     if not words:
-        assert tuning.from_entry(entry, isa, role, dtype, 100).part == part
+        assert tuning.from_entry(entry, isa, role, dtype, 100).kc == kc
         return
     with pytest.raises(ValueError, match=words):
         tuning.from_entry(entry, isa, role, dtype, 100)
@@ -207,13 +207,13 @@ def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes, more):
     wanted = {ops.Matmul: ("x", "weight"), ops.MatmulDx: ("dy", "weight"), ops.MatmulDw: ("dy", "x")}[op_type]
     op = p.apply(op_type, **{name: given[name] for name in wanted})
     p.output("result", next(iter(op.outputs.values())))
-    (work,) = works_of(lower_and_plan({"op": p}, threads=2).calls["op"])
+    (work,) = problems_of(lower_and_plan({"op": p}, threads=2).calls["op"])
     assert work.tokens == (30 if len(axes) == 3 else 41)
-    bed = Bed(work, host(), 2, 1 << 20)
+    harness = Harness(work, host(), 2, 1 << 20)
     try:
-        bed.check(Candidate(work.default(host())))
+        harness.check(Candidate(work.default(host())))
     finally:
-        bed.close()
+        harness.close()
 
 
 def test_candidates_fit_and_the_default_comes_first():
@@ -242,7 +242,7 @@ def a_work(op_type, rows, cols, depth, isa, dtype="fp32"):
             "weight": store.get("w", (cols, depth), dtype, "parameter"),
         }
     p.output("result", next(iter(p.apply(op_type, **given).outputs.values())))  # pyright: ignore[reportArgumentType]
-    (work,) = works_of(lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"])
+    (work,) = problems_of(lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"])
     return work
 
 
@@ -253,17 +253,17 @@ def test_the_best_is_refined_in_its_parts_and_in_what_is_done_ahead(monkeypatch)
     best = GemmConfig(Tile(8, 3), 128, 128, 48, "columns")
     found = candidates.refined(work, best, isa)
     assert len(set(found)) == len(found) == 3 * 3 * 3 - 1 and best not in found
-    assert {(c.tile.mr, c.part, c.ahead) for c in (best, *found)} == {
-        (rows, part, ahead)
+    assert {(c.tile.mr, c.kc, c.overlap) for c in (best, *found)} == {
+        (rows, kc, overlap)
         for rows in (8, 12, 6)
-        for part in (None, 192, 768)  # of 1536 bytes, which is the default; of 768; all of it
-        for ahead in ("fetch", "pack", "nothing")
+        for kc in (None, 192, 768)  # of 1536 bytes, which is the default; of 768; all of it
+        for overlap in ("prefetch", "pack", "none")
     }
     # Sums wait for the next part beside each other, and go nowhere where there is one part.
-    assert {(c.tile.mr, c.part, c.columns) for c in found if c.tile.mr != 6} == {
+    assert {(c.tile.mr, c.kc, c.nc) for c in found if c.tile.mr != 6} == {
         (8, None, 48), (8, 192, 144), (8, 768, 48), (12, None, 160), (12, 192, 160), (12, 768, 32),
     }  # fmt: skip
-    assert {(c.rows, c.long_rows, c.order) for c in found} == {(n, n, "columns") for n in (128, 132)}
+    assert {(c.mc, c.long_mc, c.order) for c in found} == {(n, n, "columns") for n in (128, 132)}
     for c in found:
         assert tuning.from_entry(json.loads(json.dumps(tuning.to_entry(c))), isa, work.role, "fp32", 768) == c
     # From the best in parts, the other way round.
@@ -276,7 +276,7 @@ def test_panels_that_leave_the_second_cache_are_not_tried(monkeypatch):
 
     def whole(level2: int) -> set[int]:
         monkeypatch.setattr(candidates.processor, "caches", lambda: {2: level2})
-        return {c.tile.mr for c in candidates.refined(work, work.default(isa), isa) if c.part == 3072}
+        return {c.tile.mr for c in candidates.refined(work, work.default(isa), isa) if c.kc == 3072}
 
     assert whole(2 << 20) == {6, 8, 12} and whole(1 << 20) == {12} and whole(1 << 18) == set()
 
@@ -287,32 +287,32 @@ def test_what_cannot_be_refined_is_not():
         work = a_work(op_type, 96, 96, 96, tiles, "bf16")
         assert not candidates.refined(work, work.default(tiles), tiles)
     gradient = a_work(ops.MatmulDw, 96, 96, 96, vectors, "bf16")
-    best = replace(gradient.default(vectors), ahead="pack")
-    assert candidates.refined(gradient, best, vectors) == [replace(best, ahead=a) for a in ("fetch", "nothing")]
+    best = replace(gradient.default(vectors), overlap="pack")
+    assert candidates.refined(gradient, best, vectors) == [replace(best, overlap=a) for a in ("prefetch", "none")]
     # With 16 registers nothing is packed beside a product's tile, only fetched.
     work = a_work(ops.Matmul, 96, 96, 96, narrow)
-    assert {c.ahead for c in candidates.refined(work, work.default(narrow), narrow)} == {"fetch", "nothing"}
+    assert {c.overlap for c in candidates.refined(work, work.default(narrow), narrow)} == {"prefetch", "none"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
     """The deepest of each role of a model, with what is fused to it. A tile that an activation's slope follows is finished beside
     the next, as only deep ones are."""
-    changed_constants(monkeypatch, gemm, LATER=1)
-    monkeypatch.setattr(candidates, "PARTS", (128,))
+    changed_constants(monkeypatch, gemm, DEFER_DEPTH=1)
+    monkeypatch.setattr(candidates, "KC_BYTES", (128,))
     isa = host()
     made = build(MODEL, batch=2, seq=24, compute=dtype, optimizer=lambda p: adamw(p, OptimConfig()))[1]
-    found = sorted(works_of(lower_and_plan(made, threads=2).calls["forward_backward"]), key=lambda work: work.depth)
+    found = sorted(problems_of(lower_and_plan(made, threads=2).calls["forward_backward"]), key=lambda work: work.depth)
     deepest = {work.role: work for work in found}
     assert deepest.keys() >= {"forward_gelu", "forward_residual", "input_gradient_gelu_backward", "weight_gradient"}
     for work in deepest.values():
         usual = work.default(isa)
         ways = [c for c in candidates.refined(work, usual, isa) if c.tile == usual.tile]
         assert len(ways) >= 1 or amx.uses_tiles(isa, dtype)
-        bed = Bed(work, isa, 2, 1 << 16)
+        harness = Harness(work, isa, 2, 1 << 16)
         for way in ways:
-            bed.check(Candidate(way))
-        bed.close()
+            harness.check(Candidate(way))
+        harness.close()
 
 
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
@@ -321,11 +321,11 @@ def test_code_has_what_is_done_ahead_and_no_more(op_type):
     isa = isas.X86["avx512"]
     work = a_work(op_type, 64, 96, 768, isa)
 
-    def code(ahead: str) -> tuple[int, int]:
-        ir = Candidate(replace(work.default(isa), ahead=ahead)).spec(work.specs[0]).ir(isa)
+    def code(overlap: str) -> tuple[int, int]:
+        ir = Candidate(replace(work.default(isa), overlap=overlap)).spec(work.specs[0]).ir(isa)
         return ir.count("call void @llvm.prefetch"), ir.count("br label")
 
-    fetch, pack, nothing = (code(ahead) for ahead in ("fetch", "pack", "nothing"))
+    fetch, pack, nothing = (code(overlap) for overlap in ("prefetch", "pack", "none"))
     assert fetch[0] > pack[0] > nothing[0] and pack[1] > nothing[1]
 
 
@@ -334,15 +334,15 @@ def test_a_prompt_of_many_rows_is_run_with_as_many():
     calls = lower_and_plan(build(replace(MODEL, max_seq=128), batch=1, seq=8, decode_batch=1)[1], threads=2).calls[
         "decode"
     ]
-    found = works_of(calls)
+    found = problems_of(calls)
     many = [w for w in found if not w.few]
     for work in found:  # one row of a few is timed, and all rows of the others
         assert work.flops == 2 * (1 if work.few else work.rows) * work.cols * work.depth
     assert many and {dict(s.constants)["least"] for w in many for s in w.specs} == {65}
-    bed = Bed(many[0], host(), 2, 1 << 16)
-    assert {tokens for _, tokens, _ in bed.runs} == {65, 127, 128}
-    bed.check(Candidate(many[0].default(host())))
-    bed.close()
+    harness = Harness(many[0], host(), 2, 1 << 16)
+    assert {tokens for _, tokens, _ in harness.runs} == {65, 127, 128}
+    harness.check(Candidate(many[0].default(host())))
+    harness.close()
 
 
 def test_products_on_amx_tiles_are_tried_with_other_claims():
@@ -352,11 +352,11 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
     isa = isas.cross("amx_bf16", kernels.X86_TRIPLE)
     built = lower_and_plan(build_programs(config), isa=isa, threads=2)
     found = {}
-    for work in works_of(built.calls["forward_backward"]):
+    for work in problems_of(built.calls["forward_backward"]):
         made = candidates.candidates(work, isa, 2)
         assert made[0] == work.default(isa) and len(set(made)) == len(made) <= candidates.MOST + 1
         assert all(tuning.from_entry(tuning.to_entry(c), isa, work.role, "bf16", work.depth) == c for c in made)
-        found[work.role, work.cols] = {(c.rows, c.columns) for c in made}
+        found[work.role, work.cols] = {(c.mc, c.nc) for c in made}
     assert found["forward", 2304] == {(rows, columns) for rows in (256, 512, 1024) for columns in (192, 384, 768)}
     assert len(found["weight_gradient", 768]) > 5
 
@@ -377,21 +377,21 @@ def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
         for pos, count in ((0, 5), (5, 1)):
             session.write("tokens", np.arange(count, dtype=np.int32)[None] + 3)
             session.run("decode", batch=1, seq=count, pos=pos)
-        choices = [dict(c.spec.constants)["choice"] for c in session.calls["decode"] if c.spec.name == "skinny_gemm"]
+        choices = [dict(c.spec.constants)["config"] for c in session.calls["decode"] if c.spec.name == "skinny_gemm"]
         found = session.read("logits").tobytes()
         session.close()
         return choices, found
 
-    found = [w for w in works_of(lower_and_plan(decode, threads=2).calls["decode"]) if w.few]
+    found = [w for w in problems_of(lower_and_plan(decode, threads=2).calls["decode"]) if w.few]
     assert {w.role for w in found} == {"few", "few_gelu", "few_residual"} and {w.timed for w in found} == {1}
     before, text = written()
     for work in found:
         ways = candidates.candidates(work, host(), 2)
         assert ways[0] == work.default(host()) and len(set(ways)) == len(ways) > 3
-        bed = Bed(work, host(), 2, 1 << 16)
+        harness = Harness(work, host(), 2, 1 << 16)
         for way in ways[1:]:
-            bed.check(Candidate(way))
-        bed.close()
+            harness.check(Candidate(way))
+        harness.close()
     tune_to({work: candidates.candidates(work, host(), 2)[-1] for work in found})
     after, tuned = written()
     assert all(a != b for a, b in zip(before, after, strict=True)) and tuned == text
@@ -400,10 +400,10 @@ def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
 def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
     isa = host()
     key = tuning.key(isa, 2, "few", "fp32", 40, 40, 64)
-    tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "fetch": True}}})
+    tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "prefetch": True}}})
     want = skinny_configs(isa, "fp32", 40, 40)[0]
     assert tuning.select_skinny_config(isa, "few", "fp32", 40, 40, 2) == want
-    assert "expected spans, together, fetch" in capsys.readouterr().err
+    assert "expected panels, unroll, prefetch" in capsys.readouterr().err
 
 
 @pytest.mark.alone
@@ -414,7 +414,7 @@ def test_faulty_candidates_are_rejected_with_the_reason():
 
 
 def test_a_fault_that_is_not_rejected_fails_the_self_test(monkeypatch):
-    monkeypatch.setattr(selftest, "FAULTS", ((gemm.product, "wrong values"),))
+    monkeypatch.setattr(selftest, "FAULTS", ((gemm.gemm, "wrong values"),))
     trial, honest = selftest.self_test(threads=1)
     assert not trial.passed and honest.passed
 
@@ -504,7 +504,7 @@ def test_when_the_time_is_up_nothing_more_is_tried():
 
 
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
-    work = selftest.small_work(host(), 1)
+    work = selftest.small_problem(host(), 1)
     worker = tuner.open_worker(threads=1, footprint=1, limit=30.0)
     worker.open(work)
     same = Candidate(work.default(host()))

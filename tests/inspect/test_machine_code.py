@@ -29,7 +29,7 @@ WIDEST = {
 PRODUCT = {"amx_bf16": "tdpbf16ps", "avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
 ANY_PRODUCT = {**PRODUCT, "generic": "mulps", "neon": "fmla"}
 FP32_PRODUCT = {"generic": "mulps", "neon_bf16": "fmla", "neon": "fmla"}
-GEMMS = ("product", "weight_gradient")
+GEMMS = ("gemm", "weight_gradient")
 
 
 def target(name):
@@ -52,7 +52,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
     assert len(used) >= 10
     for u in used:
         code = kernels.summary(u.spec, isa)
-        tile = dict(u.spec.constants)["choice"].tile
+        tile = dict(u.spec.constants)["config"].tile
         assert code.widest == WIDEST[name], u
         accumulators = 4 if product == "tdpbf16ps" else tile.mr * tile.vectors
         assert code.inner.multiply_adds == {product: accumulators}, u
@@ -73,7 +73,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
 def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
     monkeypatch.setattr(gemm_config, "default_tile", lambda isa, *_: gemm_config.Tile(isa.registers // 2, 3))
-    spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
+    spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "gemm")
     assert kernels.summary(spec, isa).inner.stack_references > 0
 
 

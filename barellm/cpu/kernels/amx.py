@@ -1,12 +1,11 @@
-"""Products of bf16 on AMX tiles: what takes the place of the register tile (microkernel.py) where the ISA has them.
+"""The bf16 GEMM micro-kernel on AMX tile registers, in place of microkernel.py where the ISA has them.
 
 A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile of 16 x 16 fp32: A is 16 rows of 16 pairs along the
 depth, B 16 such pairs of 16 columns each. Four accumulators of 32 x 32 results, two tiles of A, two of B: eight, all there are.
 
-B is the panel of packing.py as it is, [depth / 2][32][2]. A are rows of an activation where they lie; the columns beyond the last
-whole tile, and the rows of a tile that hangs over, are first copied into a block padded with zeros, so that nothing else is read. A
-weight gradient has no operand with pairs along the depth in rows: its left block is transposed while its tokens are woven, for it
-is packed once and multiplied with every panel.
+B is packing.py's panel in VNNI layout, [depth / 2][32][2]. A are rows of an activation, read in place; columns beyond the last full
+tile and rows of a partial tile are first copied into a zero-padded block, so that nothing out of bounds is read. A weight gradient
+has no operand with pairs along the depth in its rows: its A is transposed and VNNI-packed once and used with every panel.
 
 It ran on an Intel Xeon with AMX. On processors without, tests emulate its instructions (tests/simulators/amx_emulator.py).
 """
@@ -25,11 +24,11 @@ from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
-MR = NR = 2 * SIDE  # of the results that four accumulators hold
-TILE_K = 2 * SIDE  # bf16 of a row of A: one step of the contraction
+MR = NR = 2 * SIDE  # of the micro-tile: four accumulators, 2 x 2 tile registers
+TILE_K = 2 * SIDE  # bf16 of a tile row: one step of the depth
 LINE = 4 * SIDE  # bytes of a row of a tile
 TILE_BYTES = SIDE * LINE
-KC = 256  # depth that is multiplied at a time: so much of a panel stays in the first cache while rows pass
+KC = 256  # such that a panel's KC block stays in the L1 while rows pass
 CORNERS = [(i, j) for i in range(2) for j in range(2)]  # accumulator 2 * i + j: rows from 16 i on, columns from 16 j on
 
 
@@ -38,22 +37,22 @@ def uses_tiles(isa: ISA, dtype: str) -> bool:
 
 
 def padded(depth: int) -> int:
-    """The depth in whole steps."""
+    """The depth rounded up to TILE_K."""
     return round_up(depth, TILE_K)
 
 
 def kc_of(depth: int) -> int:
-    """The depth of a part of a product, whole steps."""
+    """KC for a depth: even blocks, multiples of TILE_K."""
     return ceil_div(depth, ceil_div(depth, KC) * TILE_K) * TILE_K
 
 
-def left_bytes(depth: int) -> int:
-    """Scratch for a block of MR rows of A."""
+def padded_a_bytes(depth: int) -> int:
+    """Scratch bytes of a zero-padded block of MR rows of A."""
     return MR * padded(depth) * 2
 
 
 @dataclass(frozen=True)
-class Left:
+class TileA:
     """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`
     bytes further."""
 
@@ -63,28 +62,29 @@ class Left:
     below: Any
 
 
-def row_major(pointer: Pointer, stride: int) -> Left:
-    return Left(pointer, stride, 4 * SIDE, SIDE * stride)
+def row_major(pointer: Pointer, stride: int) -> TileA:
+    return TileA(pointer, stride, 4 * SIDE, SIDE * stride)
 
 
 def configure(k: KernelBuilder) -> None:
-    """All eight tiles whole. Of the thread, so a kernel does it before its first product and calls `release` at its end."""
+    """LDTILECFG: all eight tile registers at full size. Per-thread state: a kernel configures first and calls `release` at its
+    end."""
     config = Pointer(k, k.alloca("i64", 8), "i64")
     rows = int.from_bytes(bytes([SIDE] * 8), "little")
     columns = 4 * SIDE * 0x0001000100010001
     # Palette 1; 8 x 16 bits of bytes a row; 8 x 8 of rows.
     for i, word in enumerate((1, 0, columns, columns, 0, 0, rows, 0)):
         config.put(k.int(word), i)
-    _tile(k, "ldtilecfg", ("ptr", config.ref))
+    intrinsic(k, "ldtilecfg", ("ptr", config.ref))
 
 
 def release(k: KernelBuilder) -> None:
-    _tile(k, "tilerelease")
+    intrinsic(k, "tilerelease")
 
 
 @contextmanager
 def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
-    """The kernel's whole work, where it may use tiles."""
+    """Configures and releases the tile registers around a kernel that uses them."""
     if used:
         configure(k)
     yield
@@ -93,37 +93,38 @@ def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
 
 
 def multiply(
-    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]], *, begun: Value | None = None,
-    beside: Callable[[Value], None] | None = None,
+    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[TileA, Any]], *, begun: Value | None = None,
+    overlap: Callable[[Value], None] | None = None,
 ) -> None:  # fmt: skip
-    """out (MR, NR) fp32 = A @ panel, or where it was `begun` out += A @ panel. `parts` has A in pieces that lie one after the
-    other along the depth, each with its number of steps. `beside(step)` is done in each step of the first."""
+    """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` out += A @ panel. `parts`: pieces of A along the depth,
+    each with its number of steps. `overlap(step)` is called in each step of the first piece, to overlap packing and
+    prefetches."""
     row = 4 * NR
-    begin_sums(k, out, begun, row=row)
+    load_accumulators(k, out, begun, row=row)
     at = panel
     for left, steps in parts:
         with k.loop(0, steps) as s:
             here = replace(left, pointer=left.pointer.bytes(s * left.step))
             _multiply_step(k, here, at.bytes(s * (SIDE * row)), row)
-            if beside is not None and left is parts[0][0]:
-                beside(s)
+            if overlap is not None and left is parts[0][0]:
+                overlap(s)
         at = at.bytes(k.int(steps) * (SIDE * row))
-    store_sums(k, out, row=row)
+    store_accumulators(k, out, row=row)
 
 
-def begin_sums(k: KernelBuilder, out: Pointer, begun: Value | None, *, row: int) -> None:
-    """The accumulators become zero, or where it was `begun` out (MR, NR), whose rows lie `row` bytes apart."""
+def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | None, *, row: int) -> None:
+    """Zero the accumulators, or where `begun` load them from out (MR, NR) with row pitch `row` bytes."""
     if begun is None:
         _clear_tiles(k)
         return
     with k.when(begun):
         for i, j in CORNERS:
-            _tile(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
+            intrinsic(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
     with k.otherwise(begun):
         _clear_tiles(k)
 
 
-def add_steps(k: KernelBuilder, left: Left, panel: Pointer, steps: Any) -> None:
+def accumulate_steps(k: KernelBuilder, left: TileA, panel: Pointer, steps: Any) -> None:
     """The accumulators += A @ panel over `steps`."""
     unrolled = isinstance(steps, int)
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
@@ -132,9 +133,9 @@ def add_steps(k: KernelBuilder, left: Left, panel: Pointer, steps: Any) -> None:
             _multiply_step(k, here, panel.bytes(u * (4 * SIDE * NR)), 4 * NR)
 
 
-def store_sums(k: KernelBuilder, out: Pointer, *, row: int) -> None:
+def store_accumulators(k: KernelBuilder, out: Pointer, *, row: int) -> None:
     for i, j in CORNERS:
-        _tile(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
+        intrinsic(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
 
 
 def multiply_column(
@@ -148,7 +149,7 @@ def multiply_column(
 
     def accumulators(name: str) -> None:
         for i in range(count):
-            _tile(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
+            intrinsic(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
 
     if begun is None:
         _clear_tiles(k)
@@ -159,16 +160,16 @@ def multiply_column(
             _clear_tiles(k)
     with k.loop(0, steps) as s:
         at = left(s)
-        _tile(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
+        intrinsic(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
         for i in range(count):
-            _tile(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
-            _tile(k, "tdpbf16ps", i, 4 + i % 3, 7)
+            intrinsic(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
+            intrinsic(k, "tdpbf16ps", i, 4 + i % 3, 7)
     accumulators("tilestored64")
 
 
 def _clear_tiles(k: KernelBuilder) -> None:
     for tile in range(4):
-        _tile(k, "tilezero", tile)
+        intrinsic(k, "tilezero", tile)
 
 
 def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -176,8 +177,8 @@ def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tu
     return ("ptr", out.bytes(i * SIDE * row + 4 * SIDE * j).ref), ("i64", str(row))
 
 
-def add_product(
-    k: KernelBuilder, out: Pointer, left: Left, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
+def gemm_accumulate(
+    k: KernelBuilder, out: Pointer, left: TileA, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
 ) -> None:  # fmt: skip
     """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
     pairs of tiles lie one behind the other, B is [TILE_K / 2 * steps][cols] pairs."""
@@ -187,41 +188,41 @@ def add_product(
             block = out.bytes(i0 * row + 4 * j0)
             for i, j in CORNERS:
                 if begins:
-                    _tile(k, "tilezero", 2 * i + j)
+                    intrinsic(k, "tilezero", 2 * i + j)
                 else:
-                    _tile(k, "tileloadd64", 2 * i + j, *_corner(block, i, j, row))
+                    intrinsic(k, "tileloadd64", 2 * i + j, *_corner(block, i, j, row))
             a0, b0 = left.pointer.bytes(i0 // SIDE * left.below), right.bytes(4 * j0)
             unrolled = isinstance(steps, int)
             with nullcontext(0) if unrolled else k.loop(0, steps) as s:
                 for u in range(steps) if unrolled else [s]:
                     _multiply_step(k, replace(left, pointer=a0.bytes(u * left.step)), b0.bytes(u * (SIDE * row)), row)
             for i, j in CORNERS:
-                _tile(k, "tilestored64", 2 * i + j, *_corner(block, i, j, row))
+                intrinsic(k, "tilestored64", 2 * i + j, *_corner(block, i, j, row))
 
 
-def _multiply_step(k: KernelBuilder, left: Left, b: Pointer, row: int) -> None:
+def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
     """The four accumulators += two tiles of A @ two of B, whose rows lie `row` bytes apart."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
-        _tile(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
+        intrinsic(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
         for j in range(2):
             if i == 0:
-                _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
-            _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
+                intrinsic(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
+            intrinsic(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
-def repeat(k: KernelBuilder, turns: Value) -> None:
-    """`turns` times four independent products of tiles, on zeros: what the processor can do at best."""
+def peak_loop(k: KernelBuilder, turns: Value) -> None:
+    """`turns` times four independent products of tiles, on zeros: the peak rate of the processor."""
     configure(k)
     for tile in range(8):
-        _tile(k, "tilezero", tile)
+        intrinsic(k, "tilezero", tile)
     with k.loop(0, turns):
         for tile in range(4):
-            _tile(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
+            intrinsic(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
     release(k)
 
 
-REPEATED = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one turn of `repeat`
+PEAK_FLOPS = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one iteration of `peak_loop`
 
 
 def multiply_rows(
@@ -231,7 +232,7 @@ def multiply_rows(
     """out = rows [0, count) of a (rows, depth) @ panel; `count` None means MR rows. Rows of a lie `stride` elements apart.
     `block` is scratch of `left_bytes(depth)`, and `how` is for `multiply`."""
     whole = depth // TILE_K if count is None else 0
-    parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
+    parts: list[tuple[TileA, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * TILE_K
     if rest:
         rows = MR if count is None else count
@@ -257,20 +258,20 @@ def _copy_rows(
 
 
 def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
-    """Zero pairs after those of `depth`, up to a whole step."""
+    """Zero-pad a packed panel of `depth` to a multiple of TILE_K."""
     pairs = k.ceil_div(depth, 2)
     with k.loop(pairs, (pairs + (SIDE - 1)) & -SIDE) as u:
         for v in range(0, NR, k.lanes):
             panel.as_dtype("fp32").store(0.0, u * NR + v)
 
 
-def pack_left(
+def pack_a(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
 ) -> None:
-    """Rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles of A whose rows are b's columns:
-    [width / 16][steps][16][16] pairs. `cols` as for packing.py's pack_b; what hangs over becomes zero."""
+    """Pack A of a weight gradient: rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles whose rows are b's
+    columns: [width / 16][steps][16][16] pairs. `cols` as for packing.py's pack_b; what exceeds it is zero-padded."""
     steps = k.ceil_div(depth, TILE_K)
-    weave = [x for i in range(SIDE) for x in (i, SIDE + i)]
+    interleave = [x for i in range(SIDE) for x in (i, SIDE + i)]
 
     def squares(s: Value, *, tail: bool) -> None:
         with k.loop(0, width, SIDE) as c:
@@ -282,7 +283,7 @@ def pack_left(
                     lanes = k.select(token < depth, lanes, 0)
                 mask = None if cols is None and not tail else k.mask_first(lanes)
                 rows.append(b.at(token * stride + col + c).load_raw(0, mask))
-            pairs = [k.bitcast(k.shuffle(x, y, weave), k.ivec) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+            pairs = [k.bitcast(k.shuffle(x, y, interleave), k.ivec) for x, y in zip(rows[::2], rows[1::2], strict=True)]
             target = block.as_dtype("i32").bytes(((c // SIDE) * steps + s) * TILE_BYTES)
             for i, row in enumerate(transpose(k, pairs)):
                 target.store_raw(row, i * SIDE)
@@ -294,8 +295,8 @@ def pack_left(
         squares(whole, tail=True)
 
 
-def _tile(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:
-    """An intrinsic whose tile registers are constants: LLVM's own allocation of tiles needs passes that do not run here."""
+def intrinsic(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:
+    """An AMX intrinsic with constant tile registers: LLVM's own allocation of tiles needs passes that do not run here."""
     kinds = ["i8 immarg" if isinstance(a, int) else a[0] for a in args]
     k.declare(f"void @llvm.x86.{name}({', '.join(kinds)})")
     values = [f"i8 {a}" if isinstance(a, int) else f"{a[0]} {a[1]}" for a in args]

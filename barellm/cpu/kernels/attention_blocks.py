@@ -296,7 +296,7 @@ def scores(
 def scores_of_tiles(k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, turned: Pointer, to: Pointer) -> None:
     """The same in AMX tiles, to memory: [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row), 4 * g.row)
-    amx.add_product(k, to, left, turned, g.row // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
+    amx.gemm_accumulate(k, to, left, turned, g.row // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
 
 
 def add_transposed(
@@ -320,8 +320,8 @@ def add_transposed(
             with k.loop(0, g.wide * g.queries, g.queries) as at:
                 for v, f in enumerate(factor):
                     acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)
-        left = amx.Left(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
-        amx.add_product(k, acc, left, right, tokens // amx.TILE_K, rows=g.wide, cols=g.queries)
+        left = amx.TileA(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
+        amx.gemm_accumulate(k, acc, left, right, tokens // amx.TILE_K, rows=g.wide, cols=g.queries)
         return
 
     def tile(d: Any, rows: int) -> None:
@@ -351,7 +351,7 @@ def add_straight(
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
             left = amx.row_major(left_block.at(t * per_row), 4 * per_row)
-            amx.add_product(k, acc.at(t * g.wide), left, woven, per_row // amx.SIDE, rows=g.rows, cols=g.wide)
+            amx.gemm_accumulate(k, acc.at(t * g.wide), left, woven, per_row // amx.SIDE, rows=g.rows, cols=g.wide)
         return
 
     def tile(t: Value, c: Any, vectors: int) -> None:

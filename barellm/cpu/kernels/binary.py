@@ -1,5 +1,5 @@
-"""Signs in words of 32 bits: packing, unpacking, and their gradient. Shapes: x, signs (..., K), words (..., W), with W =
-ceil(K / 32)."""
+"""Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (..., K),
+words (..., W), with W = ceil(K / 32)."""
 
 from __future__ import annotations
 

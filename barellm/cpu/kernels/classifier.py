@@ -1,5 +1,5 @@
-"""The classifier in chunks of tokens: logits, losses, logit gradients in their place, and the two products from them. Logits of
-all tokens never exist.
+"""The fused LM head and cross-entropy in chunks of tokens: logits, losses, in-place logit gradients, and the two GEMMs from them.
+The logits of all tokens never exist.
 
 Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 from barellm.cpu.kernel import Emit, Lowering, lowering
 from barellm.cpu.kernels import cross_entropy, softcap
-from barellm.cpu.kernels.linear import append_product, append_weight_gradient
+from barellm.cpu.kernels.linear import append_gemm, append_weight_gradient
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.kernels.quantized import append_quantized
+from barellm.cpu.kernels.quantized import append_quantized_gemm
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -69,7 +69,7 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
-            append_product(
+            append_gemm(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
@@ -87,9 +87,9 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
     x_rows = rows_of(x, *chunk, width)
     if weight is None:
         how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
-        append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
+        append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
     else:
-        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+        append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
     return x_rows
 
 

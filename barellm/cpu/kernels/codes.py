@@ -1,11 +1,11 @@
-"""Codes of few bits as vectors of numbers, in registers.
+"""Dequantization in registers: codes of quantized weights as vectors of numbers.
 
 A block holds eight elements of each of sixteen columns. Of 4-bit codes it has 64 bytes. The lower and the upper halves of the bytes
-are looked up in two tables of 16 bytes, which have the upper and the lower byte of a bf16 for each code. Weaving both in groups of
-16 bytes gives pairs of bf16 that lie in a 32-bit lane: the element k of the lane's column and, above it, element k + 1. A shift
-makes the first an fp32, and a mask the second. Processors that multiply bf16 take the pairs as they are.
+are looked up in two tables of 16 bytes, which have the upper and the lower byte of a bf16 for each code. Interleaving both in
+groups of 16 bytes gives pairs of bf16 that lie in a 32-bit lane: the element k of the lane's column and, above it, element k + 1. A
+shift makes the first an fp32, and a mask the second. Processors that multiply bf16 take the pairs as they are.
 
-For four vectors of bytes and their halves this takes two instructions to split them, 8 look-ups, 8 to weave and 16 to widen.
+For four vectors of bytes and their halves this takes two instructions to split them, 8 look-ups, 8 to interleave and 16 to widen.
 """
 
 from __future__ import annotations

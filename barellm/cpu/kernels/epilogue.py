@@ -1,4 +1,4 @@
-"""The operations that follow a product before its sums are stored."""
+"""GEMM epilogues: bias, activation, residual and scaling, applied to the accumulators before they are stored."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from barellm.program.ops.elementwise import SLOPES
 
 
 class Epilogue:
-    """The operations on the sums in the columns of a panel, from `col` on.
+    """The epilogue of the columns of one panel, from `col` on. It reads and writes rows of C.
 
-    `epilogues` are done in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
+    `epilogues` apply in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
     `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
     with an activation's slope at `other`.
     """
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
-        other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str, early: bool,
-        scale: Value | None = None, factor: float = 1.0, past: Value | None = None,
+        other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
+        bias_in_registers: bool, scale: Value | None = None, factor: float = 1.0, nontemporal: Value | None = None,
     ) -> None:  # fmt: skip
-        """`strides`: elements from a row to the next, where those are not `cols`. `early`: bias and masks are made now and stay in
-        registers. `past`: whether rows go past the caches; only where `put_row` may store whole lines."""
+        """`strides`: row strides in elements, where not `cols`. `bias_in_registers`: bias and masks are loaded once. `nontemporal`
+        (i1): rows are stored past the caches; only where `store_row` may store whole cache lines."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
-        self.span, self.past = tile.nr(k.isa), past
+        self.nr, self.nontemporal = tile.nr(k.isa), nontemporal
         there = {"out": out, "second": second, "other": other}
         self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
-        self.early = [self._bias_and_mask(v) for v in range(tile.vectors)] if early else []
+        self.bias_in_registers = [self._bias_and_mask(v) for v in range(tile.vectors)] if bias_in_registers else []
 
     def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
         first = self.col + v * self.k.lanes
-        mask = self.k.mask_first(self.cols - first) if self.cols % self.span else None
+        mask = self.k.mask_first(self.cols - first) if self.cols % self.nr else None
         return None if self.bias is None else self.bias.load(first, mask), mask
 
     def put(self, row: Value, v: Any, x: Value) -> None:
-        """Vector v of a row's finished sums, to memory; v is a number of Python's where `early`."""
+        """Apply to vector v of a row and store it; v is a Python integer where `bias_in_registers`."""
         at = self._at(row, v)
-        bias, mask = self.early[v] if self.early else self._bias_and_mask(v)
+        bias, mask = self.bias_in_registers[v] if self.bias_in_registers else self._bias_and_mask(v)
         for name in self.epilogues:
-            x = self._follow(name, x, at, bias, mask)
+            x = self._apply(name, x, at, bias, mask)
         if self.mode == "add":
             x = x + self.out.load(at["out"], mask)
         self.out.store(x, at["out"], mask)
 
-    def put_row(self, row: Value, sums: list[Value]) -> None:
-        """All vectors of a row's finished sums. Those of 16 bits are stored together: half a line past the caches costs as much
-        as a whole one."""
-        if self.past is None:
+    def store_row(self, row: Value, sums: list[Value]) -> None:
+        """Apply to all vectors of a row and store it. 16-bit vectors go in pairs: a non-temporal store of half a cache line costs
+        as much as one of a whole line."""
+        if self.nontemporal is None:
             for v, x in enumerate(sums):
                 self.put(row, v, x)
             return
@@ -64,22 +64,22 @@ class Epilogue:
         for v, x in enumerate(sums):
             at, (bias, mask) = self._at(row, v), self._bias_and_mask(v)
             for name in self.epilogues:
-                x = self._follow(name, x, at, bias, mask, before)
+                x = self._apply(name, x, at, bias, mask, before)
             after.append(x)
         at = self._at(row, 0)
         if before:
-            store_all(self.k, self.second, before, at["second"], self.past)
-        store_all(self.k, self.out, after, at["out"], self.past)
+            store_all(self.k, self.second, before, at["second"], self.nontemporal)
+        store_all(self.k, self.out, after, at["out"], self.nontemporal)
 
     def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
-        """The places in each operand of the panel's vector v of a row, or of its first column."""
+        """The index in each operand of a row's vector v of the panel, or of the panel's first column."""
         at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
         if v is not None:
             skipped = v * self.k.lanes
             at = {stride: first + skipped for stride, first in at.items()}
         return {name: at[stride] for name, stride in self.stride.items()}
 
-    def _follow(
+    def _apply(
         self,
         name: str,
         x: Value,
@@ -109,12 +109,12 @@ class Epilogue:
             before.append(x)
         return emitter.value(self.k, x, self.out.dtype)
 
-    def fetch(self, row: Value) -> None:
-        """The lines of a row that `put` will write or read. What goes past the caches is not fetched."""
+    def prefetch(self, row: Value) -> None:
+        """Prefetch the lines of a row that `put` will read or write; not those of non-temporal stores."""
         at = self._at(row)
         if self.other is not None:
-            prefetch_row(self.k, self.other.at(at["other"]), self.span, write=False)
-        with nullcontext() if self.past is None else self.k.otherwise(self.past):
+            prefetch_row(self.k, self.other.at(at["other"]), self.nr, write=False)
+        with nullcontext() if self.nontemporal is None else self.k.otherwise(self.nontemporal):
             for name, p in (("out", self.out), ("second", self.second)):
                 if p is not None:
-                    prefetch_row(self.k, p.at(at[name]), self.span, write=True)
+                    prefetch_row(self.k, p.at(at[name]), self.nr, write=True)

@@ -1,5 +1,14 @@
-"""How one thread walks through a product: it claims a block of rows and a group of panels of columns, and multiplies each panel, a
-part of the depth at a time, with the rows of the block. How a panel is multiplied is said by the subclasses in gemm.py."""
+"""GemmMainloop: one thread's loop over output tiles of a GEMM, dynamically scheduled; gemm.py has the micro-kernels.
+
+    parallel_for over (MC rows, NC columns):         work items; threads take them from a shared counter
+      for each group of KC blocks                    one KC block, or all of them where K is short
+        for each panel of NR columns of the item
+          for each KC block of the group             acquire: the packed B panel, (KC, NR)
+            for each tile of MR rows                 micro-kernel; between its steps the thread packs the next B panel
+
+Who packs: each thread its own B panels, in two buffers of its scratch (double-buffered, no barrier). Resident: a B panel in the
+L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch.
+"""
 
 from __future__ import annotations
 
@@ -9,137 +18,140 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from barellm.cpu.gemm_config import BUSY, TILE_BUSY, TILE_TURN, GemmConfig, Tile
+from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.microkernel import block_of
-from barellm.cpu.kernels.packing import LINE, Packing, Panels, pack_b, pack_b_transposed, panel_bytes
+from barellm.cpu.kernels.microkernel import block_of_item
+from barellm.cpu.kernels.packing import LINE, PackTask, PanelBuffers, pack_b, pack_b_transposed, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
 
 
 class GemmMainloop(ABC):
-    """One thread's part of out (rows, cols) = epilogue(a (rows, depth) @ weight).
+    """out (rows, cols) = epilogue(a (rows, depth) @ weight).
 
-    During a claim `first`, `whole` and `last` are its first row, the row behind its last whole tile and the row behind its last
-    one. A panel is multiplied with `turn` parts of the depth one after the other, from `begin` on, then the next panel with its;
-    `turns` of these go over the whole depth. During the multiplication of a panel, `col` is its first column, `p` the part of the
-    depth, `length` how deep that is, `ends` whether it is the last one (None where there is only one), and `finish` what becomes
-    of the sums.
+    State of the loops: an item's rows are [row_begin, row_end), of which [row_begin, full_end) are full tiles; `panel_index` and
+    its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
+    number of KC blocks that one panel passes before the next panel does; there are `k_groups`.
     """
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, finish: Callable[[Value], Epilogue],
-        *, cols: int, depth: int, stride: int, part: int, transposed: bool, choice: GemmConfig,
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], Epilogue],
+        *, cols: int, depth: int, stride: int, kc: int, transposed: bool, config: GemmConfig,
     ) -> None:  # fmt: skip
-        """`stride`: elements from a row of a to the next. `part` is the depth that is multiplied at a time; `finish(col)` makes the
-        epilogue of a panel's columns."""
-        self.k, self.a, self.weight, self.make_finish = k, a, weight, finish
-        self.cols, self.depth, self.stride, self.part = cols, depth, stride, part
-        self.transposed, self.choice = transposed, choice
-        self.tile, self.span = choice.tile, choice.tile.nr(k.isa)
-        self.panels, self.parts = ceil_div(cols, self.span), ceil_div(depth, part)
-        long_blocks = k.ceil_div(rows, choice.long_rows)
-        few = long_blocks * self.panels < k.threads * BUSY
+        """`stride`: lda, elements from a row of a to the next; `kc`: depth of a block; `transposed`: weight is (cols, depth)."""
+        self.k, self.a, self.weight, self.make_epilogue = k, a, weight, make_epilogue
+        self.cols, self.depth, self.stride, self.kc = cols, depth, stride, kc
+        self.transposed, self.config = transposed, config
+        self.tile, self.nr = config.tile, config.tile.nr(k.isa)
+        self.panels, self.k_blocks = ceil_div(cols, self.nr), ceil_div(depth, kc)
+        long_blocks = k.ceil_div(rows, config.long_mc)
+        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD
         self.rows = rows
-        self.blocks = k.max(k.select(few, k.ceil_div(rows, choice.rows), long_blocks), 0)
-        self.block = even_rows(k, rows, self.blocks, self.tile)
-        self.tiles = amx.uses_tiles(k.isa, a.dtype)
-        self.turn = min(TILE_TURN, self.parts) if self.tiles and transposed else 1
-        self.turns = ceil_div(self.parts, self.turn)
-        busy = TILE_BUSY if self.tiles else BUSY // 2
-        self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks, busy)
-        self.scratch, self.nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
+        self.m_blocks = k.max(k.select(too_few, k.ceil_div(rows, config.mc), long_blocks), 0)
+        self.mc = even_rows(k, rows, self.m_blocks, self.tile)
+        self.use_amx = amx.uses_tiles(k.isa, a.dtype)
+        self.k_group = min(AMX_K_GROUP, self.k_blocks) if self.use_amx and transposed else 1
+        self.k_groups = ceil_div(self.k_blocks, self.k_group)
+        min_items = AMX_ITEMS_PER_THREAD if self.use_amx else ITEMS_PER_THREAD // 2
+        self.n_groups = panel_groups(k, self.panels, config.nc // self.nr, self.m_blocks, min_items)
+        self.scratch, self.panel_nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, a.dtype, kc, self.nr)
 
     @abstractmethod
     def multiply_panel(self, panel: Pointer) -> None:
-        """Multiply the rows of the claim with a packed panel."""
+        """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
         k = self.k
-        self.two = Panels(k, self.scratch, self.nbytes, self._pack)
-        with k.parallel_for(self.blocks * self.groups) as self.unit:
-            row_block, group = self._blocks_of(self.unit)
-            self.first_panel = group * self.panels // self.groups
-            self.last_panel = (group + 1) * self.panels // self.groups
-            self.first = row_block * self.block
-            self.last = k.min(self.first + self.block, self.rows)
-            self.whole = self.last - (self.last - self.first) % self.tile.mr
-            turns = k.loop(0, self.parts, self.turn) if self.turns > 1 else nullcontext(k.int(0))
-            with turns as self.begin, k.loop(self.first_panel, self.last_panel) as self.index, self._parts() as self.p:
-                self.col = self.index * self.span
-                self.finish = self.make_finish(self.col)
-                self.ends = (self.p + 1).equals(self.parts) if self.parts > 1 else None
-                self.length = self._length(self.ends)
-                self.number = self.index * self.parts + self.p
-                self.multiply_panel(self.two.take(self.number))
+        self.b_panels = PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
+        with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
+            row_block, group = self._block_of(self.item)
+            self.first_panel = group * self.panels // self.n_groups
+            self.last_panel = (group + 1) * self.panels // self.n_groups
+            self.row_begin = row_block * self.mc
+            self.row_end = k.min(self.row_begin + self.mc, self.rows)
+            self.full_end = self.row_end - (self.row_end - self.row_begin) % self.tile.mr
+            k_loop = k.loop(0, self.k_blocks, self.k_group) if self.k_groups > 1 else nullcontext(k.int(0))
+            with (
+                k_loop as self.k_begin,
+                k.loop(self.first_panel, self.last_panel) as self.panel_index,
+                self._k_blocks() as self.k_block,
+            ):
+                self.col = self.panel_index * self.nr
+                self.epilogue = self.make_epilogue(self.col)
+                self.is_last_k = (self.k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None
+                self.depth_here = self._kc_of(self.is_last_k)
+                self.panel_id = self.panel_index * self.k_blocks + self.k_block
+                self.multiply_panel(self.b_panels.acquire(self.panel_id))
 
-    def _parts(self) -> Any:
-        """The parts of a turn, one after the other."""
+    def _k_blocks(self) -> Any:
+        """Loop over the KC blocks of a group."""
         k = self.k
-        if self.turn == 1:
-            return nullcontext(self.begin)
-        return k.loop(self.begin, k.min(self.begin + self.turn, self.parts))
+        if self.k_group == 1:
+            return nullcontext(self.k_begin)
+        return k.loop(self.k_begin, k.min(self.k_begin + self.k_group, self.k_blocks))
 
-    def follow(self, calls: Value) -> None:
-        """Have what is multiplied next packed beside the whole tiles of this panel, in `calls` calls: the next part of the turn,
-        then the group's other panels, then the next turn, then the next claim."""
+    def pack_next(self, calls: Value) -> None:
+        """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls: that of the next KC block of the
+        group, or the next panel, or the next group's first, or the next item's."""
         k = self.k
-        _, after = self._blocks_of(self.unit + 1)
-        wanted, after = self.unit + 1 < self.blocks * self.groups, after * self.panels // self.groups * self.parts
-        if self.turns > 1:
-            more = self.begin + self.turn < self.parts
-            wanted, after = wanted | more, k.select(more, self.first_panel * self.parts + self.begin + self.turn, after)
-        same = self.index + 1 < self.last_panel
-        wanted, after = wanted | same, k.select(same, (self.index + 1) * self.parts + self.begin, after)
-        if self.turn > 1:
-            within = self.p + 1 < k.min(self.begin + self.turn, self.parts)
-            wanted, after = wanted | within, k.select(within, self.number + 1, after)
-        self.two.follow(after, wanted, calls)
+        _, after = self._block_of(self.item + 1)
+        wanted = self.item + 1 < self.m_blocks * self.n_groups
+        after = after * self.panels // self.n_groups * self.k_blocks
+        if self.k_groups > 1:
+            more = self.k_begin + self.k_group < self.k_blocks
+            wanted = wanted | more
+            after = k.select(more, self.first_panel * self.k_blocks + self.k_begin + self.k_group, after)
+        same = self.panel_index + 1 < self.last_panel
+        wanted, after = wanted | same, k.select(same, (self.panel_index + 1) * self.k_blocks + self.k_begin, after)
+        if self.k_group > 1:
+            within = self.k_block + 1 < k.min(self.k_begin + self.k_group, self.k_blocks)
+            wanted, after = wanted | within, k.select(within, self.panel_id + 1, after)
+        self.b_panels.pack_next(after, wanted, calls)
 
-    def _blocks_of(self, unit: Value) -> tuple[Value, Value]:
-        return block_of(unit, self.choice, self.blocks, self.groups)
+    def _block_of(self, item: Value) -> tuple[Value, Value]:
+        return block_of_item(item, self.config, self.m_blocks, self.n_groups)
 
-    def _length(self, ends: Value | None) -> Any:
-        """The depth of a part, of which the last may be shorter."""
-        rest = self.depth - (self.parts - 1) * self.part
-        return self.depth if ends is None else self.k.select(ends, self.k.int(rest), self.part)
+    def _kc_of(self, is_last_k: Value | None) -> Any:
+        """The depth of a KC block; the last may be shorter."""
+        rest = self.depth - (self.k_blocks - 1) * self.kc
+        return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(rest), self.kc)
 
-    def _pack(self, into: Pointer, number: Value) -> Packing:
-        """Part number % parts of the depth, of panel number // parts."""
-        k, parts, part = self.k, self.parts, self.part
-        col, p = number // parts * self.span, number % parts
-        length = self._length((p + 1).equals(parts) if parts > 1 else None)
+    def _pack(self, into: Pointer, panel_id: Value) -> PackTask:
+        """Packs KC block panel_id % k_blocks of panel panel_id // k_blocks."""
+        k, k_blocks, kc = self.k, self.k_blocks, self.kc
+        col, p = panel_id // k_blocks * self.nr, panel_id % k_blocks
+        length = self._kc_of((p + 1).equals(k_blocks) if k_blocks > 1 else None)
         if self.transposed:
-            even = part % 8 == 0 and self.depth % 8 == 0
-            sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "span": self.span}
-            fetch = partial(self._fetch, col + self.span, p) if self.tiles else None
-            return pack_b_transposed(k, into, self.weight.at(p * part), col, fetch=fetch, **sizes)
-        ragged = self.cols if self.cols % self.span else None
-        w = self.weight.at(p * (part * self.cols))
-        return pack_b(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged, beside=self.tiles)
+            even = kc % 8 == 0 and self.depth % 8 == 0
+            sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "nr": self.nr}
+            fetch = partial(self._prefetch, col + self.nr, p) if self.use_amx else None
+            return pack_b_transposed(k, into, self.weight.at(p * kc), col, fetch=fetch, **sizes)
+        ragged = self.cols if self.cols % self.nr else None
+        w = self.weight.at(p * (kc * self.cols))
+        return pack_b(k, into, w, col, length, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
-    def _fetch(self, col: Value, p: Value, i: Value) -> None:
-        """Beside chunk i of the packing of part p: fetch lines of the next panel, from column `col` on, which is packed a turn
-        later. They are fetched in the order in which they lie in memory, so that the processor sees a stream and fetches on."""
-        k, each = self.k, self.turn * self.part * self.weight.itemsize // LINE
-        at = (p % self.turn) * (self.part * self.span * self.weight.itemsize // LINE) + i * 4
-        piece = self.weight.at((col + at // each) * self.depth + p // self.turn * (self.turn * self.part))
+    def _prefetch(self, col: Value, p: Value, i: Value) -> None:
+        """With chunk i of the packing of KC block p: prefetch into the L2 lines of the next panel, from column `col` on, packed a
+        group later. In memory order, so that the hardware prefetcher sees a stream."""
+        k, each = self.k, self.k_group * self.kc * self.weight.itemsize // LINE
+        at = (p % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
+        piece = self.weight.at((col + at // each) * self.depth + p // self.k_group * (self.k_group * self.kc))
         for line in range(4):
             k.prefetch(piece.bytes((at % each + line) * LINE), near=False)
 
 
-def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, busy: int) -> Value:
-    """Groups of at most `most` panels, about as large as each other: one is a claim's. Enough of them for each thread to have
-    `busy` claims, and as many for each thread."""
+def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, min_items: int) -> Value:
+    """The number of panel groups, the N side of work items: even, of at most `most` panels, a multiple of the thread count, and
+    `min_items` items a thread."""
     if most == 1:
         return k.int(panels)
-    wanted = k.max(k.ceil_div(k.threads * busy, k.max(blocks, 1)), ceil_div(panels, most))
+    wanted = k.max(k.ceil_div(k.threads * min_items, k.max(blocks, 1)), ceil_div(panels, most))
     return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 
 def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
-    """Rows of each of `blocks` blocks, a multiple of the tile's: as even as can be."""
+    """MC for `blocks` blocks as even as can be: a multiple of MR."""
     many = k.max(blocks, 1) * tile.mr
     return (rows + (many - 1)) // many * tile.mr

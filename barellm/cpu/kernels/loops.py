@@ -1,4 +1,4 @@
-"""Loops that kernels share: over flat elements, over the columns of a row, over rows."""
+"""Loops that kernels share: elementwise over flat ranges, over the columns of a row, over rows; non-temporal stores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
-GRAIN = 8192  # flat elements a claim: some 5 to 10 us
-STREAM_BYTES = 24 << 20  # a result larger than this leaves the caches: it is written past them
+GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
+STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally
 
 LINE = 64  # bytes of a cache line
 ROW_UNROLL = 4  # vectors of a row that are stored together
-ROW_TOGETHER = 2  # and of each of several rows
+ROW_TOGETHER = 2  # and of each of several results
 
-# (index of the first lane, mask or None, number of the vector in the unrolled turn)
+# (index of the first lane, mask or None, number of the vector in the unrolled iteration)
 Body = Callable[[Any, Value | None, int], None]
 # (index of the first lane, mask or None) -> what belongs there
 Vector = Callable[[Any, Value | None], Value]
@@ -46,9 +46,9 @@ def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll
 
 
 def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, past: Value | None = None) -> None:
-    """Adjacent vectors, a whole number of pairs if they have 16 bits and a power of two if they have 8, to memory; past the caches
-    where `past` (i1), and then at an aligned address. A pair of such vectors is stored at once, for half a cache line past the
-    caches costs as much as a whole one."""
+    """Store adjacent vectors: an even number of 16-bit ones, a power of two of 8-bit ones. Non-temporally where `past` (i1),
+    and then to an aligned address. Short vectors are joined, for a non-temporal store of half a cache line costs as much as of
+    a whole one."""
 
     def store(nontemporal: bool) -> None:
         for j, value in enumerate(values):
@@ -88,8 +88,7 @@ def put_added(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) 
 def elementwise_map(
     k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
 ) -> None:
-    """Threads claim ranges of the `n` elements of `out` and write vector(index, mask) in `mode`. What is stored and leaves the
-    caches goes past them."""
+    """out[i] = vector(i, mask) for `n` elements, in `mode`, in parallel. Large results are stored non-temporally."""
     past = n * out.itemsize > STREAM_BYTES if mode == "store" else None
     step = unroll * k.lanes
 
@@ -106,12 +105,12 @@ def elementwise_map(
 
 
 def zeros(k: KernelBuilder, count: int) -> list[Var]:
-    """Vectors to add to, one for each chain: several hide the latency of an addition."""
+    """Vector accumulators: several independent chains hide the latency of an addition."""
     return [k.var(k.to(0.0, k.vec)) for _ in range(count)]
 
 
 def fold(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
-    """Chains (a power of two) joined in pairs."""
+    """Reduces chains (a power of two) pairwise."""
     values = [v.value for v in chains]
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
@@ -139,7 +138,7 @@ def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unr
 
 
 def past_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
-    """Whether `rows` rows of C columns go past the caches (i1); None where rows are not aligned, so that they cannot."""
+    """Whether `rows` rows of C columns are stored non-temporally (i1); None where rows are not aligned, so that they cannot be."""
     return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
 
 
@@ -164,7 +163,7 @@ def write_row(
 
 
 def row_grain(C: int) -> int:
-    """Rows a claim: about GRAIN elements."""
+    """Rows of a work item: about GRAIN elements."""
     return max(1, GRAIN // C)
 
 
@@ -186,8 +185,8 @@ def foreach_row(
     *,
     lines: bool,
 ) -> None:
-    """Threads claim rows; vectors(row) gives those of the results `outs`, each with its stride and mode. Results that leave the
-    caches go past them if all are stored."""
+    """For rows in parallel: vectors(row) gives the vectors of the results `outs`, each with its stride and mode. Large results are
+    stored non-temporally if none is accumulated."""
     stored = all(mode == "store" for *_, mode in outs)
     past = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
     step = ROW_TOGETHER * k.lanes

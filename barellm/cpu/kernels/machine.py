@@ -1,4 +1,4 @@
-"""Kernels that only compute, or only move bytes. They show the best that this machine can do, which is the bound for all others."""
+"""Roofline microbenchmarks: kernels that only compute (peak FLOP/s) or only move bytes (peak bandwidth)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ACCUMULATORS = 12
 def peak(k, out, turns, *, pair: bool) -> None:
     """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector, or tile products."""
     if pair and k.isa.tiles:
-        amx.repeat(k, turns)
+        amx.peak_loop(k, turns)
         return
     one = k.const(0x3F803F80, k.ivec)  # two bf16 ones, or an fp32 of about 1
     count = ACCUMULATORS if k.isa.registers == 32 else 8
@@ -26,14 +26,14 @@ def peak(k, out, turns, *, pair: bool) -> None:
 
 
 def peak_operations(isa, *, pair: bool) -> int:
-    """Floating-point operations of one turn of one thread."""
+    """Floating-point operations of one iteration of one thread."""
     if pair and isa.tiles:
-        return amx.REPEATED
+        return amx.PEAK_FLOPS
     return 2 * (ACCUMULATORS if isa.registers == 32 else 8) * isa.lanes * (4 if pair else 2)
 
 
 def move(k, sums, reads, writes, updates, turns, *, mix, nontemporal: bool) -> None:
-    """Each turn reads, writes, and updates in place as many vectors as `mix` says, from three arrays. The sums of what is only
+    """Each iteration reads, writes, and updates in place as many vectors as `mix` says, from three arrays. The sums of what is only
     read go to `sums`, a line for each thread, so that the loads are not dropped."""
     read, write, update = mix
     totals = [k.var_vec(0.0) for _ in range(4)]

@@ -1,7 +1,8 @@
-"""The register tile, which is the inner loop of every product: MR rows x NV vectors of accumulators.
+"""The GEMM micro-kernel on vector registers: an MR x NR tile of C, updated by one outer product for each step of the depth.
 
-Its left operand is broadcast element by element, its right one is a packed panel of NV vectors of columns (packing.py). Each
-element of the result is one accumulation chain over the depth, so its bits do not depend on the blocking (gemm_config.py).
+In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packing.py, in the L1), one broadcast element of A. With
+VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
+blocking (gemm_config.py).
 """
 
 from __future__ import annotations
@@ -15,73 +16,74 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.packing import LINE
 from barellm.cpu.lang import Pointer, Value, Var
 
-BURST = 16  # units between two calls of what is done beside a product
-Left = Callable[[int, Value], Value]  # (row of the tile, unit of depth) -> broadcast lanes
+OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
+BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the depth) -> that element of A in all lanes
 
 
-def tile_product(
-    k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, *, tail: Left | None = None,
-    ahead: Callable[[Value], None] | None = None, beside: Callable[[], None] | None = None,
-    sums: tuple[Value, Pointer] | None = None, ends: Value | None = None,
+def microkernel(
+    k: KernelBuilder, tile: Tile, load_a: BroadcastA, panel: Pointer, k_units: Any, vnni: bool, *, tail: BroadcastA | None = None,
+    prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
+    c_init: tuple[Value, Pointer] | None = None, is_last_k: Value | None = None,
 ) -> list[list[Value]]:  # fmt: skip
-    """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more, where `ends`.
-    `sums`: (whether, from where) they start with what is in memory. `ahead(r)` is called for each row r of the tile at even
-    distances on the way, to prefetch what comes next: all at once would fill the buffers that the product's own loads wait for.
-    `beside()` is called `bursts` times, for what is more."""
+    """The accumulators (mr rows of vectors): A (mr, k_units) @ panel (k_units, nr). `tail` loads A for an odd last step, done where
+    `is_last_k`. `c_init`: (whether, from where) accumulators are loaded, not zeroed, for a later KC block. Software pipelining:
+    `prefetch(r)` is called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own
+    loads need), `overlap()` `overlap_calls` times, to pack."""
     lanes = k.lanes
     acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-    if sums is not None:
-        with k.when(sums[0]):
+    if c_init is not None:
+        with k.when(c_init[0]):
             for i, x in enumerate(x for row in acc for x in row):
-                x.value = sums[1].load(i * lanes)
+                x.value = c_init[1].load(i * lanes)
 
-    def step(u: Value, operand: Left) -> None:
-        add_unit(k, acc, operand, panel, u, pair)
+    def step(u: Value, operand: BroadcastA) -> None:
+        rank1_update(k, acc, operand, panel, u, vnni)
 
-    if ahead is None:
-        with k.loop(0, units) as u:
-            step(u, left)
+    if prefetch is None:
+        with k.loop(0, k_units) as u:
+            step(u, load_a)
     else:
-        turn = (units + (tile.mr - 1)) // tile.mr
+        turn = (k_units + (tile.mr - 1)) // tile.mr
         with k.loop(0, tile.mr) as r:
             start = r * turn
-            ahead(r)
-            if beside is None:
-                with k.loop(start, k.min(start + turn, units)) as u:
-                    step(u, left)
+            prefetch(r)
+            if overlap is None:
+                with k.loop(start, k.min(start + turn, k_units)) as u:
+                    step(u, load_a)
             else:
-                with k.loop(start, start + turn, BURST) as first:
-                    beside()
-                    with k.loop(first, k.min(k.min(first + BURST, start + turn), units)) as u:
-                        step(u, left)
+                with k.loop(start, start + turn, OVERLAP_UNITS) as first:
+                    overlap()
+                    with k.loop(first, k.min(k.min(first + OVERLAP_UNITS, start + turn), k_units)) as u:
+                        step(u, load_a)
     if tail is not None:
-        with k.when(ends) if ends is not None else nullcontext():
-            step(k.int(units), tail)
+        with k.when(is_last_k) if is_last_k is not None else nullcontext():
+            step(k.int(k_units), tail)
     return [[x.value for x in row] for row in acc]
 
 
-def add_unit(k: KernelBuilder, acc: list[list[Var]], left: Left, panel: Pointer, u: Value, pair: bool) -> None:
-    """acc += left x panel of unit `u` of the depth."""
+def rank1_update(
+    k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool
+) -> None:
+    """acc (mr, nr) += outer product of A's column and the panel's row of step `u`; with VNNI of two columns and rows."""
     vectors, lanes = len(acc[0]), k.lanes
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
     for r, row in enumerate(acc):
-        a = left(r, u)
+        a = load_a(r, u)
         for x, b in zip(row, right, strict=True):
-            x.value = k.dot(x.value, a, b) if pair else k.fma(a, k.bitcast(b, k.vec), x.value)
+            x.value = k.dot(x.value, a, b) if vnni else k.fma(a, k.bitcast(b, k.vec), x.value)
 
 
-def bursts(k: KernelBuilder, tile: Tile, units: Value) -> Value:
-    """How often `tile_product` calls `beside`."""
-    return k.ceil_div(k.ceil_div(units, tile.mr), BURST) * tile.mr
+def overlap_calls(k: KernelBuilder, tile: Tile, k_units: Value) -> Value:
+    """How often `microkernel` calls `overlap`."""
+    return k.ceil_div(k.ceil_div(k_units, tile.mr), OVERLAP_UNITS) * tile.mr
 
 
-def left_rows(
-    k: KernelBuilder, a: Pointer, rows: list[Any], pair: bool, *, depth: int, stride: int
-) -> tuple[Left, Left | None]:
-    """The left operand read from row-major memory, `stride` elements from a row to the next: (operand of whole units, operand of a
-    last odd one)."""
+def broadcast_a(
+    k: KernelBuilder, a: Pointer, rows: list[Any], vnni: bool, *, depth: int, stride: int
+) -> tuple[BroadcastA, BroadcastA | None]:
+    """A read unpacked from row-major memory with row stride `stride`: (load of whole steps, load of an odd last one)."""
     bases = [a.at(row * stride) for row in rows]
-    if not pair:
+    if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None
 
     def whole(r: int, u: Value) -> Value:
@@ -95,14 +97,14 @@ def left_rows(
     return whole, half if depth % 2 else None
 
 
-def block_of(unit: Value, choice: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
-    """(row block, column block) of a claimed unit."""
-    if choice.order == "rows":
+def block_of_item(unit: Value, config: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a work item."""
+    if config.order == "rows":
         return unit // column_blocks, unit % column_blocks
     return unit % row_blocks, unit // row_blocks
 
 
 def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:
-    """`count` elements from `p`."""
+    """Prefetch `count` elements from `p`."""
     for line in range(0, count * p.itemsize, LINE):
         k.prefetch(p.bytes(line), write=write)

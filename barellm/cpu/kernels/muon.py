@@ -1,5 +1,5 @@
-"""Muon but for its symmetric products (symmetric.py): momentum, the division by the norm, the iteration's last product, NorMuon's
-factors, and the weight's own step. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
+"""Muon but for its symmetric GEMMs (symmetric.py): momentum, normalization, the last GEMM of a Newton-Schulz step, NorMuon's
+factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
 
 Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
 """
@@ -11,7 +11,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optimizer import GRAIN as UPDATED
@@ -25,7 +25,7 @@ from barellm.program.ops.muon import LEAST
 from barellm.program.ops.optimizer import CHUNK
 from barellm.runtime.lowering import part, share
 
-CHAINS = 4  # sums of squares side by side
+CHAINS = 4  # independent accumulation chains
 
 
 def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
@@ -35,7 +35,7 @@ def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
 
 
 def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
-    """A claim is what one partial sum is of."""
+    """A work item is the CHUNK of one partial sum."""
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
@@ -45,11 +45,11 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
         def body(i, mask, j):
             old, g = m.load(i, mask), grad.load(i, mask) * fresh
             new = k.fma(old, kept, g)
-            ahead = k.fma(new, kept, g) if nesterov else new
+            lookahead = k.fma(new, kept, g) if nesterov else new
             m.store(k.select(finite, new, old), i, mask)
-            ahead = k.select(finite, ahead, 0.0)
-            u.store(ahead, i, mask)
-            sums[j].value = k.fma(ahead, ahead, sums[j].value)
+            lookahead = k.select(finite, lookahead, 0.0)
+            u.store(lookahead, i, mask)
+            sums[j].value = k.fma(lookahead, lookahead, sums[j].value)
 
         foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(fold(sums, add)), chunk)
@@ -79,20 +79,21 @@ def lower_normalize(op: Op, c: Lowering) -> None:
         c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
-def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice) -> None:
-    """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is no constant of the code: turns differ in it."""
+def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
+    """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is a run-time argument: it differs between
+    Newton-Schulz steps."""
     factor = k.splat(number(k, scale))
-    product(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
-            epilogues=("scaled",), mode="store", choice=choice, scale=factor)  # fmt: skip
+    gemm(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
+            epilogues=("scaled",), mode="store", config=config, scale=factor)  # fmt: skip
 
 
 @lowering("gram_apply")
 def lower_apply(op: Op, c: Lowering) -> None:
     rows, cols = op.one(op.x)
     a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
-    choice = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
-    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, choice))
-    constants = {"rows": rows, "cols": cols, "depth": depth, "choice": choice}
+    config = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
+    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
+    constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
     for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
         c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
 
@@ -114,7 +115,7 @@ def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
-    """means (C) of the squares of x (rows, C): a claim is a few vectors of columns, from the first row to the last."""
+    """means (C) of the squares of x (rows, C): a work item is a few vectors of columns, over all rows."""
     with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
 
         def body(c, mask, j):
@@ -188,7 +189,7 @@ def muon_update(
 
         sweep_pairs(k, begin, end, body)
 
-    # NaN says that the gradient's norm is not finite: nobody claims anything.
+    # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(ok.equals(ok), rows, 0), max(1, UPDATED // C)) as (begin, end):
         if scales is None:
             step(begin * C, end * C, lambda at, mask: size)

@@ -1,8 +1,7 @@
-"""PowerSGD: the thin factors of a matrix, their orthonormal basis, and what they leave out.
+"""PowerSGD (Vogels et al. 2019): low-rank factors of a gradient, their orthonormal basis (Householder QR), and error feedback.
 
-A matrix is read at the speed of memory, row after row, and is multiplied with all columns of a factor while its rows are in a
-cache. Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other.
-"""
+A matrix is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows are cached.
+Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from barellm.program.integers import round_up
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
 
-CHAINS = 4  # sums side by side
+CHAINS = 4  # independent accumulation chains
 LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite
 # Rows and columns of a factor that are multiplied together, by register count.
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
@@ -132,8 +131,8 @@ def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> Non
 
 
 def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
-    """One thread: the factors of other matrices are for the others. `work` (rank, n) gets the columns of x, scaled so that squares
-    neither vanish nor overflow, and then the reflections."""
+    """Householder QR on one thread; other threads take other matrices. `work` (rank, n) gets the columns of x, scaled so that
+    squares neither vanish nor overflow, and then the reflections."""
     with k.parallel_for(1):
         with k.loop(0, rank) as j:
             column, largest = x.at(j * n), k.var_vec(0.0)
@@ -206,7 +205,7 @@ def feedback(
                 grad.store(product.value, *x)
 
     def strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
-        """All rows of a claim find the right factors' columns in the caches."""
+        """All rows of a work item, so that the right factors' columns stay cached."""
         whole = begin + ((end - begin) & -tall)
         for first, last, height in ((begin, whole, tall), (whole, end, 1)):
             with k.loop(first, last, height) as i:
@@ -215,7 +214,7 @@ def feedback(
     step = TOGETHER * k.lanes
     cut = cols - cols % step
     grain = round_up(max(1, GRAIN // cols), tall)
-    # NaN says that the gradient's norm is not finite: nobody claims anything.
+    # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(ok.equals(ok), k.int(rows), 0), grain) as (begin, end):
         if cut:
             with k.loop(0, cut, step) as c:

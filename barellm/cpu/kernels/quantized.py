@@ -1,8 +1,8 @@
-"""Products with weights of few bits (`program.quantization`).
+"""GEMM with quantized weights (int8, int4, NF4; `program.quantization`).
 
-A few rows, as decoding has them, cost what reading the weights costs. So their kernel (quantized_few.py, quantized_digits.py) goes
-once through codes and scales and turns them into numbers in registers. The sum of a group is multiplied by its scale. More rows, as
-those of a prompt, take the kernel of all other products: its panels are made of codes instead of numbers.
+Skinny GEMMs (decoding) are bound by reading the weights: their kernels (quantized_few.py, quantized_digits.py) read codes and
+scales once and dequantize in registers, with a group's sum multiplied by its scale. With more rows (prefill) the usual GEMM runs,
+and its B panels are dequantized while packing.
 
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols).
 """
@@ -19,11 +19,11 @@ from barellm.cpu.kernels import gemm
 from barellm.cpu.kernels.codes import Codes, Scales
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.linear import role_of, tokens_of, views_of
+from barellm.cpu.kernels.linear import gemm_kind, tokens_of, views_of
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.kernels.packing import Packing, uses_vnni
-from barellm.cpu.kernels.quantized_digits import DigitRows, digits_scratch_bytes, multiplies_bytes
-from barellm.cpu.kernels.quantized_few import FEW, FewRows
+from barellm.cpu.kernels.packing import PackTask, uses_vnni
+from barellm.cpu.kernels.quantized_digits import IntegerSkinnyGemm, digits_scratch_bytes, uses_integer_dot
+from barellm.cpu.kernels.quantized_few import FEW, QuantizedSkinnyGemm
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.integers import ceil_div, round_up
@@ -31,7 +31,7 @@ from barellm.program.ops.base import Op
 from barellm.program.quantization import BLOCK, TILE, scheme
 
 
-def quantized_few_rows(
+def quantized_skinny_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str,
     dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
@@ -39,28 +39,34 @@ def quantized_few_rows(
     rows, apart = k.num_elements(dims, inner), dict(strides)
 
     def finish(col: Value) -> Epilogue:
-        how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": False, "strides": apart}
+        how: dict[str, Any] = {
+            "cols": cols,
+            "epilogues": epilogues,
+            "mode": mode,
+            "bias_in_registers": False,
+            "strides": apart,
+        }
         return Epilogue(k, col, Tile(1, TILE // k.lanes), out, second, bias, other, **how)
 
     with k.when(rows <= FEW):
         sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": apart.get("a", depth)}
-        kind = DigitRows if multiplies_bytes(k.isa, weights) else FewRows
+        kind = IntegerSkinnyGemm if uses_integer_dot(k.isa, weights) else QuantizedSkinnyGemm
         kind(k, x, codes, scales, rows, **sizes).run(finish)
 
 
-class _OfCodes:
-    """A product whose panels are made of codes."""
+class DequantizingPack:
+    """A GEMM main loop that dequantizes the weight while it packs B panels."""
 
     quantized: tuple[Codes, Scales]
 
-    def _pack(self: Any, into: Pointer, number: Value) -> Packing:
-        """Part number % parts of the depth, of panel number // parts. A chunk is a block of a vector of columns."""
-        k, span, pair = self.k, self.span, uses_vnni(self.k.isa, self.a.dtype)
+    def _pack(self: Any, into: Pointer, number: Value) -> PackTask:
+        """Dequantizes KC block number % k_blocks of panel number // k_blocks. A chunk is a block of a vector of columns."""
+        k, nr, pair = self.k, self.nr, uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
-        last, vectors = ceil_div(self.cols, TILE) - 1, span // k.lanes
-        col, p = number // self.parts * span, number % self.parts
-        length = self._length((p + 1).equals(self.parts) if self.parts > 1 else None)
-        first, out = p * (self.part // BLOCK), into.as_dtype("i32")
+        last, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
+        col, p = number // self.k_blocks * nr, number % self.k_blocks
+        length = self._kc_of((p + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
+        first, out = p * (self.kc // BLOCK), into.as_dtype("i32")
         blocks = k.int(length) // BLOCK
 
         def write(block: Value, v: Value, elements: int) -> None:
@@ -71,43 +77,41 @@ class _OfCodes:
             scale = scales.load(tile, group, within) * scales.powers(tile, within)
             numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
             for i, vector in enumerate(_pairs(k, numbers) if pair else numbers):
-                out.store_raw(
-                    k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * span + v * k.lanes
-                )
+                out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * nr + v * k.lanes)
 
         def rest() -> None:
             if self.depth % BLOCK:
-                ends = (p + 1).equals(self.parts)
+                ends = (p + 1).equals(self.k_blocks)
                 with k.when(ends), k.loop(0, vectors) as v:
                     write(blocks, v, self.depth % BLOCK)
 
-        return Packing(k, blocks * vectors, lambda i: write(i // vectors, i % vectors, BLOCK), rest)
+        return PackTask(k, blocks * vectors, lambda i: write(i // vectors, i % vectors, BLOCK), rest)
 
 
 def _pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
-    """Neighbours rounded to bf16 in one 32-bit lane; beside an odd last one zero."""
+    """VNNI pairs: neighbours rounded to bf16 in one 32-bit lane; an odd last one with zero."""
     halves = [k.to(k.op(k.ivec, f"zext {k.round_bf16(x).typed} to {k.ivec}"), k.ivec) for x in numbers]
     odd = [*halves[1::2], k.const(0, k.ivec)][: len(halves[::2])]
     return [a | (b << 16) for a, b in zip(halves[::2], odd, strict=True)]
 
 
-class RegisterProduct(_OfCodes, gemm.RegisterProduct):
-    """On register tiles."""
+class VectorGemm(DequantizingPack, gemm.VectorGemm):
+    """On vector registers."""
 
 
-class AmxProduct(_OfCodes, gemm.AmxProduct):
+class AmxGemm(DequantizingPack, gemm.AmxGemm):
     """On AMX tiles."""
 
 
-def quantized_rows(
+def quantized_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
-    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, choice: GemmConfig, least: int,
+    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
-    """The same for rows [row_begin, row_begin + row_limit) of a run that has at least `least`."""
+    """The usual GEMM for rows [row_begin, row_begin + row_limit) of a run that has at least `least` rows."""
     how = scheme(weights)
-    extent = k.num_elements(dims, inner)
-    rows = k.select(extent < least, 0, k.min(extent - row_begin, row_limit))
+    planned = k.num_elements(dims, inner)
+    rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
     reader = Codes(k, codes, how, ceil_div(depth, BLOCK)), Scales(k, scales, how.groups(depth))
 
     def run(kind: Any, *operands: Any, **sizes: Any) -> None:
@@ -116,17 +120,17 @@ def quantized_rows(
         product.run()
 
     gemm.multiply(
-        k, (RegisterProduct, AmxProduct), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, choice=choice, strides=dict(strides),
+        k, (VectorGemm, AmxGemm), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
+        mode=mode, config=config, strides=dict(strides),
     )  # fmt: skip
 
 
-def append_quantized(
+def append_quantized_gemm(
     c: Lowering, *, out: Any, x: Any, codes: Any, scales: Any, weights: str, cols: int, depth: int, like: Any,
     epilogues: tuple[str, ...] = (), second: Any = None, bias: Any = None, other: Any = None, mode: str = "store",
     rows: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `append_product` does it for weights that are numbers. `rows`: the (first, count) that a call does, which then does few
+    """As `linear.append_gemm`, for quantized weights. `rows`: the (first, count) that a call does, which then does few
     rows too; without it there are two calls, of which a run needs one."""
     dtype = x[1] if isinstance(x, tuple) else x.dtype
     constants = {
@@ -136,29 +140,29 @@ def append_quantized(
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
         c.thread_scratch(_private(c.isa, weights, dtype, depth))
-        c.call(quantized_few_rows, operands, constants, writes="out second")
+        c.call(quantized_skinny_gemm, operands, constants, writes="out second")
     most = tokens_of(like, rows or (0, 1 << 40))
     if rows is None and most <= FEW:
         return
-    choice = select_config(c.isa, role_of(True, epilogues), dtype, cols, depth, most, c.threads)
-    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, choice))
+    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, most, c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
-    constants |= {"choice": choice, "least": 0 if rows else FEW + 1}
-    c.call(quantized_rows, operands, constants, writes="out second")
+    constants |= {"config": config, "least": 0 if rows else FEW + 1}
+    c.call(quantized_gemm, operands, constants, writes="out second")
 
 
 def _private(isa: ISA, weights: str, dtype: str, depth: int) -> int:
-    """Bytes of a thread's own scratch for x."""
-    if multiplies_bytes(isa, weights):
+    """Scratch bytes of a thread, for x."""
+    if uses_integer_dot(isa, weights):
         return digits_scratch_bytes(scheme(weights), dtype, depth)
     return FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
 
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def quantized_product(op: Op, c: Lowering) -> None:
-    """A product with codes, with what follows it."""
-    append_quantized(
+    """A linear layer with a quantized weight, with its epilogues."""
+    append_quantized_gemm(
         c, out=op.y, x=op.x, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.columns,
         depth=int(op.x.shape[-1]), like=op.x, bias=op.inputs.get("bias"), second=op.outputs.get("pre"),
         other=op.inputs.get("residual"), epilogues=op.attrs.get("epilogues", ()),

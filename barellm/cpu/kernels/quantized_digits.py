@@ -1,5 +1,5 @@
-"""One to four rows times a weight of few bits, by an instruction that multiplies bytes: four products of an unsigned and a signed
-one are added to a lane of 32 bits.
+"""Skinny GEMM (M <= 4) with a quantized weight, by an integer dot product (vpdpbusd, usdot): four products of unsigned and signed
+bytes are added to a 32-bit lane.
 
 A group of x becomes fixed-point numbers, with a power of two for all of them, and each number two or three signed bytes, its digits
 to the base 256. Of bf16 two are enough: 14 bits beside the largest of the group, where bf16 has 8; of fp32 and fp16 it is three, 22
@@ -17,7 +17,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.codes import LOOK_UPS
 from barellm.cpu.kernels.packing import LINE
-from barellm.cpu.kernels.quantized_few import AHEAD, FEW, FewRows
+from barellm.cpu.kernels.quantized_few import FEW, PREFETCH_BLOCKS, QuantizedSkinnyGemm
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
@@ -32,12 +32,12 @@ LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they re
 LANE = 4  # bytes that the instruction adds up
 # Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
 # pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (docs/few_bits.md has the speeds).
-AS_NUMBERS = {"avx512_bf16": ("nf4", "nf4-v1", "int8")}
+DEQUANTIZED = {"avx512_bf16": ("nf4", "nf4-v1", "int8")}
 
 
-def multiplies_bytes(isa: ISA, weights: str) -> bool:
-    """Whether products with weights of this scheme are done so."""
-    return isa.byte_dot and weights.partition("/")[0] not in AS_NUMBERS.get(isa.name, ())
+def uses_integer_dot(isa: ISA, weights: str) -> bool:
+    """Whether skinny GEMMs with weights of this scheme use the integer dot product."""
+    return isa.byte_dot and weights.partition("/")[0] not in DEQUANTIZED.get(isa.name, ())
 
 
 def digits_of(dtype: str) -> int:
@@ -92,7 +92,7 @@ def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
     return FEW * row_bytes(how, dtype, depth)
 
 
-class DigitRows(FewRows):
+class IntegerSkinnyGemm(QuantizedSkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
     def _prepare(self) -> None:
@@ -198,7 +198,7 @@ class DigitRows(FewRows):
         """Those of one block."""
         k = self.k
         for line in range(0, self.codes.block_bytes, LINE):
-            k.prefetch(p.bytes(AHEAD * self.codes.block_bytes + line))
+            k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
         for half, codes in enumerate(self._quads(p)):
             for row, of_row in zip(held, sums, strict=True):
                 for d in range(self.count):

@@ -1,4 +1,4 @@
-"""One to four rows times a weight of few bits: codes become numbers in registers, a table of 16 bytes away.
+"""Skinny GEMM (M <= 4) with a quantized weight, dequantized in registers by a 16-byte table look-up (pshufb, tbl).
 
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
 """
@@ -16,16 +16,16 @@ from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, TILE, scheme
 
-ROWS = (1, 2, 4)  # that are multiplied with numbers in registers; three are done as four
+ROWS = (1, 2, 4)  # values of M with code of their own; three is done as four
 FEW = ROWS[-1]
-CHAINS = 4  # sums that do not wait for each other: as many as hide the latency of a multiply-add
-CLAIM_BYTES = 1 << 15  # of codes that a thread claims at once: some two microseconds of reading
-AHEAD = 16  # blocks of codes that are on their way into the first cache
-TOGETHER = 4  # blocks in a turn of the loop, where a block is few vectors
+CHAINS = 4  # independent accumulation chains: as many as hide the latency of a multiply-add
+ITEM_BYTES = 1 << 15  # of codes in a work item: some two microseconds of reading
+PREFETCH_BLOCKS = 16  # prefetch distance into the L1, in blocks of codes
+UNROLL = 4  # of the loop over blocks, where a block is few vectors
 
 
-class FewRows:
-    """One thread's part of a product with FEW rows at most."""
+class QuantizedSkinnyGemm:
+    """One thread's loop over tiles of 16 columns, M <= FEW."""
 
     def __init__(
         self, k: KernelBuilder, x: Pointer, codes: Pointer, scales: Pointer, rows: Value, *, cols: int, depth: int,
@@ -40,13 +40,13 @@ class FewRows:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What is done with x before the first claim."""
+        """Prepares x before the first work item."""
         self.pair = uses_vnni(self.k.isa, self.x.dtype) and bool(self.how.table)
         if self.depth % BLOCK or not (self.pair or self.x.dtype == "fp32"):
             self._copy(self.depth)
 
     def _copy(self, depth: int) -> None:
-        """x as the multiply-adds take it, in this thread's scratch: as fp32, or bf16 if in pairs, and zeros behind each row."""
+        """Copy x to this thread's scratch as fp32, or bf16 where pairs are multiplied, each row zero-padded."""
         k, length = self.k, self.blocks * BLOCK
         copied = k.thread_scratch("bf16" if self.pair else "fp32")
         with k.loop(0, self.rows) as row:
@@ -62,7 +62,7 @@ class FewRows:
     def run(self, finish: Any) -> None:
         """`finish(column)` makes the epilogue of a tile."""
         k, tiles = self.k, ceil_div(self.cols, TILE)
-        grain = max(1, CLAIM_BYTES // (self.blocks * self.codes.block_bytes))
+        grain = max(1, ITEM_BYTES // (self.blocks * self.codes.block_bytes))
         with k.parallel_range(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
             for fewer, rows in zip((0, *ROWS), ROWS, strict=False):
                 with k.when((self.rows > fewer) & (self.rows <= rows)):
@@ -92,11 +92,11 @@ class FewRows:
         ways = max(1, CHAINS // (self.vectors * rows))
         sums = [[[k.var_vec(0.0) for _ in range(ways)] for _ in range(self.vectors)] for _ in range(rows)]
         first = group * ((self.how.group or 0) // BLOCK)
-        together = TOGETHER if self.vectors <= 2 else 1
-        with k.loop(0, blocks - blocks % together, together) as b:
-            for i in range(together):
+        unroll = UNROLL if self.vectors <= 2 else 1
+        with k.loop(0, blocks - blocks % unroll, unroll) as b:
+            for i in range(unroll):
                 self._block(tile, first + (b + i), sums)
-        for i in range(blocks - blocks % together, blocks):
+        for i in range(blocks - blocks % unroll, blocks):
             self._block(tile, first + i, sums)
         for v in range(self.vectors):
             scale = self.scales.load(tile, group, v * k.lanes)
@@ -108,7 +108,7 @@ class FewRows:
         k = self.k
         p = self.codes.block(tile, block)
         for line in range(0, self.codes.block_bytes, LINE):
-            k.prefetch(p.bytes(AHEAD * self.codes.block_bytes + line))
+            k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
         read = self.codes.pairs if self.pair else self.codes.values
         for i, right in enumerate(zip(*(read(p, v * k.lanes) for v in range(self.vectors)), strict=True)):
             for r, of_row in enumerate(sums):

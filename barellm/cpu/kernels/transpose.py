@@ -1,8 +1,8 @@
-"""Matrices turned over. Shapes: x (rows, columns), y (columns, rows). The sizes are constants of the code, so that the places of a
+"""Matrix transpose. Shapes: x (rows, columns), y (columns, rows). The sizes are constants of the code, so that the places of a
 square's rows are parts of instructions: to compute them took as long as the memory does.
 
-Squares as wide as a vector are turned in registers. A strip of them side by side reads as many rows of x from left to right; strips
-below each other, a tile, write adjacent parts of the rows of y.
+Squares of lanes x lanes are transposed in registers. A strip of squares reads as many rows of x from left to right; a tile is
+STRIPS strips below each other, which write adjacent parts of the rows of y.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part, plane
 
 STRIPS = 16  # of a tile
-WIDTH = 4096  # bytes of a tile's rows: a strip of them waits in the second cache while the one above turns
-LINES_AHEAD = 8  # of each row of a strip, where its rows are long
-AHEAD = 2  # squares of y that are on their way where y is read too
+WIDTH = 4096  # bytes of a tile's rows: a strip stays in the L2
+PREFETCH_LINES = 8  # of each row of a strip, where its rows are long
+PREFETCH_SQUARES = 2  # squares of y that are on their way where y is read too
 
 # (index, further elements, mask or None) -> lanes of x, and (lanes, index, further elements, mask or None): lanes into y
 Load = Callable[[Any, int, Value | None], Value]
@@ -31,20 +31,20 @@ Square = Callable[[Value, Value], None]
 
 
 class Squares:
-    """How squares of 32-bit lanes turn, the one whose first element is x[r, c]."""
+    """Transposes the square of 32-bit lanes whose first element is x[r, c]."""
 
     def __init__(self, k: KernelBuilder, rows: int, columns: int, load: Load, store: Store) -> None:
         self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
 
     def inner(self, r: Value, c: Value) -> None:
-        """One that lies in the matrix wholly."""
+        """A full square."""
         of, to = r * self.columns + c, c * self.rows + r
         lines = [self.load(of, i * self.columns, None) for i in range(self.k.lanes)]
         for i, v in enumerate(transpose(self.k, lines)):
             self.store(v, to, i * self.rows, None)
 
     def edge(self, r: Value, c: Value) -> None:
-        """One that reaches beyond it."""
+        """A partial square at an edge."""
         k, to = self.k, c * self.rows + r
         of_x, of_y = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
         places = [k.min(r + i, self.rows - 1) * self.columns + c for i in range(k.lanes)]
@@ -53,7 +53,7 @@ class Squares:
                 self.store(v, to, i * self.rows, of_y)
 
 
-def turn_tiles(
+def transpose_tiles(
     k: KernelBuilder,
     y: Pointer,
     x: Pointer,
@@ -65,24 +65,23 @@ def turn_tiles(
     edge: Square,
     adds: bool,
 ) -> None:
-    """Threads claim tiles of x and turn their squares of `side` elements. What comes next is fetched meanwhile, for no processor
-    foresees so many rows: of long rows what is to their right, else what the square below reads. Where it `adds`, what squares to
-    the right will read of y is fetched too. Long rows go two squares at a time: rows of y are then short, and parts of two lines
-    are written together."""
+    """Transpose tiles of x in parallel, by squares of `side`. Software prefetches, for no hardware prefetcher follows so many rows:
+    of long rows what is to their right, else what the square below reads; where it `adds`, also what squares to the right will
+    read of y. Long rows go two squares at a time: rows of y are then short, and parts of two cache lines are written together."""
     long = columns > rows
-    strip, next_read = (2 * side, LINES_AHEAD * LINE // x.itemsize) if long else (side, side * columns)
+    strip, next_read = (2 * side, PREFETCH_LINES * LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
-    across = -(-columns // width)
-    with k.parallel_range(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
-        top, left = tile // across * height, tile % across * width
+    tiles_per_row = -(-columns // width)
+    with k.parallel_range(-(-rows // height) * tiles_per_row, 1) as (begin, end), k.loop(begin, end) as tile:
+        top, left = tile // tiles_per_row * height, tile % tiles_per_row * width
         bottom, right = k.min(top + height, rows), k.min(left + width, columns)
         strips, across_tile = k.loop(top, bottom, strip), k.loop(left, right, side)
         with strips as first, across_tile as c, k.loop(first, k.min(first + strip, bottom), side) as r:
-            ahead, beside = x.at(r * columns + c + next_read), y.at((c + AHEAD * side) * rows + r)
+            next_x, next_y = x.at(r * columns + c + next_read), y.at((c + PREFETCH_SQUARES * side) * rows + r)
             for i in range(side):
-                k.prefetch(ahead.at(i * columns), near=False)
+                k.prefetch(next_x.at(i * columns), near=False)
                 if adds:
-                    k.prefetch(beside.at(i * rows), write=True, near=False)
+                    k.prefetch(next_y.at(i * rows), write=True, near=False)
             whole = (r + side <= rows) & (c + side <= columns)
             with k.when(whole):
                 inner(r, c)
@@ -113,8 +112,8 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
         lines = [k.op(k.ivec, f"load {k.ivec}, ptr {of.at(i * columns).ref}, align 2") for i in range(side)]
         both = list(zip(lines[::2], lines[1::2], strict=True))
         even, odd = [(a & 0xFFFF) | (b << 16) for a, b in both], [(a >> 16) | (b & ~0xFFFF) for a, b in both]
-        for first, woven in enumerate((even, odd)):
-            for i, v in enumerate(transpose(k, woven)):
+        for first, vectors in enumerate((even, odd)):
+            for i, v in enumerate(transpose(k, vectors)):
                 whole(v, to, (2 * i + first) * rows)
 
     masked = Squares(k, rows, columns, load, store)
@@ -124,7 +123,7 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
             masked.edge(i, j)
 
     inner, edge = (pairs, parts) if halves else (Squares(k, rows, columns, load, whole).inner, masked.edge)
-    turn_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
+    transpose_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
 
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
@@ -138,7 +137,7 @@ def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
         to.store(to.load(at + further, mask) + v, at + further, mask)
 
     squares = Squares(k, rows, columns, load, store)
-    turn_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)
+    transpose_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)
 
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))

@@ -137,7 +137,7 @@ SLOPE_STEPS = 3.2  # pieces a unit: 16 of them reach to 4.8, where the slope is 
 def _gelu_slope_from_tables(k: Builder, x: Value) -> Value:
     """The slope to 9e-6, where rounding to bf16 leaves 2e-3: less 1/2 it is odd, and of |x| a cubic in each of 16 pieces. One
     AVX-512 permutation looks a coefficient of all lanes up; 4 multiplications or fmas, where the formula has 13 and a division
-    (Zen 4: what else is done here is free beside a product's multiply-adds)."""
+    (Zen 4: what else is done here is free between a GEMM's multiply-adds)."""
     size = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec) * SLOPE_STEPS
     size = k.min(SLOPE_LANES - 0.51, size)  # of a number and a NaN the second: NaN stays
     shifted = size + MAGIC
@@ -202,15 +202,15 @@ def transpose_groups(k: Builder, four: list[Value]) -> list[Value]:
     """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group."""
     n = k.lanes
 
-    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
-        """One half of each group of a and b, `unit` elements of either in turn."""
+    def unpack(a: Value, b: Value, half: int, unit: int) -> Value:
+        """unpcklps / unpckhps, or of pairs with `unit` 2: interleaves one half of each 128-bit group of a and b."""
         h = [2 * half, 2 * half + 1]
         order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
         return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
 
     a, b, c, d = four
-    low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-    return [weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
+    low, high = [[unpack(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
+    return [unpack(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
 
 
 def transpose(k: Builder, rows: list[Value]) -> list[Value]:

@@ -1,1 +1,1 @@
-"""Finds the fastest choice for a product: candidates, a child process that proves and times them, the decision."""
+"""GEMM autotuning: candidate configs, a child process that verifies and times them, the decision."""

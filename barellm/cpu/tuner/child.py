@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from barellm.cpu.isa import host
-from barellm.cpu.tuner.bed import Bed
-from barellm.cpu.tuner.work import Work
+from barellm.cpu.tuner.harness import Harness
+from barellm.cpu.tuner.problem import Problem
 from barellm.runtime.tuner.child import Child, serve
 
 
-def opened(work: Work, threads: int, footprint: int) -> Bed:
-    return Bed(work, host(), threads, footprint)
+def opened(work: Problem, threads: int, footprint: int) -> Harness:
+    return Harness(work, host(), threads, footprint)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels for the self-test: products (input gradients in fp32) that a tuner must reject."""
+"""Faulty GEMMs (input gradients in fp32) for the self-test: the tuner must reject each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def writes_beyond(k, out, second, a, weight, bias, other, row_begin, row_limit, 
     """Right result and right bits, and an element behind the last row."""
     with k.when(k.thread.equals(0)):
         out.put(1.0, row_limit * constants["cols"])
-    gemm.product(k, out, second, a, weight, bias, other, row_begin, row_limit, **constants)
+    gemm.gemm(k, out, second, a, weight, bias, other, row_begin, row_limit, **constants)
 
 
 def hangs(k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims, **rest) -> None:

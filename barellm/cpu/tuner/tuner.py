@@ -1,4 +1,4 @@
-"""Tuning on the CPU: which candidates, by which child, kept where."""
+"""Autotuning on the CPU: candidate configs, the child process, the database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from barellm.cpu import tuning
 from barellm.cpu.isa import ISA
 from barellm.cpu.tuner.candidates import candidates, refined
-from barellm.cpu.tuner.work import Candidate, Work
+from barellm.cpu.tuner.problem import Candidate, Problem
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import LIMIT, Verdict
 from barellm.runtime.tuner.worker import Worker
@@ -20,7 +20,7 @@ def open_worker(*, threads: int, footprint: int, limit: float) -> Worker:
 
 
 def tune(
-    works: Iterable[Work], isa: ISA, *, threads: int, footprint: int, seconds: float, each: Callable[[Verdict], None]
+    works: Iterable[Problem], isa: ISA, *, threads: int, footprint: int, seconds: float, each: Callable[[Verdict], None]
 ) -> list[Verdict]:
     """Tunes as `decision.tune` does."""
     return decision.tune(

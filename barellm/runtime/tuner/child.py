@@ -1,6 +1,6 @@
 """The tuner's child process: requests are pickles with their length before them on standard input, answers JSON lines on output.
 
-A candidate is timed only after it was checked here. Whatever a candidate does to this process, the parent goes on.
+A candidate is timed only after it was checked here. Whatever a candidate does to this process, the parent survives.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ class Wrong(Exception):
     """Why a candidate is rejected."""
 
 
-class Bed(Protocol):
-    """One piece of work that is open, with its memory and its programs. `seconds` is the time of the default when it was last
-    measured."""
+class Harness(Protocol):
+    """The test and timing harness of one open problem, with its memory and programs. `seconds`: the default's last time."""
 
     seconds: float
 
@@ -32,8 +31,8 @@ class Bed(Protocol):
         ...
 
     def time(self, candidates: list[Any], rounds: int) -> list[list[float]]:
-        """The ratios of the time of each result of `check` to that of the default, one for each round. All take turns, in changing
-        order."""
+        """The ratios of the time of each result of `check` to that of the default, one for each round. Rounds are interleaved, in
+        alternating order."""
         ...
 
     def close(self) -> None: ...
@@ -42,26 +41,26 @@ class Bed(Protocol):
 class Child:
     """The loop of a child process. `make_bed(work, *how)` opens a piece of work."""
 
-    def __init__(self, make_bed: Callable[..., Bed]) -> None:
-        self.make_bed = make_bed
-        self.bed: Bed | None = None
+    def __init__(self, make_harness: Callable[..., Harness]) -> None:
+        self.make_harness = make_harness
+        self.harness: Harness | None = None
         self.checked: dict[str, Any] = {}
 
     def open(self, work: Any, *how: Any) -> dict[str, Any]:
-        if self.bed is not None:
-            self.bed.close()
-        self.bed, self.checked = None, {}
+        if self.harness is not None:
+            self.harness.close()
+        self.harness, self.checked = None, {}
         try:
-            self.bed = self.make_bed(work, *how)
+            self.harness = self.make_harness(work, *how)
         except Exception as error:
             traceback.print_exc()
             return {"rejected": str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"}
         return {}
 
     def check(self, candidate: Any) -> dict[str, Any]:
-        assert self.bed is not None
+        assert self.harness is not None
         try:
-            self.checked[str(candidate)] = self.bed.check(candidate)
+            self.checked[str(candidate)] = self.harness.check(candidate)
         except Wrong as why:
             return {"rejected": str(why)}
         except Exception as error:  # of whatever kind: it cannot be emitted, compiled or loaded
@@ -69,9 +68,9 @@ class Child:
         return {}
 
     def time(self, candidates: list[Any], rounds: int) -> dict[str, Any]:
-        assert self.bed is not None
-        ratios = self.bed.time([self.checked[str(c)] for c in candidates], rounds)
-        return {"ratios": ratios, "default_s": self.bed.seconds}
+        assert self.harness is not None
+        ratios = self.harness.time([self.checked[str(c)] for c in candidates], rounds)
+        return {"ratios": ratios, "default_s": self.harness.seconds}
 
 
 def serve(child: Child) -> None:

@@ -1,4 +1,4 @@
-"""The decision: every candidate is proved, then timed against the default in turns; only a clear winner is kept."""
+"""The decision: every candidate is verified, then timed against the default in interleaved rounds; only a clear winner is kept."""
 
 from __future__ import annotations
 

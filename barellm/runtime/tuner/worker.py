@@ -20,7 +20,7 @@ class Lost(Exception):
 
 
 class Worker:
-    """A child that has a piece of work open. `child`: the module that it runs; `how`: what it is told with every work; `limit`:
+    """A child that has a piece of work open. `child`: the module that it runs; `how`: extra arguments of every `open`; `limit`:
     seconds that one request may take."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs candidates: operands with guards, what the result must be, and a table of calls to time.
+"""The tuner's test and timing harness: operands with guards, reference results, and a table of calls to time.
 
 This happens only in the child process of the tuner: the code that runs here may crash, hang, or write where it should not.
 """
@@ -19,7 +19,7 @@ from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.skinny_gemm import skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
-from barellm.cpu.tuner.work import Candidate, Operand, Work
+from barellm.cpu.tuner.problem import Candidate, Operand, Problem
 from barellm.program import scalars
 from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
@@ -34,7 +34,7 @@ SLOPE_ERROR = {
     "bf16": 1e-5,
 }  # of an activation's slope, which comes of tables where it is rounded to bf16
 FRESH = frozenset({"a", "dy"})  # what the op before has just written: in cache when the product starts
-TURN_SECONDS = 2e-3  # of one turn of a candidate
+ROUND_SECONDS = 2e-3  # of one repetition of a candidate
 MOST_SETS = 16
 
 
@@ -48,11 +48,11 @@ class Loaded:
     thread_scratch_bytes: int
 
 
-class Bed:
-    """One piece of work on `threads` threads. `footprint` is the number of bytes that a step touches. Timing goes round so many
-    bytes, so that operands are where a step finds them."""
+class Harness:
+    """One GEMM problem on `threads` threads. `footprint`: bytes that a training step touches. Timing cycles through so many bytes,
+    so operands are as cold as in a step."""
 
-    def __init__(self, work: Work, isa: ISA, threads: int, footprint: int) -> None:
+    def __init__(self, work: Problem, isa: ISA, threads: int, footprint: int) -> None:
         self.work, self.isa, self.threads = work, isa, threads
         self.scalars = np.zeros(scalars.MOST, np.int64)
         self.pool = Pool(threads, isa)
@@ -64,8 +64,8 @@ class Bed:
         self.default = default
 
     def _runs(self) -> list[tuple[int, int, int]]:
-        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one, or the least that it is for;
-        gradients stored and added to."""
+        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one, or the minimum of its kernel;
+        gradients stored and accumulated."""
         most = self.work.tokens
         runs = []
         for i, spec in enumerate(self.work.specs):
@@ -222,11 +222,11 @@ class Bed:
         return np.array([*args, 0], np.int64)
 
     def time(self, candidates: list[Loaded], rounds: int) -> list[list[float]]:
-        """The ratios of the time of each candidate to that of the default, one for each round. All take turns, in changing
-        order."""
+        """The ratios of the time of each candidate to that of the default, one for each round. Rounds are interleaved, in
+        alternating order."""
         everybody = [self.default, *candidates]
         once = self._seconds(self.default, self._table(self.default, 0, 1), 1)
-        records = max(1, min(4096, int(TURN_SECONDS / once)))
+        records = max(1, min(4096, int(ROUND_SECONDS / once)))
         records = -(-records // self.data.sets) * self.data.sets if records > 1 else 1
         tables = [self._table(c, 0, records) for c in everybody]
         samples = np.zeros((rounds, len(everybody)))
@@ -254,7 +254,7 @@ def _sample(n: int, most: int) -> np.ndarray:
 class _Data:
     """Operands by name, each between guards, in several copies for timing; the first is what validation looks at."""
 
-    def __init__(self, work: Work, footprint: int) -> None:
+    def __init__(self, work: Problem, footprint: int) -> None:
         operands = {o.name: o for row in work.operands for o in row if o is not None}
         turning = sum(o.nbytes for o in operands.values() if o.name not in FRESH)
         self.sets = max(1, min(MOST_SETS, footprint // max(1, turning)))

@@ -1,4 +1,4 @@
-"""A product to tune: the specialisations that programs use it by, and what their operands are."""
+"""GEMM problems to tune: their sizes, the specialisations that programs call, and their operands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import prod
 from typing import Any
 
 from barellm.cpu import tuning
-from barellm.cpu.gemm_config import FEW_ROLE, default
+from barellm.cpu.gemm_config import SKINNY_KIND, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
 from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
+from barellm.cpu.kernels.linear import gemm_kind, skinny_kind, tokens_of
 from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
@@ -35,9 +35,9 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Work:
-    """`rows` x `cols` of a result from a contraction of `depth`; `tokens`: which of those a run may lessen is its rows, or the
-    depth of a weight gradient. `specs` with their default choice; the first is the one that programs call most."""
+class Problem:
+    """A GEMM of M = `rows`, N = `cols`, K = `depth`. A run may have fewer `tokens`: rows, or the depth of a weight gradient.
+    `specs` have their default config; programs call the first most often."""
 
     role: str
     dtype: str
@@ -53,8 +53,8 @@ class Work:
 
     @property
     def few(self) -> bool:
-        """Whether it is a product of few rows: right for up to FEW, and timed for one, as text is written."""
-        return self.role.startswith(FEW_ROLE)
+        """Whether it is a skinny GEMM: checked for up to FEW rows, timed for one (decoding)."""
+        return self.role.startswith(SKINNY_KIND)
 
     @property
     def timed(self) -> int:
@@ -70,7 +70,7 @@ class Work:
         return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
 
     def default(self, isa: ISA) -> Any:
-        """The choice where nothing was tuned: a FewChoice if `few`, else a Choice."""
+        """The untuned config: a SkinnyGemmConfig if `few`, else a GemmConfig."""
         if self.few:
             return skinny_configs(isa, self.dtype, self.cols, self.depth)[0]
         return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
@@ -84,29 +84,29 @@ class Work:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to do the work: the choice, and a kernel other than its own where a self-test injects one."""
+    """A config to try, and a kernel other than its own where a self-test injects one."""
 
-    choice: Any  # a Choice, or of few rows a FewChoice
+    choice: Any  # a GemmConfig or a SkinnyGemmConfig
     emit: Emit | None = None
 
     def spec(self, of: Specialisation) -> Specialisation:
-        constants = dict(of.constants) | {"choice": self.choice}
+        constants = dict(of.constants) | {"config": self.choice}
         return replace(of, emit=self.emit or of.emit, constants=tuple(sorted(constants.items())))
 
     def __str__(self) -> str:
         return f"{self.emit.__name__} {self.choice}" if self.emit else str(self.choice)
 
 
-def works_of(calls: Iterable[Call]) -> list[Work]:
-    """The products among `calls`, each once, those with most operations first."""
+def problems_of(calls: Iterable[Call]) -> list[Problem]:
+    """The GEMMs among `calls`, each once, those with most operations first."""
     found: dict[tuple[str, str, int, int, int], dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
-        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient, skinny_gemm):
+        if call.spec.emit not in (gemm.gemm, weight_gradient.weight_gradient, skinny_gemm):
             continue
         product, operands = _described(call)
         specs = found.setdefault(product, {})
-        # The bed says by its scalars how many rows a run has, and lays them side by side. How a program counts them and how far
-        # apart the rows of its views lie make no difference to the tuning.
+        # The harness passes the number of rows as a scalar, with contiguous rows. How a program counts them and the row strides of
+        # its views make no difference to the tuning.
         constants = dict(call.spec.constants) | {"dims": ("batch", "seq"), "inner": 1}
         constants.pop("strides", None)
         spec = replace(call.spec, constants=tuple(sorted(constants.items())))
@@ -115,7 +115,7 @@ def works_of(calls: Iterable[Call]) -> list[Work]:
     works = []
     for product, specs in found.items():
         order = sorted(specs, key=lambda spec: -specs[spec][0])
-        works.append(Work(*product, tuple(order), tuple(specs[spec][1] for spec in order)))
+        works.append(Problem(*product, tuple(order), tuple(specs[spec][1] for spec in order)))
     return sorted(works, key=lambda w: -w.flops)
 
 
@@ -137,7 +137,7 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
         shapes["squares"] = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     else:
         cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
-        role = few_role_of(constants["epilogues"]) if few else role_of(transposed, constants["epilogues"])
+        role = skinny_kind(constants["epilogues"]) if few else gemm_kind(transposed, constants["epilogues"])
         product = (role, dtypes["a"], cols, depth, tokens)
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
