@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
@@ -122,7 +122,12 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
 def gated_constants(op: Op) -> dict[str, Any]:
     """`strides`: from one row of an operand or result to the next, by its name."""
     strides = tuple((name, t.row_stride) for name, t in (op.inputs | op.outputs).items() if len(t.shape) == 3)
-    sizes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "C": int(op.x.shape[2]), "N": int(op.z.shape[2])}
+    sizes = {
+        "batch": size_constant(op.x.shape[0]),
+        "seq": size_constant(op.x.shape[1]),
+        "C": int(op.x.shape[2]),
+        "N": int(op.z.shape[2]),
+    }
     return {**sizes, "strides": strides, "scale": op.scale, "squash": op.squash, "shift": op.shift}
 
 
@@ -143,8 +148,8 @@ def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: b
 
 def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The gates of a row first, into this thread's scratch, then the groups of columns one after another."""
-    T, D, stride = extent(k, seq), C // N, dict(strides)
-    rows, gates = extent(k, batch) * T, k.private()
+    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
+    rows, gates = runtime_size(k, batch) * T, k.private()
     times, _ = factors(k, factor, scale, squash=squash)
     past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
     with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -196,8 +201,8 @@ def gated_backward(
 ) -> None:
     """One pass: what a group of columns passes on, and its dot product, which is what its gate's gradient needs. partials (chunks)
     are sums for the factor's gradient."""
-    T, D, stride = extent(k, seq), C // N, dict(strides)
-    rows, padded = extent(k, batch) * T, -(-N // k.lanes) * k.lanes
+    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
+    rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.private()
     dots = gates.at(padded)
     times, rise = factors(k, factor, scale, squash=squash)

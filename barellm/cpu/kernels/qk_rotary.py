@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
@@ -25,7 +25,11 @@ def constants_of(op: Op) -> dict[str, Any]:
     rows are whole cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
-    axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
+    axes = {
+        "batch": size_constant(op.x.shape[0]),
+        "seq": size_constant(op.x.shape[1]),
+        "half": 2 * int(op.cos.shape[1]),
+    }
     attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "paired", "shift")}
     return {**axes, **attrs, "strides": (op.x.row_stride, out.row_stride), "lines": lines}
 
@@ -85,8 +89,8 @@ class Walk:
     def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
-        self.T = extent(k, seq)
-        self.rows, self.D = extent(k, batch) * self.T, 2 * half
+        self.T = runtime_size(k, seq)
+        self.rows, self.D = runtime_size(k, batch) * self.T, 2 * half
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[At]:

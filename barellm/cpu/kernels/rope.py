@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import STREAM_BYTES, added, row_grain, store_all, write_row
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -16,15 +16,15 @@ def constants_of(op: Op) -> dict[str, Any]:
     lines."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
-    axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1])}
+    axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1])}
     return {**sizes, **axes, "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
 
 
 @kernel("rope", constants=constants_of, views="x y")
 def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
     """Turn the heads of each row. If there are enough registers, a row's cosines and sines stay there while its heads turn."""
-    T, pos = extent(k, seq), k.scalar("pos")
-    rows, turned = extent(k, batch) * T, heads * 2 * half
+    T, pos = runtime_size(k, seq), k.scalar("pos")
+    rows, turned = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
     past = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None

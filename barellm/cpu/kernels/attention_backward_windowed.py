@@ -16,59 +16,66 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, extent, round_up, weave_left
-from barellm.cpu.kernels.attention_bounds import Bounds
-from barellm.cpu.kernels.attention_head import Head
+from barellm.cpu.kernels.attention_backward_tiles import Head
+from barellm.cpu.kernels.attention_mask import MaskSpec
+from barellm.cpu.kernels.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
 from barellm.cpu.lang import Value
 
-SEGMENT = 2048  # positions at most
-PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # segments of a sequence that are tried
+CHUNK = 2048  # positions at most
+CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # segments of a sequence that are tried
 OWN, CROSSING = 5, 1  # products of a pair in a segment, and what each pair across its two ends costs beyond them
 
 
-def pieces_of(k: KernelBuilder, heads: Value, blocks: Value, bounds: Bounds) -> Value:
+def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
     """The number of segments that a sequence of `blocks` is cut into: as many as end soonest on these threads, which share
     `heads`."""
-    least = k.ceil_div(blocks, SEGMENT // KEYS)
-    window = blocks if bounds.window is None else k.min(k.scalar(bounds.window) // KEYS + 1, blocks)
-    best, shortest = k.max(least, 1), k.int(1 << 62)
-    for n in PIECES:
+    min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
+    window = blocks if mask_spec.window is None else k.min(k.scalar(mask_spec.window) // KEY_BLOCK + 1, blocks)
+    best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
+    for n in CHUNK_COUNTS:
         span = k.ceil_div(blocks, n)
         rounds = k.ceil_div(heads * n, k.threads)
         time = rounds * (span * OWN + k.min(window, span) * CROSSING)
-        better = (time < shortest) & (least <= n) & (blocks >= n)
+        better = (time < shortest) & (min_chunks <= n) & (blocks >= n)
         best, shortest = k.select(better, k.int(n), best), k.select(better, time, shortest)
     return best
 
 
-def attention_backward_segments(
+def attention_backward_windowed(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
-    *, batch, seq, modes, heads, kv_heads, D, bounds, **shape,
+    *, batch, seq, modes, heads, kv_heads, D, mask_spec, **shape,
 ) -> None:  # fmt: skip
     """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    sizes: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "bounds": bounds, **shape}
-    T, count = bounds.length(k, seq), extent(k, batch) * kv_heads
-    blocks = k.ceil_div(T, KEYS)
-    pieces = pieces_of(k, count, blocks, bounds)
+    size_constants: dict[str, Any] = {
+        "seq": seq,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "D": D,
+        "mask_spec": mask_spec,
+        **shape,
+    }
+    T, count = mask_spec.length(k, seq), runtime_size(k, batch) * kv_heads
+    blocks = k.ceil_div(T, KEY_BLOCK)
+    pieces = select_chunk_count(k, count, blocks, mask_spec)
     span, group = k.ceil_div(blocks, pieces), heads // kv_heads
     keep = [k.keep(mode) for mode in modes]
     with (
         amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
-        k.claim_each(count * k.ceil_div(blocks, span)) as claim,
+        k.claim_each(count * k.ceil_div(blocks, span)) as item,
     ):
         per_head = k.ceil_div(blocks, span)
-        index, own = claim // per_head, claim % per_head * span  # a head of keys, the segment's first block
-        first, stop = own * KEYS, k.min((own + span) * KEYS, T)
+        index, own = item // per_head, item % per_head * span  # a head of keys, the segment's first block
+        first, stop = own * KEY_BLOCK, k.min((own + span) * KEY_BLOCK, T)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
-            h = Head(k, operands, index // kv_heads, index % kv_heads * group + member, **sizes)
+            h = Head(k, operands, index // kv_heads, index % kv_heads * group + member, **size_constants)
             begins, ends = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
-            add_segment(k, h, own, first, stop, begins, ends, (keep[1], keep[2]))
+            add_chunk(k, h, own, first, stop, begins, ends, (keep[1], keep[2]))
             with k.loop(first, stop, h.g.queries) as t:
-                h.store_dq(t, h.s["dq"].at((t - first) * h.g.deep), keep[0])
+                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), keep[0])
 
 
-def add_segment(
+def add_chunk(
     k: KernelBuilder,
     h: Head,
     own: Value,
@@ -81,28 +88,28 @@ def add_segment(
     """Add the part of one head of queries. dq of [first, stop) goes into scratch. dk and dv of the blocks from `own` on are
     cleared if the head `begins` a group of several, and stored if it `ends` it."""
     g, s = h.g, h.s
-    assert h.reach is not None
-    clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.deep * g.queries))
-    with k.loop(h.reach.first(k, first) // KEYS, k.ceil_div(stop, KEYS)) as block:
-        j0, mine = block * KEYS, block >= own
-        count = h.stage_keys(j0)
-        weave_left(k, g, s["k_rows"], count, s["k"])
-        waits = k.select(mine, block - own, 0) * (KEYS * g.wide)
+    assert h.key_range is not None
+    clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))
+    with k.loop(h.key_range.first_key(k, first) // KEY_BLOCK, k.ceil_div(stop, KEY_BLOCK)) as block:
+        j0, mine = block * KEY_BLOCK, block >= own
+        count = h.pack_keys(j0)
+        pack_left(k, g, s["k_rows"], count, s["k"])
+        waits = k.select(mine, block - own, 0) * (KEY_BLOCK * g.padded_D)
         dk, dv = (s[name] if begins is None else s[name].at(waits) for name in ("dk", "dv"))
         with k.when(mine if begins is None else mine & begins):
             for acc in (dk, dv):
-                clear(k, acc, round_up(k, count, g.rows) * g.wide)
-        last = h.reach.stop(k, j0 + count - 1)
+                clear(k, acc, round_up(k, count, g.rows) * g.padded_D)
+        last = h.key_range.query_end(k, j0 + count - 1)
         last = k.select(mine, last, k.min(last, stop))
         with k.loop(k.max(j0, first), last, g.queries) as t:
-            lower = h.lower(t)
-            assert lower is not None
-            begin, seen = lower.begin(k, g, j0), h.seen(j0, count, t)
-            shift, deltas = h.stage_queries(t, woven=True)
-            h.probabilities(j0, t, begin, seen, shift, deltas, straight=True, lower=lower)
+            key_bounds = h.key_bounds(t)
+            assert key_bounds is not None
+            begin, num_keys = key_bounds.first_row(k, g, j0), h.num_keys(j0, count, t)
+            shift, deltas = h.pack_queries(t, vnni=True)
+            h.probabilities(j0, t, begin, num_keys, shift, deltas, for_dkdv=True, key_bounds=key_bounds)
             with k.when(mine):
-                h.add_dkdv(begin, seen, dk, dv)
+                h.add_dkdv(begin, num_keys, dk, dv)
             with k.when(t < stop):
-                h.add_dq(begin, seen, s["dq"].at((t - first) * g.deep))
+                h.add_dq(begin, num_keys, s["dq"].at((t - first) * g.acc_rows))
         with k.when(mine if ends is None else mine & ends):
             h.store_dkdv(j0, count, dk, dv, keep)

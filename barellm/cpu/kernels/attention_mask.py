@@ -1,6 +1,6 @@
 """What queries of attention see: the keys before their own or all, and at run time windows, documents, paired heads.
 
-A `Reach` answers two questions about positions: which key is the first that a query sees, and which query is the last that sees a
+A `KeyRange` answers two questions about positions: which key is the first that a query sees, and which query is the last that sees a
 key. Neither answer decreases along a sequence, so that a block of queries needs the keys from its first query's first one on, and
 inside that range only register tiles at its two edges compare positions lane by lane.
 """
@@ -13,12 +13,12 @@ from math import log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, extent, sizes
+from barellm.cpu.kernels.attention_microkernels import Geometry, KeyBounds, Rows, runtime_size, size_constants
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 
-class Bounds(NamedTuple):
+class MaskSpec(NamedTuple):
     """Constants of an attention: positions of a token (2 of paired heads), the names of its run-time scalars, and whether queries
     see no later keys."""
 
@@ -28,18 +28,18 @@ class Bounds(NamedTuple):
     causal: bool = True
 
     @classmethod
-    def of(cls, op: Op) -> Bounds:
+    def of(cls, op: Op) -> MaskSpec:
         return cls(op.fold, op.window, op.scale, op.causal)
 
     def length(self, k: KernelBuilder, seq: str | int) -> Value:
         """Positions of a sequence."""
-        return extent(k, seq) if self.fold == 1 else extent(k, seq) * self.fold
+        return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
 
-    def root(self, k: KernelBuilder, D: int) -> Any:
+    def softmax_scale(self, k: KernelBuilder, D: int) -> Any:
         """The factor that multiplies scores."""
         return k.splat(k.scalar(self.scale)) if self.scale else 1 / sqrt(D)
 
-    def unit(self, k: KernelBuilder, D: int) -> Any:
+    def softmax_scale_log2(self, k: KernelBuilder, D: int) -> Any:
         """The factor that makes scores exponents of 2."""
         return k.splat(k.scalar(self.scale) * log2(E)) if self.scale else log2(E) / sqrt(D)
 
@@ -53,18 +53,18 @@ class Bounds(NamedTuple):
         return Rows(tensor.at(position * stride + head * D), stride)
 
 
-PLAIN = Bounds()
+PLAIN = MaskSpec()
 
 
-def dense_sizes(op: Op) -> dict[str, Any]:
+def dense_constants(op: Op) -> dict[str, Any]:
     """Constants of the kernels of a dense attention. Heads are those of the long sequence where they are paired."""
-    constants, bounds = sizes(op), Bounds.of(op)
-    folded = {name: constants[name] // bounds.fold for name in ("heads", "kv_heads")}
-    return constants | folded | {"bounds": bounds}
+    constants, mask_spec = size_constants(op), MaskSpec.of(op)
+    folded = {name: constants[name] // mask_spec.fold for name in ("heads", "kv_heads")}
+    return constants | folded | {"mask_spec": mask_spec}
 
 
 @dataclass(frozen=True)
-class Reach:
+class KeyRange:
     """The keys that the queries of one sequence of T positions may see. `starts` are those of its tokens."""
 
     T: Value
@@ -73,19 +73,21 @@ class Reach:
     starts: Pointer | None
 
     @classmethod
-    def of(cls, k: KernelBuilder, bounds: Bounds, T: Value, starts: Pointer | None, sequence: Value) -> Reach | None:
+    def of(
+        cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value
+    ) -> KeyRange | None:
         """The reach of a sequence, or None if every query sees all keys before its own."""
-        if bounds.window is None and starts is None:
+        if mask_spec.window is None and starts is None:
             return None
-        window = None if bounds.window is None else k.min(k.scalar(bounds.window), T)
-        return cls(T, bounds.fold, window, None if starts is None else starts.at(sequence * T // bounds.fold))
+        window = None if mask_spec.window is None else k.min(k.scalar(mask_spec.window), T)
+        return cls(T, mask_spec.fold, window, None if starts is None else starts.at(sequence * T // mask_spec.fold))
 
     def _document(self, t: Value) -> Value:
         """The position at which the document of a position starts."""
         assert self.starts is not None
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold
 
-    def first(self, k: KernelBuilder, t: Value) -> Value:
+    def first_key(self, k: KernelBuilder, t: Value) -> Value:
         """The first key that the query at t sees; of one behind the sequence, what its last sees."""
         t = k.min(t, self.T - 1)
         found = k.int(0)
@@ -95,29 +97,27 @@ class Reach:
             found = k.max(self._document(t), found)
         return found
 
-    def stop(self, k: KernelBuilder, key: Value) -> Value:
+    def query_end(self, k: KernelBuilder, key: Value) -> Value:
         """The position behind the last query that sees `key`."""
         high = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return high
-        lower, upper = (
-            k.var(key + 1),
-            k.var(high),
-        )  # the first query of a later document is at one of these or between them
-        with k.while_(lambda: lower.value < upper.value):
-            middle = (lower.value + upper.value) >> 1
+        # Binary search for the first query of a later document.
+        lo, hi = k.var(key + 1), k.var(high)
+        with k.while_(lambda: lo.value < hi.value):
+            middle = (lo.value + hi.value) >> 1
             beyond = self._document(middle) > key
-            upper.value, lower.value = (
-                k.select(beyond, middle, upper.value),
-                k.select(beyond, lower.value, middle + 1),
+            hi.value, lo.value = (
+                k.select(beyond, middle, hi.value),
+                k.select(beyond, lo.value, middle + 1),
             )
-        return lower.value
+        return lo.value
 
-    def fill(self, k: KernelBuilder, g: Geometry, t: Value, least: Pointer) -> None:
+    def store_first_keys(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> None:
         """Write, as i32, the first key that each query of the group from t on sees."""
         with k.loop(0, g.queries) as i:
-            least.put(self.first(k, t + i), i)
+            first_keys.put(self.first_key(k, t + i), i)
 
-    def lower(self, k: KernelBuilder, g: Geometry, t: Value, least: Pointer) -> Lower:
-        """The bounds of the group from t on, which `fill` has written."""
-        return Lower(self.first(k, t), self.first(k, t + (g.queries - 1)), least)
+    def bounds_of(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> KeyBounds:
+        """The mask_spec of the group from t on, which `fill` has written."""
+        return KeyBounds(self.first_key(k, t), self.first_key(k, t + (g.queries - 1)), first_keys)
