@@ -6,14 +6,14 @@ docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula 
 """
 
 from barellm.kernels.attention import attention
-from barellm.kernels.block_products import blocksparse_matmul
+from barellm.kernels.binary import binary_matmul
+from barellm.kernels.blocksparse import blocksparse_matmul
 from barellm.kernels.call import vjp
 from barellm.kernels.convolution import conv2d
+from barellm.kernels.matmul import matmul
 from barellm.kernels.norms import layernorm, rmsnorm, softmax
-from barellm.kernels.products import matmul
 from barellm.kernels.quantization import dequantize, quantize
-from barellm.kernels.selection import top_k
-from barellm.kernels.signs import binary_matmul
+from barellm.kernels.topk import top_k
 
 __all__ = [
     "attention",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
 from barellm.kernels.call import call
-from barellm.kernels.options import truth
+from barellm.kernels.options import boolean
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ def attention(
 
         near = layouts.parse("local:256", length=T, block=64, heads=H)  # barellm.program.layouts
         y = kernels.attention(q, k, v, layout=near)
-        out, pull = kernels.vjp(kernels.attention, q, k, v)
-        dq, dk, dv = pull(dout)
+        out, vjp_fn = kernels.vjp(kernels.attention, q, k, v)
+        dq, dk, dv = vjp_fn(dout)
         y = kernels.attention(q, k, v, causal=False)  # as encoders do
-        out, pull = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
-        dq, dk, dv, drelative = pull(dout)
+        out, vjp_fn = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
+        dq, dk, dv, drelative = vjp_fn(dout)
     """
-    causal = truth("attention", "causal", causal)
+    causal = boolean("attention", "causal", causal)
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
     if layout is not None:
         from barellm.program.layouts import Layout

@@ -10,7 +10,7 @@ from barellm.errors import WrongType
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
-    from barellm.kernels.compiled import Pull
+    from barellm.kernels.compiled import VjpFunction
     from barellm.kernels.rule import Rule
 
 P = ParamSpec("P")
@@ -28,15 +28,15 @@ def call(rule: Rule, given: Mapping[str, Any], out: Array | None = None, **optio
     return _run(rule, given, options, out, getattr(_recording, "tape", None))
 
 
-def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Pull]:
+def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, VjpFunction]:
     """The result of an array function, and its vector-Jacobian product: the function that takes the gradient of the result back to
     the gradients of the arguments.
 
-        y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
-        dx, dweight, dbias = pull(dy)
+        y, vjp_fn = kernels.vjp(kernels.layernorm, x, weight, bias)
+        dx, dweight, dbias = vjp_fn(dy)
     """
     outer = getattr(_recording, "tape", None)
-    tape: list[Pull] = []
+    tape: list[VjpFunction] = []
     _recording.tape = tape
     try:
         y = function(*args, **kwargs)

@@ -146,7 +146,7 @@ os.register_at_fork(after_in_child=lambda: CACHE.unlock())
 
 
 def run(
-    rule: Rule, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: list[Pull] | None
+    rule: Rule, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: list[VjpFunction] | None
 ) -> list[Array]:
     """The results of a rule on arrays, the first one in `out` if that is given. Where there is a `tape`, the call's Pull goes
     there."""
@@ -165,7 +165,7 @@ def run(
     saved = [empty(tuple(map(int, t.shape)), t.dtype) for t in compiled.saved]
     compiled.forward.run([address(a) for a in (*read.values(), *results, *saved)])
     if tape is not None:
-        tape.append(Pull(rule, compiled, [*read.values(), *results, *saved]))
+        tape.append(VjpFunction(rule, compiled, [*read.values(), *results, *saved]))
     if out is not None and results[0] is not out:
         out[...] = results[0]
         results[0] = out
@@ -188,8 +188,8 @@ def _target(rule: Rule, out: Any, result: np.ndarray, read: Collection[np.ndarra
     return out if direct and not any(np.may_share_memory(out, a) for a in read) else result
 
 
-class Pull:
-    """The gradients of one call: `pull(dy)` gives those of its float arguments, in their order, each with the shape and the
+class VjpFunction:
+    """The gradients of one call: `vjp_fn(dy)` gives those of its float arguments, in their order, each with the shape and the
     dtype of its argument. It reads the arguments and results of the call where they lie, so they must still be as they were."""
 
     def __init__(self, rule: Rule, compiled: Compiled, kept: list[np.ndarray]) -> None:
@@ -199,14 +199,14 @@ class Pull:
         """One gradient for each float result of the call."""
         c, name = self._compiled, self._rule.name
         if len(gradients) != len(c.seeds):
-            raise WrongType(f"pull of {name} expects {len(c.seeds)} gradients, it was given {len(gradients)}")
+            raise WrongType(f"vjp_fn of {name} expects {len(c.seeds)} gradients, it was given {len(gradients)}")
         seeds = []
         for t, shape, given in zip(c.seeds, c.seed_shapes, gradients, strict=True):
             argument = "dy" if len(c.seeds) == 1 else t.name
-            given = checked(f"pull of {name}", argument, given)
-            format_name(f"pull of {name}", argument, given, (t.dtype,))
+            given = checked(f"vjp_fn of {name}", argument, given)
+            format_name(f"vjp_fn of {name}", argument, given, (t.dtype,))
             if given.shape != shape:
-                raise ValueError(f"pull of {name} expects {argument} {shape}, it has shape {given.shape}")
+                raise ValueError(f"vjp_fn of {name} expects {argument} {shape}, it has shape {given.shape}")
             seeds.append(ready(given))
         made = [
             empty(shape[::-1] if flipped else shape, t.dtype)

@@ -1,8 +1,8 @@
-"""What attention does between products of AMX tiles: the tiles lie in memory, and vectors of queries pass over their rows.
+"""Softmax between AMX GEMMs: score tiles go through memory (L1), and vectors of queries process their rows.
 
-Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that one step of the contraction over keys is one tile of
-probabilities; what lies beyond the last key in it is zero. The processor overlaps by itself: while tile registers multiply one
-tile, the exponentials of the one before fill the vector units.
+Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that one K step over keys is one tile of probabilities;
+beyond the last key it is zero. Out-of-order execution overlaps AMX and the vector units: while TMUL multiplies one tile, the
+exponentials of the one before run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from barellm.cpu.kernels.attention_microkernels import Geometry, round_up, score
 from barellm.cpu.lang import Pointer, Value
 
 LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
-BOTH = 2  # rows of a tile that are packed together
+ROW_PAIR = 2  # rows of a tile that are one VNNI pair
 
 
 def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
@@ -30,12 +30,12 @@ def for_each_row_pair(
     make_mask: Callable[[], LaneMask],
     do: Callable[[Value, LaneMask | None], None],
 ) -> None:
-    """do(row, seen) for the rows of a tile, every second one; `seen` is None where all queries see all of the tile."""
+    """do(row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile."""
     with k.when(edge):
         is_visible = make_mask()
-        with k.loop(0, g.rows, BOTH) as r:
+        with k.loop(0, g.rows, ROW_PAIR) as r:
             do(r, is_visible)
-    with k.otherwise(edge), k.loop(0, g.rows, BOTH) as r:
+    with k.otherwise(edge), k.loop(0, g.rows, ROW_PAIR) as r:
         do(r, None)
 
 
@@ -53,7 +53,7 @@ def score_key_block_amx(
         def rows(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
             for v in range(g.vectors):
                 best = top[v].value
-                for i in range(BOTH):
+                for i in range(ROW_PAIR):
                     at = (r + i) * g.queries + v * g.lanes
                     x = target.load(at)
                     if is_visible is not None:

@@ -1,19 +1,19 @@
-"""Attention backward: probabilities are computed again from lse, block by block.
+"""Attention backward (FlashAttention, Dao et al. 2022): probabilities are recomputed from lse, block by block.
 
 Shapes: q, dq, out, dout (B, T, heads * D), keys, values and their gradients (B, T, kv_heads * D), lse, delta (B, heads, T) fp32.
-Rows of q, keys, values and of their gradients may lie any `strides` apart. With P = exp(s - lse), M the dropout multipliers and
+Rows of q, keys, values and of their gradients have any `strides`. With P = exp(s - lse), M the dropout multipliers and
 delta = sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
 
 Two schedules give the same bits, for every sum runs over the same blocks in the same order:
 
-    one pass     a claim is a head of keys: five products a block; dq of a whole head waits in the thread's scratch
-    two passes   a claim is a block of keys (dk, dv), then a block of queries (dq): seven products, but many claims
+    one pass     a work item is a head of keys: five GEMMs a block; dq of a whole head accumulates in the thread's scratch
+    two passes   a work item is a block of keys (dk, dv), then a block of queries (dq): seven GEMMs, but more parallelism
 
-The run-time shape and the number of threads decide, so that a single long sequence keeps every thread busy. Windows and documents
-have a schedule of their own (attention_backward_windowed.py), of the same parts.
+The run-time shape and the number of threads decide, so that a single long sequence occupies every thread. Windows and documents
+have a schedule of their own (attention_backward_windowed.py), of the same tile operations.
 
-A head of keys that serves several heads of queries takes them in turn, and its dk and dv are the sums over all of them: in one
-pass those of all its blocks wait in scratch until the last one has been added.
+With grouped queries, the heads of queries of a head of keys go one after the other, and its dk and dv are the sums over them: in
+one pass those of all its blocks accumulate in scratch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.attention_backward_tiles import Head, scratch_units
+from barellm.cpu.kernels.attention_backward_tiles import BackwardHead, scratch_units
 from barellm.cpu.kernels.attention_backward_windowed import CHUNK, attention_backward_windowed
 from barellm.cpu.kernels.attention_mask import dense_constants
 from barellm.cpu.kernels.attention_microkernels import (
@@ -43,8 +43,8 @@ from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
 
-ONE_PASS, TWO_PASSES = 5, 7  # products a block
-SMALL_KEY_BLOCK = 64  # of a claim of two passes, where claims of KEY_BLOCK are too few to be dealt evenly
+ONE_PASS, TWO_PASSES = 5, 7  # GEMMs a block
+SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK are too few for load balance
 
 
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
@@ -61,7 +61,7 @@ def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D,
 
 
 def use_one_pass(k: KernelBuilder, items: Value) -> Value:
-    """Whether the heads alone occupy the threads well enough."""
+    """Whether the heads alone balance the load."""
     threads = k.threads
     rounds = (items + (threads - 1)) // threads
     return (rounds * threads * ONE_PASS) <= (items * TWO_PASSES)
@@ -83,11 +83,11 @@ def attention_backward_dkdv(
     group = heads // kv_heads
     with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.claim_each(count * per_head) as item:
         index, place = item // per_head, item % per_head
-        # The first block is the longest: a long and a short one in turn, for neighbouring claims are one thread's.
+        # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
-            h = Head(
+            h = BackwardHead(
                 k,
                 operands,
                 index // kv_heads,
@@ -130,7 +130,7 @@ def attention_backward_dq(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, where it was not computed together with dk and dv."""
+    """Compute dq, unless one pass did."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch)
     geometry = Geometry.of(k.isa, q.dtype, D)
@@ -140,7 +140,7 @@ def attention_backward_dq(
     items = k.select(use_one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
     with amx.tile_registers(k, geometry.tiles), k.claim_each(items) as item:
         index = item // blocks
-        h = Head(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
+        h = BackwardHead(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s
         t = (blocks - 1 - item % blocks) * queries
         shift, deltas = h.pack_queries(t, vnni=False)

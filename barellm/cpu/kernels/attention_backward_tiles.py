@@ -1,7 +1,6 @@
-"""The parts that the schedules of attention's backward pass share: one head of one sequence, with its blocks in a thread's
-scratch.
+"""Tile operations of attention's backward pass, which its schedules share: one head of one sequence, with its blocks in scratch.
 
-Shapes and formulas are those of attention_backward.py, and blocks those of attention_microkernels.py: KEY_BLOCK keys beside a group of
+Shapes and formulas are those of attention_backward.py, and layouts those of attention_microkernels.py: KEY_BLOCK keys x a group of
 g.queries queries.
 """
 
@@ -43,9 +42,9 @@ from barellm.cpu.lang import Pointer, Value
 
 
 def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
-    """The blocks of scratch, in units. `length` is the number of queries whose dq may wait there. Where heads share keys
-    (`shared`), it is also the number of keys whose dk and dv may wait."""
-    waiting = round_up_to(length, KEY_BLOCK) if shared else KEY_BLOCK
+    """The blocks of scratch, in units. `length` is the number of queries whose dq accumulates there. With grouped queries
+    (`shared`), it is also the number of keys whose dk and dv do."""
+    kv_length = round_up_to(length, KEY_BLOCK) if shared else KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
         "q_transposed": g.transposed_units,
@@ -61,8 +60,8 @@ def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounde
         "ds": KEY_BLOCK * g.queries // g.pair,
         "ds_vnni": KEY_BLOCK * g.queries // g.pair,  # in units along the keys
         "keep": KEY_BLOCK * g.queries if rate else 0,
-        "dk": waiting * g.padded_D,
-        "dv": waiting * g.padded_D,
+        "dk": kv_length * g.padded_D,
+        "dv": kv_length * g.padded_D,
         "out": g.queries * g.padded_D,
         "dq": g.accumulator_units(-(-length // g.queries)),
         "first_keys": g.queries if bounded else 0,
@@ -76,8 +75,8 @@ def round_up_to(n: int, step: int) -> int:
 Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta, starts: pointers; stream
 
 
-class Head:
-    """One head of one sequence: its rows in memory, and the blocks in scratch that every schedule fills alike."""
+class BackwardHead:
+    """One head of one sequence: its rows in memory, and its blocks in scratch."""
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
@@ -100,19 +99,19 @@ class Head:
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
         self.key_range = KeyRange.of(k, mask_spec, self.T, starts, sequence)
         shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None}
-        self.s = blocks_of(k, self.units(rate, length, **shape))
+        self.s = blocks_of(k, self.scratch_sizes(rate, length, **shape))
         self.dropout = Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
 
     def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
         return Geometry.of(isa, dtype, D)
 
-    def units(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
+    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
         """Its blocks of scratch."""
         return scratch_units(self.g, rate, length, **shape)
 
     def pack_keys(self, j0: Value, most: Any = KEY_BLOCK) -> Value:
-        """K and V from j0 on as rows; returns how many there are, KEY_BLOCK at most."""
+        """Pack K and V from j0 on as rows; returns how many there are, KEY_BLOCK at most."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - j0, most)
         pack_tile(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
@@ -120,16 +119,16 @@ class Head:
         return count
 
     def first_query(self, j0: Value) -> Any:
-        """The first group of queries of which one sees a key from j0 on."""
+        """The first group of queries that sees a key from j0 on."""
         return j0 // self.g.queries * self.g.queries if self.length is None else 0
 
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
-        """How many of the `count` keys from j0 on the queries of the group from t on compute."""
+        """How many of the `count` keys from j0 on the group of queries from t on computes."""
         some = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
         return round_to_tiles(self.k, self.g, some)
 
     def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
-        """Q and dO of a block turned (and vnni); -lse and delta of its queries in lanes."""
+        """Pack Q and dO of a block transposed (and as VNNI pairs); returns -lse and delta of its queries in lanes."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - t, g.queries)
         for source, name in ((self.q, "q"), (self.dout, "do")):
@@ -143,7 +142,7 @@ class Head:
         return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
 
     def key_bounds(self, t: Value) -> KeyBounds | None:
-        """The mask_spec of the queries from t on, where they have any."""
+        """The key bounds of the queries from t on, where they have any."""
         if self.key_range is None:
             return None
         first_keys = self.s["first_keys"].as_dtype("i32")
@@ -189,7 +188,7 @@ class Head:
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
         *, for_dkdv: bool, key_bounds: KeyBounds | None,
     ) -> None:  # fmt: skip
-        """The same of tiles that lie in memory, two rows at a time."""
+        """The same on AMX, whose tiles lie in memory, two rows at a time."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         with k.loop(begin, num_keys, g.rows) as j:
@@ -226,7 +225,7 @@ class Head:
     def _probability_tile(
         self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None
     ) -> None:
-        """P of g.rows keys, 0 where a query does not see a key."""
+        """P of g.rows keys, 0 where masked."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
         tile = score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
         p = [
@@ -246,16 +245,16 @@ class Head:
             put(p)
 
     def start(self, j: Value) -> list[list[Value]] | None:
-        """What the scores of the tile from row j on begin with."""
+        """The initial accumulator of the score tile from row j on: a position bias."""
         return None
 
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
-        """Do more with dS of the tile from row j on."""
+        """A hook for dS of the tile from row j on."""
 
     def tile_mask(
         self, key: Value, t: Value, key_bounds: KeyBounds | None
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """Whether not every query of the group sees all keys of the tile from `key` on, and a function that tells which do."""
+        """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
         length = self.length
         return needs_mask(self.g, key, t, key_bounds, length), lambda: lane_mask(
             self.k, self.g, key, t, key_bounds, length

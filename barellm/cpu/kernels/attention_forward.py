@@ -1,11 +1,9 @@
-"""Attention forward, for training and with a KV cache: tiles of keys x queries, softmax as it goes.
+"""Attention forward, for training and with a KV cache: blocked, with online softmax (FlashAttention).
 
-Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows
-of q, keys and values may lie any `strides` apart. A claim is one block of queries of one head; it walks the keys that its queries
-may see, KEY_BLOCK at a time, and keeps the maximum and the sum of each query in lanes (Milakov and Gimelshein 2018, Dao et al. 2022).
-In causal attention, keys later than the last query of a block are never touched, nor are those that its window or its document
-excludes.
-"""
+Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows of
+q, keys and values have any `strides`. A work item is a block of queries of one head; it loops over blocks of KEY_BLOCK keys,
+packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum of each query in lanes (Milakov and Gimelshein
+2018, Dao et al. 2022). Blocks that the mask excludes (causal, window, document) are skipped."""
 
 from __future__ import annotations
 
@@ -48,17 +46,17 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
 
-LOWEST = -1e30  # where a maximum begins if the first keys of a block may be none of a query's
-QUERY_BLOCK = 128  # queries that share the staging of keys and values, where that leaves enough claims
+LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
+QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
 def groups_per_block(g: Geometry) -> int:
-    """Register-wide groups of queries in a claim."""
+    """Register-wide groups of queries in a work item."""
     return max(1, QUERY_BLOCK // g.queries)
 
 
 def select_query_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[Value, Value]:
-    """The number of (queries of a claim, claims of a head) for `count` heads. No bit of the result depends on it."""
+    """(queries of a work item, work items of a head) for `count` heads. No bit of the result depends on it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -89,7 +87,7 @@ def attend_queries(
     mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None,
 ) -> None:  # fmt: skip
     """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0.
-    Where every query sees all keys, `length` is their number."""
+    `length`: the number of keys of full attention."""
     s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys = s["first_keys"].as_dtype("i32")
@@ -125,7 +123,7 @@ def attend_queries(
 def init_softmax(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, at: Value, lowest: float
 ) -> None:
-    """Turn the group of queries from t on, the group `at` of its claim, and clear what it sums up."""
+    """Pack the group of queries from t on, group `at` of its work item, and clear its accumulators."""
     pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     transpose_tile(k, g, s["q_rows"], s["q"].at(at * g.transposed_units))
     clear(k, s["acc"].at(at * g.accumulator_units()), g.acc_rows * g.queries)
@@ -135,8 +133,8 @@ def init_softmax(
 
 
 def online_softmax_step(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, num_keys: Value, softmax_scale_log2: Any,
-    tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, num_keys: Value,
+    softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
 ) -> None:  # fmt: skip
     """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout, and
     `start` gives what the scores of a tile begin with."""
@@ -158,7 +156,7 @@ def finish_softmax(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, at: Value,
     softmax_scale: Any,
 ) -> None:  # fmt: skip
-    """Divide by the sums, and write a group's rows of the result, and lse."""
+    """Divide by the sums; write a group's rows of the result, and lse."""
     stats = s["stats"].at(at * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -170,8 +168,8 @@ def finish_softmax(
             lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
-LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
-TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether not all of it is seen, and what is
+LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose queries see the row's key
+TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
 Start = Callable[[Value], list[list[Value]]]
 
 
@@ -235,7 +233,8 @@ def probabilities(
     num_keys: Value,
     dropout: bool,
 ) -> None:
-    """exp2((scores - maximum) * unit) in place, as units along the keys; `stats` gets their sum, before dropout, added."""
+    """exp2((scores - maximum) * softmax_scale_log2) in place, as units along the keys; their sum, before dropout, is added to
+    `stats`."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
     vectors_at_once = g.vectors if k.isa.registers == 32 else 1
     for first in range(0, g.vectors, vectors_at_once):
@@ -269,7 +268,7 @@ def attention(
     dropout = Dropout(rate, stream, heads) if rate else None
     with amx.tile_registers(k, g.tiles), k.claim_each(runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
-        first = (blocks - 1 - item % blocks) * block  # the last is the longest: early, so that threads end together
+        first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
         of = [
             mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
@@ -337,8 +336,8 @@ def attention_cached(
 def attend_one_query(
     k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value
 ) -> None:
-    """Attention of one query. Channels are lanes, so that no lane idles. The probabilities of all keys lie in scratch, `count`
-    fp32."""
+    """Decoding attention of one query (memory-bound). Channels are lanes, so that no lane idles. The probabilities of all keys
+    are in scratch, `count` fp32."""
     scratch = k.private("fp32")
     columns = k.columns(D)
     query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]

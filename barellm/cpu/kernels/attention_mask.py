@@ -1,9 +1,8 @@
-"""What queries of attention see: the keys before their own or all, and at run time windows, documents, paired heads.
+"""Attention masks: causal or full, and at run time sliding windows, documents (packed sequences) and paired heads.
 
-A `KeyRange` answers two questions about positions: which key is the first that a query sees, and which query is the last that sees a
-key. Neither answer decreases along a sequence, so that a block of queries needs the keys from its first query's first one on, and
-inside that range only register tiles at its two edges compare positions lane by lane.
-"""
+A `KeyRange` gives the first key that a query sees, and the end of the queries that see a key. Neither decreases along a sequence,
+so a block of queries needs the keys from its first query's first one on, and inside that range only register tiles at its two
+edges apply a mask lane by lane; blocks outside it are skipped."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from barellm.program.ops.base import Op
 
 
 class MaskSpec(NamedTuple):
-    """Constants of an attention: positions of a token (2 of paired heads), the names of its run-time scalars, and whether queries
-    see no later keys."""
+    """The mask as constants of the code: `fold` positions per token (2 of paired heads), the names of its run-time scalars `window`
+    and `scale`, and whether it is causal."""
 
     fold: int = 1
     window: str | None = None
@@ -57,7 +56,7 @@ PLAIN = MaskSpec()
 
 
 def dense_constants(op: Op) -> dict[str, Any]:
-    """Constants of the kernels of a dense attention. Heads are those of the long sequence where they are paired."""
+    """Constants of the kernels of a dense attention. Of paired heads they are those of the folded sequence."""
     constants, mask_spec = size_constants(op), MaskSpec.of(op)
     folded = {name: constants[name] // mask_spec.fold for name in ("heads", "kv_heads")}
     return constants | folded | {"mask_spec": mask_spec}
@@ -76,7 +75,7 @@ class KeyRange:
     def of(
         cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value
     ) -> KeyRange | None:
-        """The reach of a sequence, or None if every query sees all keys before its own."""
+        """The range of a sequence, or None where the mask is causal or full only."""
         if mask_spec.window is None and starts is None:
             return None
         window = None if mask_spec.window is None else k.min(k.scalar(mask_spec.window), T)
@@ -88,7 +87,7 @@ class KeyRange:
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold
 
     def first_key(self, k: KernelBuilder, t: Value) -> Value:
-        """The first key that the query at t sees; of one behind the sequence, what its last sees."""
+        """The first key that the query at t sees; of a query behind the sequence that of the last one."""
         t = k.min(t, self.T - 1)
         found = k.int(0)
         if self.window is not None:
@@ -98,7 +97,7 @@ class KeyRange:
         return found
 
     def query_end(self, k: KernelBuilder, key: Value) -> Value:
-        """The position behind the last query that sees `key`."""
+        """The end of the queries that see `key`."""
         high = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return high
@@ -107,10 +106,7 @@ class KeyRange:
         with k.while_(lambda: lo.value < hi.value):
             middle = (lo.value + hi.value) >> 1
             beyond = self._document(middle) > key
-            hi.value, lo.value = (
-                k.select(beyond, middle, hi.value),
-                k.select(beyond, lo.value, middle + 1),
-            )
+            hi.value, lo.value = k.select(beyond, middle, hi.value), k.select(beyond, lo.value, middle + 1)
         return lo.value
 
     def store_first_keys(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> None:
@@ -119,5 +115,5 @@ class KeyRange:
             first_keys.put(self.first_key(k, t + i), i)
 
     def bounds_of(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> KeyBounds:
-        """The mask_spec of the group from t on, which `fill` has written."""
+        """The bounds of the group from t on; `first_keys` was filled by `store_first_keys`."""
         return KeyBounds(self.first_key(k, t), self.first_key(k, t + (g.queries - 1)), first_keys)

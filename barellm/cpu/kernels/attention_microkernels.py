@@ -1,17 +1,17 @@
-"""The parts of which the attention kernels are made: blocks of one head in a thread's scratch, and products of register tiles over
+"""Tile layouts, packing and micro-kernels of attention: blocks of one head in a thread's scratch, and GEMMs of register tiles on
 them.
 
-Scores are kept transposed, S^T = K Q^T: keys are rows, queries are lanes. So the softmax needs no sum or maximum across lanes, a
-causal mask is one comparison, and the probabilities come out of the registers as the right operand of the next product.
+Scores are kept transposed, S^T = K Q^T: keys are rows, queries are lanes. So the softmax has no horizontal sum or maximum, a causal
+mask is one comparison, and the probabilities leave the registers as the right operand of the next GEMM.
 
-Blocks in scratch consist of 32-bit units: one fp32, or, with a bf16 dot instruction, two bf16 that follow each other along the
-contraction. bf16 without such an instruction becomes fp32 while it is staged.
+Blocks in scratch consist of 32-bit units: one fp32, or, with a bf16 dot instruction, a VNNI pair: two bf16 that follow each other
+along K, the contracted dimension. bf16 without such an instruction is converted to fp32 by packing.
 
-    rows         (tokens, D)   [token][g.row_units]               units along D; rows beyond the last token and columns beyond D are 0
-    vnni        (tokens, D)   [token / g.pair][g.wide]     units along the tokens; the same bytes as rows where g.pair is 1
-    columns      (tokens, D)   [token / 32][g.wide][16]     units along the tokens, a column of 32 tokens as a line: of AMX tiles
-    turned       (tokens, D)   [g.row_units][g.queries]           units along D, tokens as lanes
-    accumulator  fp32: (g.deep, queries) for a transposed result, (tokens, g.wide) for a straight one
+    rows         (tokens, D)   [token][g.row_units]           units along D; padded with zeros
+    vnni         (tokens, D)   [token / g.pair][g.padded_D]   units along the tokens; the same bytes as rows where g.pair is 1
+    columns      (tokens, D)   [token / 32][g.padded_D][16]   units along the tokens, 32 tokens of a column in a cache line: for AMX
+    transposed   (tokens, D)   [g.row_units][g.queries]       units along D, tokens as lanes
+    accumulator  fp32: (g.acc_rows, queries) of a transposed result, else (tokens, g.padded_D)
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from barellm.program.tensor import Dim
 
 # 2^f on [-0.5, 0.5], relative error 2.8e-6: a hundredth of what rounding a probability to bf16 costs.
 EXP2_SHORT = (1.0, 0.6931241933586842, 0.24024098616755934, 0.05590642492460038, 0.00958285286558115)
-TILE_VECTORS = 2  # vectors of queries beside AMX tiles
-KEY_BLOCK = 128  # of a block: a multiple of 32, the period of the dropout words, and of every tile's rows
+TILE_VECTORS = 2  # vectors of queries of an AMX tile
+KEY_BLOCK = 128  # keys of a block: a multiple of 32, the period of the dropout words, and of every tile's rows
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Geometry:
     lanes: int
     rows: int  # of a tile
     vectors: int = 2
-    tiles: bool = False  # products in AMX's tile registers, whose tiles lie in memory before and behind them
+    tiles: bool = False  # GEMMs in AMX tile registers, with operands and results in memory
 
     @classmethod
     def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> Geometry:
-        """`tiles` False: of vector registers wherever it runs."""
+        """`tiles` False: in vector registers even where there is AMX."""
         if tiles and amx.uses_tiles(isa, dtype):
             return cls(D, 2, isa.lanes, amx.ROWS, TILE_VECTORS, True)
         return cls(D, 2 if paired(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
@@ -78,7 +78,7 @@ class Geometry:
         """Steps of a contraction over D."""
         return -(-self.D // self.pair)
 
-    # Units of the blocks. Turning and straightening read whole vectors, up to one vector beyond a block's last row.
+    # Units of the blocks. Transposes read whole vectors, up to one vector beyond a block's last row.
     def rows_units(self, tokens: int) -> int:
         return tokens * self.row_units + self.lanes
 
@@ -131,8 +131,8 @@ def size_constants(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one head in memory: element (t, d) lies at pointer[t * stride + d]. Of paired heads two rows, `apart` from each
-    other, share a stride; such rows start at an even t."""
+    """Rows of one head in memory: element (t, d) lies at pointer[t * stride + d]. Of paired heads two rows, `pair_stride`
+    apart, share a stride; such rows start at an even t."""
 
     pointer: Pointer
     stride: int
@@ -153,7 +153,7 @@ class Rows:
 
 
 def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
-    """The head of k and v that serves a head of q: each serves heads / kv_heads of them, one after the other."""
+    """The head of k and v of a head of q: grouped-query attention shares each among heads / kv_heads adjacent ones."""
     return head if heads == kv_heads else head // (heads // kv_heads)
 
 
@@ -161,7 +161,7 @@ def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
 
 
 def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, to: Pointer) -> None:
-    """Rows [0, count) of `source` as a block of rows, with zeros up to row `total`."""
+    """Pack rows [0, count) of `source` as a block of rows, with zeros up to row `total`."""
     with k.loop(0, count) as t:
         row, target = source[t], to.at(t * g.row_units)
         for c, mask in k.columns(g.D):
@@ -193,7 +193,7 @@ def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, to: Poi
 
 
 def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Pointer) -> Pointer:
-    """Rows of `count` tokens, padded as `stage` does, as `accumulate_transposed` wants them: vnni, or columns where tiles are used."""
+    """Rows of `count` tokens, padded by `pack_tile`, to the left operand of `accumulate_transposed`: vnni, or columns for AMX."""
     if not g.tiles:
         return vnni_pack(k, g, rows, round_up(k, count, g.pair), to)
     with k.loop(0, count, amx.DEPTH) as t, k.loop(0, g.padded_D, g.lanes) as c:
@@ -212,7 +212,7 @@ def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
 
 
 def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, to: Pointer) -> None:
-    """Rows -> turned, g.queries tokens."""
+    """Rows -> transposed, g.queries tokens."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
         source, target = rows.at(v * g.row_units + c), to.at(c * g.queries + v)
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
@@ -221,7 +221,7 @@ def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, to: Pointer) ->
 
 
 def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, to: Pointer, factor: list[Value]) -> None:
-    """Accumulator (D, queries) -> (queries, g.wide), times a factor per query."""
+    """Accumulator (D, queries) -> (queries, g.padded_D), times a factor per query."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
@@ -234,7 +234,7 @@ def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, to
 def unpack_tile(
     k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Rows, factor: Any, keep: Value | None = None
 ) -> None:
-    """Write fp32 rows [token][g.wide], times `factor`, to memory. They are added to what is there if `keep` says so."""
+    """Write fp32 rows [token][g.padded_D], times `factor`, to memory, or add them where `keep`."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), to[t]
         for c, mask in k.columns(g.D):
@@ -244,7 +244,7 @@ def unpack_tile(
             target.store(value, c, mask)
 
 
-# --- products ---
+# --- micro-kernels ---
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,8 @@ class Right:
 def micro_kernel(
     k: KernelBuilder, g: Geometry, a: Left, b: Right, steps: Any, start: list[list[Value]] | None = None, **shape: int
 ) -> list[list[Value]]:
-    """start + a b over `steps`, a register tile of g.rows x g.vectors (or `rows`, `vectors`). One chain an element, in order."""
+    """start + a b over `steps`, a register tile of g.rows x g.vectors (or `rows`, `vectors`). Each element is one accumulation
+    chain, in order."""
     rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
     acc = [[k.var(start[r][v] if start else k.to(0.0, k.vec)) for v in range(vectors)] for r in range(rows)]
     with k.loop(0, steps) as s:
@@ -296,7 +297,7 @@ def score_tile(
     transposed: Pointer,
     start: list[list[Value]] | None = None,
 ) -> list[list[Value]]:
-    """Products of g.rows tokens from `first` with g.queries tokens, added to `start`: K Q^T, V dO^T."""
+    """A tile of K Q^T or V dO^T: g.rows tokens from `first` x g.queries tokens, added to `start`."""
     return micro_kernel(
         k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start
     )
@@ -305,7 +306,7 @@ def score_tile(
 def score_tile_amx(
     k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, to: Pointer
 ) -> None:
-    """The same in AMX tiles, to memory: [g.rows][g.queries] fp32."""
+    """The same on AMX, to memory: [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row_units), 4 * g.row_units)
     amx.add_product(k, to, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
 
@@ -320,8 +321,8 @@ def accumulate_transposed(
     end: Value,
     factor: list[Value] | None = None,
 ) -> None:
-    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X as `pack_left` has it and R (tokens, queries) in
-    units along the tokens. On tiles both ends are whole tiles."""
+    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X packed by `pack_left` and R (tokens, queries)
+    in units along the tokens. On AMX both ends are multiples of a tile."""
     tokens = end
     if isinstance(begin, Value):  # else 0
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
@@ -356,8 +357,8 @@ def accumulate_transposed(
 def accumulate_rows(
     k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
 ) -> None:
-    """acc (tokens, g.wide) += L X over g.queries for the tokens [begin, end), L [token][g.queries / g.pair] in units along the
-    queries and X vnni."""
+    """acc (tokens, g.padded_D) += L X over g.queries for the tokens [begin, end), L [token][g.queries / g.pair] in units along the
+    queries and X in VNNI layout."""
     per_row = g.queries // g.pair
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
@@ -401,14 +402,14 @@ def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
 
 
 def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) -> Value:
-    """Units of two rows of fp32 lanes along the rows; with g.pair 1 of the one row."""
+    """Round two rows of fp32 lanes to VNNI pairs; with g.pair 1 the one row as it is."""
     if odd is None:
         return even
     return k.bitcast(interleave(k, k.round_bf16(even), k.round_bf16(odd)), k.vec)
 
 
 def store_units(k: KernelBuilder, g: Geometry, to: Pointer, row: list[Value]) -> None:
-    """A row of g.queries fp32 lanes as units along the row."""
+    """Store a row of g.queries fp32 lanes as units along the row."""
     for v, x in enumerate(row):
         if g.pair == 2:
             to.as_dtype("bf16").store(x, v * g.lanes)
@@ -418,20 +419,20 @@ def store_units(k: KernelBuilder, g: Geometry, to: Pointer, row: list[Value]) ->
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The first keys that a group of queries sees: that of its first query, that of its last, and in `first_keys` each query's, i32."""
+    """The first key of a group's first query, of its last, and in `first_keys` of each query (i32)."""
 
     first: Value
     last: Value
     first_keys: Pointer
 
     def first_row(self, k: KernelBuilder, g: Geometry, j0: Value) -> Value:
-        """The first row of a block of keys that any of the queries sees, down to a whole tile."""
+        """The first row of a block of keys that any of the queries sees, rounded down to a tile."""
         return k.max(self.first - j0, 0) & -g.rows
 
 
 def needs_mask(g: Geometry, key: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None) -> Value:
-    """Whether some query of the group from `position` on may not see some key of the tile from `key` on. Where every query sees
-    all keys, `length` is their number, and else None."""
+    """Whether the tile of keys from `key` on is partly masked for the group of queries from `position` on. `length`: the number of
+    keys of full attention, else None."""
     if length is not None:
         return (key + g.rows) > length
     late = (key + (g.rows - 1)) > position

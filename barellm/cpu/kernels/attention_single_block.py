@@ -1,11 +1,11 @@
-"""Attention of sequences so short that a head's scores lie in the cache as a whole: each product of a head in one go.
+"""Attention of short sequences, whose scores of a head are one block: no online softmax, no accumulators in memory.
 
-Shapes and formulas as in attention_forward.py and attention_backward.py, blocks as in attention_microkernels.py, of MAX_SEQ tokens. Where
-a sequence is cut into blocks, a head of 64 tokens costs more for clearing, adding up and turning blocks than for products. Here
-nothing is added up in memory, every result leaves its product as rows (a unit of the left operand is broadcast from wherever
-it lies, so the probabilities need no other form for that), and the causal half is cut by vectors of queries and tiles of keys.
+Shapes and formulas as in attention_forward.py and attention_backward.py, blocks as in attention_microkernels.py, of MAX_SEQ
+tokens. Blocked attention of a head of 64 tokens would spend more on clearing, accumulating and transposing blocks than on its
+GEMMs. Here all operands of a head stay in L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the
+probabilities need no repacking), and the causal half is skipped by vectors of queries and tiles of keys.
 
-Each element is the same chain of the same operations, and only zeros are left out: the bits are those of the blocks.
+Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
 
 
 def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
-    """Whether sequences of up to `length` tokens are done here: with rows of whole units, a line each, and without dropout."""
+    """Whether sequences of up to `length` tokens are supported: bf16 dot products, rows of whole cache lines, no dropout."""
     g = Geometry.of(isa, dtype, D)
     units = g.pair == 2 and not g.tiles and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
     return length <= MAX_SEQ and not rate and units
@@ -57,8 +57,8 @@ def forward_units(g: Geometry) -> dict[str, int]:
 
 
 def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
-    """The blocks of scratch of the backward pass, in units. Where keys are `shared`, dk and dv are sums over several heads, which
-    wait as fp32 rows."""
+    """The blocks of scratch of the backward pass, in units. With grouped queries (`shared`), dk and dv are sums over several heads,
+    kept as fp32 rows."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
     transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
     # [key][MAX_SEQ / 2]; the last of them [key / 2][MAX_SEQ].
@@ -81,7 +81,7 @@ def load_rows(
     k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer | None = None,
     vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
-    """`count` rows in the forms that are wanted, with zeros up to a multiple of g.queries; turned ones [g.d_steps][MAX_SEQ]."""
+    """Pack `count` rows in the given layouts, with zeros up to a multiple of g.queries; transposed ones [g.d_steps][MAX_SEQ]."""
     with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             held = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]
@@ -134,8 +134,8 @@ def gemm_rows(
     k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, to: Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X vnni, `left` and `vnni` at the first of
-    `steps` pairs of tokens."""
+    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
+    first of `steps` pairs of tokens."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = (
             [[to[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
@@ -213,7 +213,7 @@ def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t:
 def single_block_probabilities(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
 ) -> list[Value]:
-    """exp2(scores * unit + shift) as units along the keys, and their sums."""
+    """exp2(scores * softmax_scale_log2 + shift) as units along the keys, and their sums."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
     def pair(j: Value, first: int) -> None:
@@ -236,7 +236,7 @@ def attention_backward_single_block(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
     *, batch, seq, heads, kv_heads, D, strides,
 ) -> None:  # fmt: skip
-    """A claim is a head of keys with the heads of queries that it serves."""
+    """A work item is a head of keys with its group of query heads."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     group = heads // kv_heads
     s = blocks_of(k, backward_units(g, group > 1))

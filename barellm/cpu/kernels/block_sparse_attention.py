@@ -1,10 +1,9 @@
-"""Attention over the blocks of keys that a layout lists, forward (`program/layouts.py` has the tables).
+"""Block-sparse attention, forward: over the blocks of keys that a layout lists (`program/layouts.py` has the tables).
 
-Shapes as in attention_forward.py. A claim is one row of the layout: a block of queries of one head. Its listed blocks of keys are
-staged side by side, as many as fit into KEY_BLOCK rows of scratch, and then are keys like any others: register tiles do not know that
-they lie apart in memory. Only tiles of blocks with a mask look at its bits, and relative terms (relative_position_bias.py) are what
-the scores of blocks near enough begin with.
-"""
+Shapes as in attention_forward.py. A work item is one row of the layout: a block of queries of one head. Its listed blocks of keys
+are gathered into one packed tile of at most KEY_BLOCK rows, and are then keys like any others: register tiles do not know that
+they are not contiguous in memory. Only tiles of partly masked blocks read mask bits. The relative position bias
+(relative_position_bias.py) is the initial accumulator of the scores."""
 
 from __future__ import annotations
 
@@ -39,20 +38,20 @@ from barellm.runtime.lowering import weight_operand
 
 
 def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> Geometry:
-    """Groups of queries that end where blocks do. Tiles of AMX must lie in one block, and relative terms, which are what scores
-    begin with, want them in vector registers."""
+    """Groups of queries that divide a block. AMX tiles must lie in one block, and a position bias, the scores' initial accumulator,
+    needs them in vector registers."""
     g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.DEPTH == 0)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 
 def blocks_per_pack(block: int) -> int:
-    """Blocks of keys that are staged side by side."""
+    """Blocks of keys in a packed tile."""
     return max(1, KEY_BLOCK // block)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of a layout's tables, of rows or of columns: the constants of its shape, and where it is."""
+    """One of a layout's tables in CSR form, of rows or of columns."""
 
     k: KernelBuilder
     table: Pointer
@@ -61,12 +60,12 @@ class Table:
     lists: int  # rows of all heads
     entries: int
 
-    def span(self, row: Value) -> tuple[Value, Value]:
-        """The entries of a row of all heads' rows."""
+    def entries_of(self, row: Value) -> tuple[Value, Value]:
+        """The entries [begin, end) of a row, counted over all heads."""
         return self.table.get(row), self.table.get(row + 1)
 
-    def listed(self, entry: Value) -> Value:
-        """The block that an entry names."""
+    def block_of(self, entry: Value) -> Value:
+        """The block number of an entry."""
         return self.table.get(entry + (self.lists + 1))
 
     def kind(self, entry: Value) -> Value:
@@ -75,8 +74,8 @@ class Table:
     def tile_mask(
         self, g: Geometry, entry: Value, query: Value, j: Value
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """Whether not all of the tile from row j on of staged blocks, of which `entry` is the first, is seen by the group that
-        begins at place `query` of its block; and a function that tells which is."""
+        """Whether the tile from row j on of packed blocks, of which `entry` is the first, is partly masked for the group from
+        position `query` of its block on; and a function that makes the mask."""
         k, words = self.k, -(-self.block // WORD)
         kind = self.kind(entry + j // self.block)
 
@@ -95,11 +94,12 @@ class Table:
 
 
 def gather(
-    k: KernelBuilder, g: Geometry, table: Table, tensors: tuple[tuple[Rows, Pointer], ...], entry: Value, num_blocks: Value, T: Value
+    k: KernelBuilder, g: Geometry, table: Table, tensors: tuple[tuple[Rows, Pointer], ...], entry: Value, num_blocks: Value,
+    T: Value
 ) -> None:  # fmt: skip
-    """Stage the blocks that `some` entries from `entry` on list, of each tensor, side by side."""
+    """Pack the blocks of `num_blocks` entries from `entry` on, of each tensor, contiguously."""
     with k.loop(0, num_blocks) as i:
-        j0 = table.listed(entry + i) * table.block
+        j0 = table.block_of(entry + i) * table.block
         for rows, to in tensors:
             pack_tile(
                 k, g, rows.start(j0), k.min(T - j0, table.block), table.block, to.at(i * (table.block * g.row_units))
@@ -108,7 +108,7 @@ def gather(
 
 def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
     n, rows = block // g.queries, blocks_per_pack(block) * block
-    terms = forward_units(g, block, blocks_per_pack(block)) if distances else {}
+    bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
     return {
         "q_rows": g.rows_units(g.queries),
         "q": n * g.transposed_units,
@@ -120,7 +120,7 @@ def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[
         "stats": n * 2 * g.queries,
         "alpha": g.queries,
         "out": g.queries * g.padded_D,
-        **terms,
+        **bias,
     }
 
 
@@ -128,7 +128,7 @@ def relative_bias_of(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
     distances: Distances | None,
 ) -> RelativePositionBias | None:  # fmt: skip
-    """The relative terms of a head, if there are any."""
+    """The relative position bias of a head, if there is any."""
     if relative is None or distances is None:
         return None
     return RelativePositionBias(k, g, s, block, Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
@@ -148,7 +148,7 @@ def block_sparse_attention(
     counts = (heads, kv_heads, kv_heads)
     with amx.tile_registers(k, g.tiles), k.claim_each(runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
-        row = blocks - 1 - item % blocks  # the last ones are the longest, if any are
+        row = blocks - 1 - item % blocks  # longest first in a causal layout
         first = row * block
         last = k.min(first + block, T)
         token = sequence * T
@@ -157,31 +157,31 @@ def block_sparse_attention(
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         ]
         to = Rows.of(out, token, head, D=D, stride=heads * D)
-        terms = relative_bias_of(k, g, s, block, relative, head, heads, distances)
+        bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             init_softmax(k, g, s, of[0], t, last, (t - first) // g.queries, LOWEST)
-        begin, end = table.span(head * (lists // heads) + row)
+        begin, end = table.entries_of(head * (lists // heads) + row)
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, table, ((of[1], s["k"]), (of[2], s["v_rows"])), entry, num_blocks, T)
             v_block = pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
 
             def block_distance(i: Value, entry: Value = entry) -> Value:
-                return row - table.listed(entry + i)
+                return row - table.block_of(entry + i)
 
-            if terms:
-                with terms.for_each_near(num_blocks, block_distance) as (between, i):
-                    terms.pack_tile(between, i)
+            if bias:
+                with bias.for_each_near(num_blocks, block_distance) as (between, i):
+                    bias.pack_tile(between, i)
             with k.loop(first, last, g.queries) as t:
 
                 def tile_mask(j: Value, entry: Value = entry, t: Value = t) -> Any:
                     return table.tile_mask(g, entry, t - first, j)
 
                 at = (t - first) // g.queries
-                if terms:
-                    with terms.for_each_near(num_blocks, block_distance) as (between, i):
-                        terms.multiply(between, i, t - first, s["q"].at(at * g.transposed_units))
-                start = terms and partial(terms.start, block_distance)
+                if bias:
+                    with bias.for_each_near(num_blocks, block_distance) as (between, i):
+                        bias.multiply(between, i, t - first, s["q"].at(at * g.transposed_units))
+                start = bias and partial(bias.start, block_distance)
                 online_softmax_step(
                     k, g, s, at, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start
                 )
@@ -198,7 +198,7 @@ def shape_of(op: Op) -> dict[str, Any]:
 
 
 def vectors_of(op: Op) -> Any:
-    """The vectors of the relative terms as an operand."""
+    """The vectors of the position bias as an operand."""
     return None if op.relative is None else weight_operand(op.relative)
 
 

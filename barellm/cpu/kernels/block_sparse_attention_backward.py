@@ -1,16 +1,16 @@
-"""Attention over the blocks of keys that a layout lists, backward.
+"""Block-sparse attention, backward.
 
-Shapes and formulas as in attention_backward.py, tables as in block_sparse_attention.py. Two schedules give the same bits, for every sum
-runs over the same blocks in the same order:
+Shapes and formulas as in attention_backward.py, tables as in block_sparse_attention.py. Two schedules give the same bits, for every
+sum runs over the same blocks in the same order:
 
-    one pass     a claim is a head of keys: five products a block; dk and dv of a whole head wait in the thread's scratch
-    two passes   a claim is a row of the layout (dq), then a column (dk, dv): seven products, but many claims
+    one pass     a work item is a head of keys: five GEMMs a block; dk and dv of a whole head accumulate in the thread's scratch
+    two passes   a work item is a row of the layout (dq), then a column (dk, dv): seven GEMMs, but more parallelism
 
-The run-time shape and the number of threads decide. A row meets its blocks of keys staged side by side, like the forward pass; a
-column has one block of keys and meets the rows that list it.
+The run-time shape and the number of threads decide. A row has its blocks of keys packed into one tile, like the forward pass; a
+column has one block of keys and loops over the rows that list it.
 
-The gradient of the relative terms' vectors is a sum over all queries. Rows of a layout are dealt into parts, whose number follows
-from the sequences and the heads; each part of each sequence has a sum of its own, and these are added in order.
+The gradient of the position bias is a sum over all queries. Rows of a layout form parts, whose number follows from the sequences
+and the heads; each part of each sequence has a partial sum, and these are added in order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_backward import attention_delta, use_one_pass
-from barellm.cpu.kernels.attention_backward_tiles import Head, Operands
+from barellm.cpu.kernels.attention_backward_tiles import BackwardHead, Operands
 from barellm.cpu.kernels.attention_mask import PLAIN
 from barellm.cpu.kernels.attention_microkernels import (
     Geometry,
@@ -53,39 +53,39 @@ from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
 
-SUMS = 64  # of the gradient of a relative term, over all heads of keys: enough for any number of threads
+PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: enough for any number of threads
 
 
 def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
-    """The blocks of scratch, in units; dk and dv of all `rows` of keys may wait there."""
-    staged = blocks_per_pack(block) * block
-    terms = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
+    """The blocks of scratch, in units; dk and dv of all `rows` of keys may accumulate there."""
+    packed = blocks_per_pack(block) * block
+    bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
     return {
         "rows": g.rows_units(g.queries),
         "q_transposed": g.transposed_units,
         "do_transposed": g.transposed_units,
         "q": g.vnni_units(g.queries) + g.lanes,
         "do": g.vnni_units(g.queries) + g.lanes,
-        "k_rows": g.rows_units(staged),
-        "v_rows": g.rows_units(staged),
-        "k": g.vnni_units(staged),
+        "k_rows": g.rows_units(packed),
+        "v_rows": g.rows_units(packed),
+        "k": g.vnni_units(packed),
         "p_tile": g.rows * g.queries,
         "dp_tile": g.rows * g.queries if g.tiles else 0,
-        "p": staged * g.queries // g.pair,
-        "ds": staged * g.queries // g.pair,
-        "ds_vnni": staged * g.queries // g.pair,
+        "p": packed * g.queries // g.pair,
+        "ds": packed * g.queries // g.pair,
+        "ds_vnni": packed * g.queries // g.pair,
         "out": g.queries * g.padded_D,
         "dq": g.accumulator_units(block // g.queries),
         "dk": rows * g.padded_D,
         "dv": rows * g.padded_D,
-        **terms,
+        **bias,
     }
 
 
-class BlockSparseHead(Head):
+class BlockSparseHead(BackwardHead):
     """A head whose queries see what a layout lists. `query` (of its block) and `entry`, of a tile's row, are where masks are
-    looked up, and `gap` is how many blocks a staged block of keys lies before the queries. With `sums` it adds up the gradient of
-    its relative terms."""
+    looked up, and `gap` is how many blocks a packed block of keys lies before the queries. With `sums` it adds up the gradient of
+    its relative bias."""
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
@@ -95,37 +95,35 @@ class BlockSparseHead(Head):
         super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
         self.query = self.entry = k.int(0)
         self.block_distance: Callable[[Value], Value] = lambda i: i
-        self.terms = relative_bias_of(
-            k, self.g, self.s, table.block, relative, head, size_constants["heads"], distances
-        )
-        self.sums = self.terms if sums else None
+        self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, size_constants["heads"], distances)
+        self.sums = self.bias if sums else None
 
     def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
         return geometry(isa, dtype, D, self.table.block, tiles=self.distances is None)
 
-    def units(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
+    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
         return scratch_units(self.g, self.table.block, length, self.distances)
 
     def start(self, j: Value) -> list[list[Value]] | None:
-        return self.terms and self.terms.start(self.block_distance, j)
+        return self.bias and self.bias.start(self.block_distance, j)
 
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         if self.sums:
             self.sums.record_ds(j, ds)
 
-    def stage_terms(self, num_blocks: Value) -> None:
-        """What the terms of `some` staged blocks of keys need."""
-        if self.terms:
-            with self.terms.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
-                self.terms.pack_tile(block_distance, i)
+    def pack_bias(self, num_blocks: Value) -> None:
+        """Pack the vectors of the position bias of `num_blocks` packed blocks of keys."""
+        if self.bias:
+            with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
+                self.bias.pack_tile(block_distance, i)
                 if self.sums:
-                    self.terms.vnni_pack(i)
+                    self.bias.vnni_pack(i)
 
-    def multiply_terms(self, num_blocks: Value) -> None:
-        """The terms of the group that is staged."""
-        if self.terms:
-            with self.terms.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
-                self.terms.multiply(block_distance, i, self.query, self.s["q_transposed"])
+    def bias_scores(self, num_blocks: Value) -> None:
+        """The bias of the packed group."""
+        if self.bias:
+            with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
+                self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
 
     def tile_mask(
         self, key: Value, t: Value, key_bounds: KeyBounds | None
@@ -142,15 +140,15 @@ class BlockSparseHead(Head):
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, num_blocks, self.T)
             pack_left(k, g, s["k_rows"], num_blocks * block, s["k"])
-            self.block_distance = lambda i, entry=entry: row - self.table.listed(entry + i)
-            self.stage_terms(num_blocks)
+            self.block_distance = lambda i, entry=entry: row - self.table.block_of(entry + i)
+            self.pack_bias(num_blocks)
             with k.loop(first, last, g.queries) as t:
                 shift, deltas = self.pack_queries(t, vnni=True)
                 self.query, self.entry = t - first, entry
-                self.multiply_terms(num_blocks)
+                self.bias_scores(num_blocks)
                 self.probabilities(k.int(0), t, 0, num_blocks * block, shift, deltas, for_dkdv=True)
                 with k.when(is_one_pass), k.loop(0, num_blocks) as i:
-                    at = (self.table.listed(entry + i) - i) * (block * g.padded_D)
+                    at = (self.table.block_of(entry + i) - i) * (block * g.padded_D)
                     self.add_dkdv(i * block, (i + 1) * block, s["dk"].at(at), s["dv"].at(at))
                 dq = s["dq"].at((t - first) * g.acc_rows)
                 self.add_dq(0, num_blocks * block, dq)
@@ -166,12 +164,12 @@ class BlockSparseHead(Head):
 
 
 def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
-    """How many rows of a layout of `blocks` have a sum of the gradient of relative terms."""
-    return k.ceil_div(blocks, k.ceil_div(k.int(SUMS), runtime_size(k, batch) * kv_heads))
+    """How many rows of a layout of `blocks` have a sum of the gradient of relative bias."""
+    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), runtime_size(k, batch) * kv_heads))
 
 
 @contextmanager
-def members(k: KernelBuilder, group: int) -> Iterator[Value]:
+def query_heads(k: KernelBuilder, group: int) -> Iterator[Value]:
     """The heads of queries that share a head of keys, one after the other."""
     with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
         yield member
@@ -182,7 +180,7 @@ def block_sparse_attention_backward_rows(
     *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
     """Compute dq, and in one pass also dk and dv. `modes` and the six strides are those of q, k and v in that order. partials
-    (sequences, parts, M, heads * D) are the sums of the relative terms' gradient."""
+    (sequences, parts, M, heads * D) are the sums of the relative bias' gradient."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, rows, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
@@ -195,7 +193,7 @@ def block_sparse_attention_backward_rows(
         index = k.select(is_one_pass, item, item // parts)
         own = parts - 1 - item % parts
         start, stop = k.select(is_one_pass, k.int(0), own), k.select(is_one_pass, parts, own + 1)
-        with members(k, group) as member:
+        with query_heads(k, group) as member:
             head, sequence = index % kv_heads * group + member, index // kv_heads
             h = BlockSparseHead(
                 k, operands, sequence, head, table, padded, relative, distances,
@@ -210,7 +208,7 @@ def block_sparse_attention_backward_rows(
                 if h.sums:
                     h.sums.clear()
                 with k.loop(place * per, k.min(place * per + per, blocks)) as row:
-                    h.add_row(row, *table.span(head * (lists // heads) + row), is_one_pass)
+                    h.add_row(row, *table.entries_of(head * (lists // heads) + row), is_one_pass)
                     h.store_row(row, keep[0])
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
@@ -224,7 +222,7 @@ def block_sparse_attention_backward_columns(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative,
     *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dk and dv, where they were not computed together with dq."""
+    """Compute dk and dv, unless one pass did."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, columns, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
@@ -234,7 +232,7 @@ def block_sparse_attention_backward_columns(
     items = k.select(use_one_pass(k, shared), k.int(0), shared * blocks)
     with amx.tile_registers(k, g.tiles), k.claim_each(items) as item:
         index, column = item // blocks, item % blocks
-        with members(k, group) as member:
+        with query_heads(k, group) as member:
             head = index % kv_heads * group + member
             h = BlockSparseHead(
                 k, operands, index // kv_heads, head, table, padded, relative, distances,
@@ -247,15 +245,15 @@ def block_sparse_attention_backward_columns(
                     pack_tile(k, g, source.start(j0), count, block, s[name])
                 for name in ("dk", "dv"):
                     clear(k, s[name], block * g.padded_D)
-            begin, end = table.span(head * (lists // heads) + column)
+            begin, end = table.entries_of(head * (lists // heads) + column)
             with k.loop(begin, end) as entry:
-                first = table.listed(entry) * block
-                h.block_distance = lambda i, entry=entry: table.listed(entry) - column
-                h.stage_terms(k.int(1))
+                first = table.block_of(entry) * block
+                h.block_distance = lambda i, entry=entry: table.block_of(entry) - column
+                h.pack_bias(k.int(1))
                 with k.loop(first, k.min(first + block, T), g.queries) as t:
                     shift, deltas = h.pack_queries(t, vnni=True)
                     h.query, h.entry = t - first, entry
-                    h.multiply_terms(k.int(1))
+                    h.bias_scores(k.int(1))
                     h.probabilities(k.int(0), t, 0, k.int(block), shift, deltas, for_dkdv=True)
                     h.add_dkdv(0, k.int(block), s["dk"], s["dv"])
             with k.when(member.equals(group - 1)):
@@ -284,8 +282,10 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     }
     operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
     if op.relative is not None:
-        most = int(op.out.shape[0]) + ceil_div(SUMS, op.kv_heads)  # parts of any number of sequences, each rounded up
-        sums = c.scratch("partials", 4 * most * op.relative.size)
+        max_parts = int(op.out.shape[0]) + ceil_div(
+            PARTIAL_SUMS, op.kv_heads
+        )  # parts of any number of sequences, each rounded up
+        sums = c.scratch("partials", 4 * max_parts * op.relative.size)
         operands["partials"] = (part(sums), "fp32")
     c.private(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
     for emit in (block_sparse_attention_backward_rows, block_sparse_attention_backward_columns):

@@ -1,13 +1,13 @@
-"""Relative terms of attention by layout: q_i r_(i-j), which depends on the key's distance only.
+"""Relative position bias of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), a vector for each distance.
 
-A group of g.queries queries meets a block of keys at block + g.queries - 1 distances. Their vectors R are staged like keys, and the
-product R Q^T is a tile of [distance][query] whose diagonals are the keys: the term of key j and query l of the group stands in row
-block - 1 - j + l. The way back is the same: the gradient of row w and query l is that of key block - 1 - w + l, or 0 where the
+A group of g.queries queries meets a block of keys at block + g.queries - 1 distances. Their vectors R are packed like keys, and R
+Q^T is a tile of [distance][query] whose diagonals are the keys: the bias of key j and query l of the group is in row block - 1 -
+j + l. The backward pass is the same skew: the gradient of row w and query l is that of key block - 1 - w + l, or 0 where the
 block has no such key. So both directions need one operation, and nothing of queries x keys is stored but for one group and the
-blocks that are staged. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of
-neighbouring registers make a vector along a diagonal.
+packed blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of neighbouring
+registers make a vector along a diagonal.
 
-Blocks that lie farther apart than any row of R cost a comparison.
+Blocks beyond all distances of R cost a comparison.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from barellm.cpu.kernels.attention_microkernels import (
 )
 from barellm.cpu.lang import Pointer, Value
 
-Distances = tuple[int, int]  # the first that has a vector, and the last
+Distances = tuple[int, int]  # first and last that have a vector
 
 
-def forward_units(g: Geometry, block: int, staged: int) -> dict[str, int]:
-    """The blocks of scratch, in units, for `staged` blocks of keys."""
-    return {"r_rows": g.rows_units(staged * 2 * block), "terms": staged * (block + g.queries) * g.queries}
+def forward_units(g: Geometry, block: int, packed: int) -> dict[str, int]:
+    """The blocks of scratch, in units, for `packed` blocks of keys."""
+    return {"r_rows": g.rows_units(packed * 2 * block), "bias": packed * (block + g.queries) * g.queries}
 
 
-def backward_units(g: Geometry, block: int, staged: int, distances: Distances) -> dict[str, int]:
+def backward_units(g: Geometry, block: int, packed: int, distances: Distances) -> dict[str, int]:
     window, rows = block + g.queries, distances[1] - distances[0] + 1
-    return forward_units(g, block, staged) | {
-        "r": g.vnni_units(staged * 2 * block),
-        "ds_padded": staged * (window + g.queries) * g.queries,  # fp32, with zeros before and behind each block's keys
-        "dterms": window * g.queries // g.pair,
+    return forward_units(g, block, packed) | {
+        "r": g.vnni_units(packed * 2 * block),
+        "ds_padded": packed * (window + g.queries) * g.queries,  # fp32, with zeros before and behind each block's keys
+        "dbias": window * g.queries // g.pair,
         "dterms_woven": window * g.queries // g.pair,
         "dr": (rows + 2 * g.rows) * g.padded_D,  # a tile reaches beyond the first and the last row
     }
@@ -54,7 +54,7 @@ def backward_units(g: Geometry, block: int, staged: int, distances: Distances) -
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """The terms of one head, whose vectors are the rows `table`. Blocks of keys are staged side by side, number i after number
+    """The bias of one head, whose vectors are the rows `table`. Blocks of keys are packed side by side, number i after number
     i - 1; `gap` is the block of queries less that of keys, and `at` the place of a group in its block."""
 
     k: KernelBuilder
@@ -65,7 +65,7 @@ class RelativePositionBias:
     distances: Distances
 
     def near(self, block_distance: Value) -> Value:
-        """Whether some pair of the two blocks has a term."""
+        """Whether some pair of the two blocks has a bias."""
         first, last = self.distances
         middle = block_distance * self.block
         return (middle + (self.block - 1) >= first) & (middle - (self.block - 1) <= last)
@@ -74,7 +74,7 @@ class RelativePositionBias:
     def for_each_near(
         self, num_blocks: Value, block_distance: Callable[[Value], Value]
     ) -> Iterator[tuple[Value, Value]]:
-        """Those of `some` staged blocks that are near: the gap and the number of each."""
+        """Those of `num_blocks` packed blocks that have a bias: the block distance and the number of each."""
         with self.k.loop(0, num_blocks) as i:
             found = block_distance(i)
             with self.k.when(self.near(found)):
@@ -92,7 +92,7 @@ class RelativePositionBias:
         pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, to.at(before * g.row_units))
 
     def vnni_pack(self, i: Value) -> None:
-        """What is staged as `backward` wants it."""
+        """The packed vectors in VNNI layout, for `backward`."""
         rows = 2 * self.block
         if self.g.pair == 2:
             to = self.s["r"].at(i * self.g.vnni_units(rows))
@@ -111,7 +111,7 @@ class RelativePositionBias:
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, at)
         to, vectors = (
-            self.s["terms"].at(i * (rows * g.queries)),
+            self.s["bias"].at(i * (rows * g.queries)),
             self.s["r_rows"].at(i * (2 * self.block * g.row_units)),
         )
         clear(k, to, begin * g.queries)
@@ -122,12 +122,12 @@ class RelativePositionBias:
         clear(k, to.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
     def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
-        """The terms of the tile of keys from staged row j on, or zeros where its block is not near."""
+        """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         tile = [[k.var_vec(0.0) for _ in range(g.vectors)] for _ in range(g.rows)]
         with k.when(self.near(block_distance(j // self.block))):
-            terms = self.s["terms"].at(j // self.block * (rows * g.queries))
-            found = diagonals(k, g, terms, k.int(self.block - 1) - j % self.block)
+            bias = self.s["bias"].at(j // self.block * (rows * g.queries))
+            found = diagonals(k, g, bias, k.int(self.block - 1) - j % self.block)
             for to, values in zip(tile, found, strict=True):
                 for x, value in zip(to, values, strict=True):
                     x.value = value
@@ -139,11 +139,11 @@ class RelativePositionBias:
         """Begin a sum of gradients."""
         clear(self.k, self.s["dr"], (self.distances[1] - self.distances[0] + 1 + 2 * self.g.rows) * self.g.padded_D)
 
-    def clear_padding(self, staged: int) -> None:
-        clear(self.k, self.s["ds_padded"], staged * (self.block + 2 * self.g.queries) * self.g.queries)
+    def clear_padding(self, packed: int) -> None:
+        clear(self.k, self.s["ds_padded"], packed * (self.block + 2 * self.g.queries) * self.g.queries)
 
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
-        """dS of the tile of keys from staged row j on, as `backward` reads it."""
+        """Store dS of the tile of keys from packed row j on, for `backward`."""
         g, rows = self.g, self.block + 2 * self.g.queries
         to = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
         for r, row in enumerate(ds):
@@ -151,16 +151,16 @@ class RelativePositionBias:
                 to.store(x, r * g.queries + v * g.lanes)
 
     def backward(self, block_distance: Value, i: Value, at: Value, dq: Pointer) -> None:
-        """dQ^T of a group, before scaling, += R^T dT and dR += dT Q, where dT is the gradient of the group's terms."""
+        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, at)
         ds = s["ds_padded"].at(i * (rows * g.queries))
-        dterms, vnni = s["dterms"], s["dterms_woven" if g.pair == 2 else "dterms"]
+        dbias, vnni = s["dbias"], s["dterms_woven" if g.pair == 2 else "dbias"]
         with k.loop(begin, end, g.rows) as w:
             tile = diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
             for r, row in enumerate(tile):
-                store_units(k, g, dterms.at((w + r) * (g.queries // g.pair)), row)
+                store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
             for r in range(0, g.rows, 2) if g.pair == 2 else ():
                 to = vnni.at(((w + r) >> 1) * g.queries)
                 for v in range(g.vectors):
@@ -168,7 +168,7 @@ class RelativePositionBias:
         vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
         accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
         to = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
-        accumulate_rows(k, g, to, dterms, s["q"], begin, end)
+        accumulate_rows(k, g, to, dbias, s["q"], begin, end)
 
     def store(self, to: Rows, softmax_scale: float) -> None:
         """Write the sum of gradients."""

@@ -42,8 +42,8 @@ def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Arr
     Source: `barellm/cpu/kernels/block_matmul.py`, `block_gradient.py`.
 
         layout = block_layouts.block_layout(there, 32)  # barellm.program.block_layouts; there: (C / 32, K / 32) bool
-        y, pull = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)
-        dx, dblocks = pull(dy)
+        y, vjp_fn = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)
+        dx, dblocks = vjp_fn(dy)
     """
     from barellm.program.block_layouts import BlockLayout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
-from barellm.kernels.options import whole
+from barellm.kernels.options import integer
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -31,5 +31,5 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
         values, indices = kernels.top_k(logits, 50)
     """
-    values, indices = call(_TOP_K, {"x": x}, K=whole("top_k", "k", k))
+    values, indices = call(_TOP_K, {"x": x}, K=integer("top_k", "k", k))
     return values, indices
