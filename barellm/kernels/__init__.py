@@ -1,9 +1,8 @@
 """Ops as functions on NumPy arrays: `y = kernels.matmul(a, b)`, gradients by `kernels.vjp`.
 
-To add a function, write it into the file of its family here: a `build` that appends ops to a Program, a `Rule` with the legends
-of its arguments and results, and a typed function with a docstring that hands its arguments to `call`. Name it below and in
-docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula in float64; gradients come from the ops.
-"""
+To add a function, write it into the file of its family here: a `build` that appends ops to a Program, a `FunctionSpec` with the
+legends of its arguments and results, and a typed function with a docstring that hands its arguments to `call`. Name it below and
+in docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula in float64; gradients come from the ops."""
 
 from barellm.kernels.attention import attention
 from barellm.kernels.binary import binary_matmul

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.errors import WrongType
 from barellm.kernels.call import call
+from barellm.kernels.function_spec import FunctionSpec
 from barellm.kernels.options import boolean, integer, integer_or_pair
-from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -19,7 +19,7 @@ def _conv2d(p: Program, x: Tensor, w: Tensor, **how: Any) -> Tensor:
     return p.conv2d(x, w, **how)
 
 
-_CONV2D = Rule("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",), _conv2d)
+_CONV2D = FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",), _conv2d)
 
 
 def conv2d(
@@ -29,12 +29,13 @@ def conv2d(
 ) -> Array:  # fmt: skip
     """Convolution of images, summed in fp32.
 
-    Shapes: x (N, C, H, W), w (K, C / groups, R, S) -> (N, K, P, Q), with P = (H + 2 padding - dilation (R - 1) - 1) // stride +
-    1. Formula: y[n, k, p, q] = sum over c, r, s of w[k, c, r, s] x[n, c, p stride + r dilation - padding, likewise of q and s].
+    Shapes: x (N, C, H, W), w (K, C / groups, R, S) -> (N, K, P, Q), with P = (H + 2 padding - dilation (R - 1) - 1) // stride + 1.
+    Formula: y[n, k, p, q] = sum over c, r, s of w[k, c, r, s] x[n, c, p stride + r dilation - padding, likewise of q and s].
     Options: sizes are a number, or one for rows and one for columns. `padding_mode` is "zeros" or "reflect". `flip_kernel` reads
     the filter from its end: true convolution instead of cross-correlation. `algorithm` is "auto", "direct", "winograd2",
-    "winograd4" or "fft". The old names `reflect=True` and `mirrored` are accepted too. Dtypes: float32 or bfloat16 each; the
-    result has that of x. With x in bfloat16 direct sums may round w to it. Source: `barellm/cpu/kernels/convolution.py`.
+    "winograd4" or "fft". The old names `reflect=True` and `mirrored` are accepted too.
+    Dtypes: float32 or bfloat16 each; the result has that of x. With x in bfloat16 direct sums may round w to it.
+    Source: `barellm/cpu/kernels/convolution.py`.
 
         y = kernels.conv2d(x, w, padding=1)
         y, vjp_fn = kernels.vjp(kernels.conv2d, x, w, padding=1)

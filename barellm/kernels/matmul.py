@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
 from barellm.kernels.call import call
-from barellm.kernels.rule import Rule
+from barellm.kernels.function_spec import FunctionSpec
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _matmul(p: Program, a: Tensor, b: Tensor, b_flipped: bool) -> Tensor:
+def _matmul(p: Program, a: Tensor, b: Tensor, b_transposed: bool) -> Tensor:
     if a.dtype != b.dtype:
         raise WrongType(f"matmul expects a and b of one dtype, a is {a.dtype} and b is {b.dtype}")
-    return p.linear(a, b, transposed_weight=not b_flipped)
+    return p.linear(a, b, transposed_weight=not b_transposed)
 
 
-_MATMUL = Rule("matmul", {"a": "... K", "b": "K N"}, ("... N",), _matmul, flips=("b",))
+_MATMUL = FunctionSpec("matmul", {"a": "... K", "b": "K N"}, ("... N",), _matmul, transposable=("b",))
 
 
 def matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:

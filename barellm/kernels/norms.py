@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
+from barellm.kernels.function_spec import FunctionSpec
 from barellm.kernels.options import number
-from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -26,9 +26,11 @@ def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
     return p.softmax(x, scale=scale)
 
 
-_LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",))
-_RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
-_SOFTMAX = Rule("softmax", {"x": "... C"}, ("... C",), _softmax)
+_LAYERNORM = FunctionSpec(
+    "layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",)
+)
+_RMSNORM = FunctionSpec("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
+_SOFTMAX = FunctionSpec("softmax", {"x": "... C"}, ("... C",), _softmax)
 
 
 def layernorm(

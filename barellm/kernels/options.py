@@ -1,4 +1,4 @@
-"""Options of array functions that are numbers, checked before anything is compiled. Nothing heavy is imported here."""
+"""Checks of the options of array functions, before anything is compiled. Nothing heavy is imported here."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What is chosen from rows of arrays."""
+"""top_k on arrays."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
+from barellm.kernels.function_spec import FunctionSpec
 from barellm.kernels.options import integer
-from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -18,7 +18,7 @@ def _top_k(p: Program, x: Tensor, *, K: int) -> tuple[Tensor, Tensor]:
     return p.top_k(x, K)
 
 
-_TOP_K = Rule("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
+_TOP_K = FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:

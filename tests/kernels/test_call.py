@@ -14,7 +14,7 @@ import pytest
 
 from barellm import kernels
 from barellm.cpu import compilers
-from barellm.kernels import arrays, compiled, machine, options
+from barellm.kernels import arrays, compiled, executor, options
 from barellm.program import layouts
 from barellm.program.builder import Program, Store
 from tests.cli.test_start import HEAVY, modules_after
@@ -35,7 +35,7 @@ def test_an_interrupted_call_ends_when_its_threads_have(monkeypatch):
     a = np.ones((1500, 1500), np.float32)
     out = kernels.matmul(a, a)
     out[:] = 0
-    pool, asked = machine.machine().pool, []
+    pool, asked = executor.executor().pool, []
     run = pool.run
 
     def interrupted(table: int, entries: int) -> None:
@@ -68,7 +68,7 @@ def test_a_second_call_compiles_nothing(monkeypatch):
 
 
 def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
-    monkeypatch.setattr(compiled, "KEPT", 2)
+    monkeypatch.setattr(compiled, "MAX_CACHED", 2)
     cache = compiled.Cache()
     for key in ("a", "b", "a", "c"):
         cache.get(key, lambda key=key: key)  # pyright: ignore[reportArgumentType]
@@ -78,16 +78,16 @@ def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
 @EVERY
 def test_bits_depend_on_no_number_of_threads(name, monkeypatch):
     case, found = CASES[name], []
-    monkeypatch.setattr(machine, "SHORT_BYTES", 0)  # nothing is short enough for the calling thread
+    monkeypatch.setattr(executor, "INLINE_BYTES", 0)  # nothing is short enough for the calling thread
     for threads in (1, 2, 5):
-        monkeypatch.setattr(machine, "thread_count", lambda threads=threads: threads)
-        monkeypatch.setattr(machine, "_machine", None)
+        monkeypatch.setattr(executor, "thread_count", lambda threads=threads: threads)
+        monkeypatch.setattr(executor, "_executor", None)
         monkeypatch.setattr(compiled, "CACHE", compiled.Cache())
         given = case.arguments(FLOAT32, len(case.shapes) - 1)
         y, vjp_fn = kernels.vjp(case.function, *given, **case.options)
         found.append([a.tobytes() for a in (y, *vjp_fn(y))])
-        assert machine.machine().pool.threads == threads
-        for pool in (machine.machine().pool, machine.machine().here):
+        assert executor.executor().pool.threads == threads
+        for pool in (executor.executor().pool, executor.executor().here):
             pool.close()
     assert found[0] == found[1] == found[2]
 
@@ -189,10 +189,10 @@ def test_a_large_result_is_written_past_the_caches_at_any_address():
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_starts_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(machine, "SHORT_BYTES", 0)
+    monkeypatch.setattr(executor, "INLINE_BYTES", 0)
     x = np.ones((3, 43), np.float32)
     wanted = kernels.rmsnorm(x)
-    with compiled.CACHE._lock, machine._opening:  # by threads that the child does not have
+    with compiled.CACHE._lock, executor._create_lock:  # by threads that the child does not have
         pid = os.fork()
         if pid == 0:
             os._exit(0 if np.array_equal(kernels.rmsnorm(x), wanted) else 1)

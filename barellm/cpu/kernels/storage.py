@@ -1,8 +1,8 @@
-"""The storage of weights and moments, which kernels see as fp32 although memory may hold other formats.
+"""Storage formats of weights and moments, which kernels load and store as fp32.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo has no sign,
-or the nearest fp16 and the fp32 weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
-"""
+A weight is one array, or a hi/lo pair of planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo
+has no sign, or the nearest fp16 and the fp32 master weight of "half". A moment is one array, or the 16-bit codes of
+`program.moments`."""
 
 from __future__ import annotations
 
