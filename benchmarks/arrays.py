@@ -91,9 +91,9 @@ def rows(count: int, C: int) -> list[Case]:
             "rmsnorm": lambda t: torch.nn.functional.rms_norm(t[0], (C,), t[1], 1e-5),
             "softmax": lambda t: torch.softmax(t[0], -1),
         }[name](leaves)
-        pull = kernels.vjp(function, *given)[1]
+        vjp_fn = kernels.vjp(function, *given)[1]
         back: dict[str, Run] = {
-            "ours": lambda pull=pull: pull(dy),
+            "ours": lambda vjp_fn=vjp_fn: vjp_fn(dy),
             "torch": lambda y=y, leaves=leaves: torch.autograd.grad(y, leaves, tdy, retain_graph=True),
         }
         cases.append(Case(f"{name} backward", shape, 3 * nbytes, back, mix=(2, 1)))
@@ -123,7 +123,7 @@ def attention(B: int, T: int, H: int, D: int, *, causal: bool = True, dtype: str
     leaves = [torch.from_numpy(normal(B, T, H, D)).transpose(1, 2).to(torch_kind).requires_grad_() for _ in range(3)]
     tq, tk, tv = (a.detach() for a in leaves)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    out, pull = kernels.vjp(kernels.attention, q, k, v, causal=causal)
+    out, vjp_fn = kernels.vjp(kernels.attention, q, k, v, causal=causal)
     y = sdpa(*leaves, is_causal=causal)
     runs: dict[str, Run] = {
         "ours": lambda: kernels.attention(q, k, v, causal=causal),
@@ -131,7 +131,7 @@ def attention(B: int, T: int, H: int, D: int, *, causal: bool = True, dtype: str
         "torch": lambda: sdpa(tq, tk, tv, is_causal=causal),
     }
     back: dict[str, Run] = {
-        "ours": lambda: pull(q),
+        "ours": lambda: vjp_fn(q),
         "torch": lambda: torch.autograd.grad(y, leaves, tq, retain_graph=True),
     }
     name = "attention" + ("" if causal else " over all keys") + ("" if dtype == "fp32" else f" {dtype}")

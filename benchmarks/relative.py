@@ -36,8 +36,8 @@ def sides(text: str, distances: tuple[int, ...]) -> dict[tuple[int, str], Any]:
             kernels.attention(*all_of, layout=layout)
 
         def both(all_of: list[np.ndarray] = all_of) -> None:
-            out, pull = kernels.vjp(kernels.attention, *all_of, layout=layout)
-            pull(out)
+            out, vjp_fn = kernels.vjp(kernels.attention, *all_of, layout=layout)
+            vjp_fn(out)
 
         found |= {(count, "forward"): forward, (count, "both"): both}
     return found

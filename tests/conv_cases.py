@@ -12,7 +12,7 @@ from tests.cases import normal
 from tests.check import EPS, Given, persistent, stored
 
 USUAL = {
-    "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False,
+    "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False,
     "algorithm": "direct",
 }  # fmt: skip
 # name -> (N, C, H, W), (K, R, S), attributes
@@ -24,7 +24,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "strided past some columns": ((1, 3, 5, 23), (3, 2, 3), {"stride": (1, 4), "padding": (1, 2)}),
     "dilated": ((2, 4, 10, 13), (3, 3, 2), {"dilation": (2, 5), "padding": (1, 4)}),
     "reflected": ((2, 3, 5, 9), (6, 3, 5), {"padding": (2, 3), "reflect": True, "stride": (1, 2)}),
-    "mirrored": ((1, 2, 6, 19), (5, 2, 4), {"mirrored": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),
+    "flip_kernel": ((1, 2, 6, 19), (5, 2, 4), {"flip_kernel": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),
     "grouped": ((2, 6, 5, 7), (15, 3, 3), {"groups": 3, "padding": (1, 1)}),
     "depthwise": ((2, 5, 9, 6), (10, 3, 3), {"groups": 5, "padding": (1, 1), "stride": (2, 1)}),
     "of many channels to few": ((2, 70, 5, 4), (9, 3, 3), {"padding": (1, 1)}),
@@ -34,7 +34,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 # Groups of one channel: tiles of some lines and of one, vectors and parts of them, filters too large to be unrolled, long lines.
 DEPTHWISE: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "padded": ((3, 4, 13, 35), (4, 3, 3), {"groups": 4, "padding": (1, 1)}),
-    "of three filters each": ((2, 3, 9, 17), (9, 3, 3), {"groups": 3, "padding": (1, 1), "mirrored": True}),
+    "of three filters each": ((2, 3, 9, 17), (9, 3, 3), {"groups": 3, "padding": (1, 1), "flip_kernel": True}),
     "strided": ((2, 3, 19, 38), (6, 3, 3), {"groups": 3, "padding": (1, 1), "stride": (2, 2)}),
     "strided past the filter": ((2, 2, 11, 23), (2, 2, 1), {"groups": 2, "stride": (3, 4)}),
     "dilated": ((1, 3, 21, 20), (3, 3, 2), {"groups": 3, "padding": (4, 3), "dilation": (5, 3)}),
@@ -138,12 +138,12 @@ def mean_case(shape: tuple[int, ...], dtype: str = "fp32", mode: str = "store", 
 WINOGRAD = {
     "one tile": ((1, 1, 2, 1), (1, 3, 3), {"padding": (1, 1)}),
     "some tiles of several images": ((3, 13, 7, 9), (7, 3, 3), {"padding": (1, 2)}),
-    "long lines": ((1, 2, 5, 77), (17, 3, 3), {"mirrored": True}),
+    "long lines": ((1, 2, 5, 77), (17, 3, 3), {"flip_kernel": True}),
     "groups": ((2, 10, 6, 5), (14, 3, 3), {"groups": 2, "padding": (1, 1), "reflect": True}),
     "a deep product": ((1, 260, 3, 3), (2, 3, 3), {"padding": (3, 0)}),
 }
 LARGE = {
-    "seven by five": ((2, 5, 13, 19), (7, 7, 5), {"padding": (3, 1), "groups": 1, "mirrored": True}),
+    "seven by five": ((2, 5, 13, 19), (7, 7, 5), {"padding": (3, 1), "groups": 1, "flip_kernel": True}),
     "eleven rows": ((1, 4, 23, 5), (2, 11, 2), {"padding": (0, 1), "groups": 2}),
 }
 GROWN = {"fft": 3.0, "winograd2": 3.0, "winograd4": 8.0}  # the errors of these algorithms, beside those of direct sums

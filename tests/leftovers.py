@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from barellm.kernels import machine
+from barellm.kernels import executor
 
 END_S = 20.0
 
@@ -60,5 +60,5 @@ def left(before: dict[object, str]) -> list[str]:
 
 
 def _shared() -> set[object]:
-    found = machine._machine
+    found = executor._executor
     return {t for pool in (found.pool, found.here) for t in (pool._leader, *pool._workers)} if found else set()

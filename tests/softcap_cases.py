@@ -78,7 +78,7 @@ def transposed_network(
     token, target = p.input("tokens", shape), p.input("targets", shape)
     x = p.embedding(token, p.parameter("wte", (V, C), std=0.5))
     h = p.activate(p.linear(p.rmsnorm(x), p.parameter("fc", (F, C), std=0.3)), activation)
-    x = p.add(x, p.linear_nn(h, p.parameter("proj", (F, C), std=0.3)))
+    x = p.add(x, p.linear(h, p.parameter("proj", (F, C), std=0.3), transposed_weight=True))
     given = {"valid_vocab": V - 2, "cap": cap, "predict": predict, "scaling": scaling}
     loss = p.softcapped_classifier(p.rmsnorm(x), p.parameter("head", (C, V), std=0.5), target, **given)
     p.output("loss", loss)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from barellm.kernels import machine
+from barellm.kernels import executor
 from tests import leftovers
 
 
@@ -48,10 +48,10 @@ def test_what_ends_soon_is_waited_for():
 def test_the_threads_of_the_array_functions_may_stay(soon, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     before = leftovers.running()
-    monkeypatch.setattr(machine, "_machine", None)
-    made = machine.machine()
+    monkeypatch.setattr(executor, "_executor", None)
+    made = executor.executor()
     assert leftovers.left(before) == []
-    monkeypatch.setattr(machine, "_machine", None)
+    monkeypatch.setattr(executor, "_executor", None)
     left = leftovers.left(before)
     assert len(left) == 3 and all("barellm.cpu.threads.Pool" in line for line in left)
     for pool in (made.pool, made.here):

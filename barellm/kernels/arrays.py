@@ -1,4 +1,4 @@
-"""The arrays that functions take and give: which are taken, where their bytes lie, and what a message says of others.
+"""Checks of the arrays that functions take and return, and of their memory layout, with the messages for others.
 
 A legend such as `"... K"` names the axes of an argument. `...` stands for any number of leading axes, which are seen as one; a
 letter is a size, the same wherever it stands in the arguments of a call; a number is itself. Axes in parentheses, as in
@@ -33,13 +33,13 @@ def size_of(letter: str, sizes: Mapping[str, Any]) -> int:
     return int(letter) if letter.isdigit() else sizes[letter]
 
 
-def spoken(legend: str) -> str:
+def format_axes(legend: str) -> str:
     """A legend as messages have it: `(..., K)`."""
     axes = axes_of(legend)
     return f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
 
 
-def checked(name: str, argument: str, array: Any) -> np.ndarray:
+def check_array(name: str, argument: str, array: Any) -> np.ndarray:
     """The argument, if it is an array; else a WrongType in one line."""
     if type(array) is np.ndarray:
         return array
@@ -73,7 +73,7 @@ def sizes_of(name: str, legends: Mapping[str, str], shapes: Mapping[str, tuple[i
         tail = axes[1:] if led else axes
         at = len(shape) - len(tail)
         if at < 0 or (at and not led):
-            raise ValueError(f"{name} expects {argument} {spoken(legends[argument])}, it has shape {shape}")
+            raise ValueError(f"{name} expects {argument} {format_axes(legends[argument])}, it has shape {shape}")
         pairs = [*([(LEAD, shape[:at])] if led else []), *zip(tail, shape[at:], strict=True)]
         for letter, size in pairs:
             wanted = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
@@ -82,7 +82,7 @@ def sizes_of(name: str, legends: Mapping[str, str], shapes: Mapping[str, tuple[i
                 other = first[letter]
                 because = f", {letter} being {wanted} as in {other} {shapes[other]}" if other != argument else ""
                 found = f"it has shape {shape}"
-                raise ValueError(f"{name} expects {argument} {spoken(legends[argument])}{because}; {found}")
+                raise ValueError(f"{name} expects {argument} {format_axes(legends[argument])}{because}; {found}")
         if not prod(shape):
             raise ValueError(f"{name} expects {argument} with at least one element, it has shape {shape}")
     return sizes

@@ -10,8 +10,8 @@ from barellm.errors import WrongType
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
-    from barellm.kernels.compiled import Pull
-    from barellm.kernels.rule import Rule
+    from barellm.kernels.compiled import VjpFunction
+    from barellm.kernels.function_spec import FunctionSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,23 +20,23 @@ _recording = threading.local()
 _run: Callable[..., list[Array]] | None = None  # `compiled.run`, from the first call on
 
 
-def call(rule: Rule, given: Mapping[str, Any], out: Array | None = None, **options: Any) -> list[Array]:
-    """The results of a rule on arrays; an optional argument that is absent is None. `out` takes the first result."""
+def call(spec: FunctionSpec, given: Mapping[str, Any], out: Array | None = None, **options: Any) -> list[Array]:
+    """The results of a function on arrays; an optional argument that is absent is None. `out` takes the first result."""
     global _run
     if _run is None:
         from barellm.kernels.compiled import run as _run
-    return _run(rule, given, options, out, getattr(_recording, "tape", None))
+    return _run(spec, given, options, out, getattr(_recording, "tape", None))
 
 
-def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Pull]:
-    """The result of an array function, and its vector-Jacobian product: the function that takes the gradient of the result back to
-    the gradients of the arguments.
+def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, VjpFunction]:
+    """The result of an array function, and its VJP (vector-Jacobian product): a function from the gradient of the result to the
+    gradients of the arguments, as `jax.vjp` has it.
 
-        y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
-        dx, dweight, dbias = pull(dy)
+        y, vjp_fn = kernels.vjp(kernels.layernorm, x, weight, bias)
+        dx, dweight, dbias = vjp_fn(dy)
     """
     outer = getattr(_recording, "tape", None)
-    tape: list[Pull] = []
+    tape: list[VjpFunction] = []
     _recording.tape = tape
     try:
         y = function(*args, **kwargs)

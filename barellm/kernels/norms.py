@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
-from barellm.kernels.options import real
-from barellm.kernels.rule import Rule
+from barellm.kernels.function_spec import FunctionSpec
+from barellm.kernels.options import number
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -26,9 +26,11 @@ def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
     return p.softmax(x, scale=scale)
 
 
-_LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",))
-_RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
-_SOFTMAX = Rule("softmax", {"x": "... C"}, ("... C",), _softmax)
+_LAYERNORM = FunctionSpec(
+    "layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",)
+)
+_RMSNORM = FunctionSpec("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
+_SOFTMAX = FunctionSpec("softmax", {"x": "... C"}, ("... C",), _softmax)
 
 
 def layernorm(
@@ -42,10 +44,10 @@ def layernorm(
     Source: `barellm/cpu/kernels/layernorm.py`.
 
         y = kernels.layernorm(x, weight, bias)
-        y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
-        dx, dweight, dbias = pull(dy)
+        y, vjp_fn = kernels.vjp(kernels.layernorm, x, weight, bias)
+        dx, dweight, dbias = vjp_fn(dy)
     """
-    eps = real("layernorm", "eps", eps, least=0.0)
+    eps = number("layernorm", "eps", eps, least=0.0)
     return call(_LAYERNORM, {"x": x, "weight": weight, "bias": bias}, out, eps=eps)[0]
 
 
@@ -59,7 +61,7 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
 
         y = kernels.rmsnorm(x, weight)
     """
-    eps = real("rmsnorm", "eps", eps, least=0.0)
+    eps = number("rmsnorm", "eps", eps, least=0.0)
     return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=eps)[0]
 
 
@@ -73,4 +75,4 @@ def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
 
         y = kernels.softmax(logits)
     """
-    return call(_SOFTMAX, {"x": x}, out, scale=real("softmax", "scale", scale))[0]
+    return call(_SOFTMAX, {"x": x}, out, scale=number("softmax", "scale", scale))[0]

@@ -1,4 +1,4 @@
-"""Options of array functions that are numbers, checked before anything is compiled. Nothing heavy is imported here."""
+"""Checks of the options of array functions, before anything is compiled. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def _number(found: Any) -> bool:
     return not (isinstance(found, str | bytes | bool) or kind == "b" or hasattr(found, "mask"))
 
 
-def real(name: str, option: str, found: Any, *, least: float | None = None) -> float:
+def number(name: str, option: str, found: Any, *, least: float | None = None) -> float:
     """The option as a float. TypeError for what is no number; with `least`, ValueError for a number below it or not finite."""
     if not _number(found):
         raise WrongType(f"{name} expects {option} as a number, it is {shown(found)}")
     try:
-        number = float(found)
+        value = float(found)
     except (TypeError, ValueError):
         raise WrongType(f"{name} expects {option} as a number, it is of type {type(found).__name__}") from None
-    if least is not None and not (number >= least and isfinite(number)):
-        raise ValueError(f"{name} expects a finite {option} of at least {least:g}, it is {number}")
-    return number
+    if least is not None and not (value >= least and isfinite(value)):
+        raise ValueError(f"{name} expects a finite {option} of at least {least:g}, it is {value}")
+    return value
 
 
-def whole(name: str, option: str, found: Any) -> int:
+def integer(name: str, option: str, found: Any) -> int:
     """The option as an int. TypeError for what is no integer."""
     try:
         if _number(found):
@@ -38,14 +38,14 @@ def whole(name: str, option: str, found: Any) -> int:
     raise WrongType(f"{name} expects {option} as an integer, it is {shown(found)}")
 
 
-def truth(name: str, option: str, found: Any) -> bool:
+def boolean(name: str, option: str, found: Any) -> bool:
     """The option as a bool. TypeError for anything that is none, of Python's or NumPy's."""
     if isinstance(found, bool) or (getattr(getattr(found, "dtype", None), "kind", "") == "b" and not found.ndim):
         return bool(found)
     raise WrongType(f"{name} expects {option} as True or False, it is {shown(found)}")
 
 
-def whole_or_pair(name: str, option: str, found: Any) -> int | tuple[int, int]:
+def integer_or_pair(name: str, option: str, found: Any) -> int | tuple[int, int]:
     """The option as an int, or as one for rows and one for columns."""
     several = isinstance(found, list | tuple)
     sizes = list(found) if several else [found]

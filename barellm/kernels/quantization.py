@@ -31,10 +31,10 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
 
         codes, scales = kernels.quantize(w, "nf4")
     """
-    from barellm.kernels.arrays import checked, format_name
+    from barellm.kernels.arrays import check_array, format_name
     from barellm.program import quantization
 
-    if checked("quantize", "w", w).ndim != 2 or not w.size:
+    if check_array("quantize", "w", w).ndim != 2 or not w.size:
         raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
     format_name("quantize", "w", w, ("fp32", "bf16"))
     how = _scheme("quantize", format)
@@ -51,15 +51,15 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
 
         error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")
     """
-    from barellm.kernels.arrays import checked
+    from barellm.kernels.arrays import check_array
     from barellm.program import quantization
 
     how = _scheme("dequantize", format)
     wanted = "int8" if how.codes == "i8" else "uint8"
-    if checked("dequantize", "codes", codes).dtype != wanted or codes.ndim != 2:
+    if check_array("dequantize", "codes", codes).dtype != wanted or codes.ndim != 2:
         raise ValueError(f"dequantize expects codes (N, K) {wanted} of {format}, found {codes.shape} {codes.dtype}")
     groups = how.groups(codes.shape[1])
-    if checked("dequantize", "scales", scales).shape != (len(codes), groups):
+    if check_array("dequantize", "scales", scales).shape != (len(codes), groups):
         raise ValueError(
             f"dequantize expects scales {(len(codes), groups)} for codes {codes.shape}, found {scales.shape}"
         )

@@ -330,7 +330,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
             if i == cfg.skip_from:
                 saved_BTC = lane0_BTC
             h_BTC = norm(lane0_BTC if lane1_BTC is None else lane1_BTC)
-            m_BTC = p.linear_nn(p.activate(p.linear(h_BTC, layer.up), "relu2"), layer.down)
+            m_BTC = p.linear(p.activate(p.linear(h_BTC, layer.up), "relu2"), layer.down, transposed_weight=True)
             lane0_BTC = p.mix((lane0_BTC, number("resid.mlp", i)), (m_BTC, number("post.mlp", i)))
             if lane1_BTC is not None:
                 lane1_BTC = p.mix((lane1_BTC, number("resid.mlp", i)), (m_BTC, number("lanes.mlp1", i)))

@@ -164,7 +164,7 @@ def _input_gradient(activation: str) -> Fusion:
 
 
 def _transposed_gradient(activation: str) -> Fusion:
-    """The same of a matmul whose weight is stored the other way round (`linear_nn`)."""
+    """The same of a matmul whose weight is stored the other way round (`transposed_weight`)."""
     slope = f"{activation}_backward"
     return Fusion(
         f"matmul_{slope}",

@@ -20,7 +20,7 @@ from barellm.overrides import changed
 from tests.simulators import amx_emulator
 
 pytestmark = pytest.mark.skipif(not amx_emulator.EMULATED, reason="the emulator wants AVX512-BF16 for everything else")
-ATTENTION = ("attention", "attention_cached", "attention_backward_keys", "attention_backward_queries")
+ATTENTION = ("attention", "attention_cached", "attention_backward_dkdv", "attention_backward_dq")
 PRODUCT = """
 declare void @llvm.x86.ldtilecfg(ptr)
 declare void @llvm.x86.tileloadd64(i8 immarg, ptr, i64)

@@ -6,7 +6,7 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
 from barellm.cpu.kernel import REGISTRY, Lowering, Specialisation
-from barellm.cpu.kernels import attention_backward, attention_forward, attention_segments
+from barellm.cpu.kernels import attention_backward, attention_backward_windowed, attention_forward
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -88,7 +88,7 @@ def test_schedules_give_the_same_bits(heads):
     check_backward(isa_named(ISAS[0]), (1, 150, heads, 16), "bf16")
 
 
-@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="short sequences have kernels of their own with AVX512-BF16")
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="fits_single_block sequences have kernels of their own with AVX512-BF16")
 @pytest.mark.parametrize("D", [32, 64])
 @pytest.mark.parametrize("T", [1, 2, 8, 15, 17, 31, 33, 48, 63, 64])
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -109,11 +109,11 @@ def test_short_sequences_have_the_bits_of_blocks(T, D, kv_heads, monkeypatch):
         return found, {call.spec.name for call in session.calls["both"]}
 
     ours, names = results()
-    assert {"attention_short", "attention_backward_short"} < names
-    monkeypatch.setattr(attention_forward, "short", lambda *_: False)
-    monkeypatch.setattr(attention_backward, "short", lambda *_: False)
+    assert {"attention_single_block", "attention_backward_single_block"} < names
+    monkeypatch.setattr(attention_forward, "fits_single_block", lambda *_: False)
+    monkeypatch.setattr(attention_backward, "fits_single_block", lambda *_: False)
     theirs, names = results()
-    assert {"attention", "attention_backward_keys"} < names
+    assert {"attention", "attention_backward_dkdv"} < names
     for name, values in ours.items():
         np.testing.assert_array_equal(values, theirs[name], err_msg=name)
 
@@ -125,7 +125,7 @@ GROUPED = [
     ((2, 150, 3, 16), 1, True),
     ((1, 40, 2, 80), 2, False),
 ]
-GROUPED += [((3, 64, 4, 32), 2, True), ((2, 41, 3, 64), 1, False), ((1, 1, 2, 32), 1, False)]  # short ones
+GROUPED += [((3, 64, 4, 32), 2, True), ((2, 41, 3, 64), 1, False), ((1, 1, 2, 32), 1, False)]  # fits_single_block ones
 each_group = pytest.mark.parametrize("shape, groups, packed", GROUPED, ids=str)
 
 
@@ -259,8 +259,8 @@ def test_schedules_over_all_keys_give_the_same_bits(heads):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_segments_of_a_long_sequence(groups, monkeypatch):
     """Segments of two blocks: five of them however few threads there are."""
-    changed(monkeypatch, attention_segments, SEGMENT=256)
-    monkeypatch.setattr(attention_backward, "SEGMENT", 256)
+    changed(monkeypatch, attention_backward_windowed, CHUNK=256)
+    monkeypatch.setattr(attention_backward, "CHUNK", 256)
     more = {"groups": groups, **bounded(150, starts=[200, 512, 900])}
     check_op(ops.AttentionBackward, isa_named(ISAS[0]), **backward_case((1, 1100, 2, 16), "bf16", **more))
 

@@ -175,7 +175,7 @@ def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified, filters_of):
     x = np.maximum(x, 0) if rectified else x
     w = (r.standard_normal((C, C, 3, 3)) / (3 * np.sqrt(C))).astype(filters_of)
     x, dy = x.astype(ml_dtypes.bfloat16), dy.astype(ml_dtypes.bfloat16)
-    how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False}
+    how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False}
     images, filters, results = (a.astype(np.float64) for a in (x, w, dy))
     exact = {
         "y": Conv2d({}, how).reference(images, filters)["y"],
@@ -185,9 +185,9 @@ def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified, filters_of):
 
     def errors(algorithm: str) -> dict[str, tuple[float, float]]:
         """Root mean square and largest, relative to the root mean square of the result."""
-        y, pull = kernels.vjp(kernels.conv2d, x, w, padding=1, algorithm=algorithm)
+        y, vjp_fn = kernels.vjp(kernels.conv2d, x, w, padding=1, algorithm=algorithm)
         found = {}
-        for (name, e), made in zip(exact.items(), (y, *pull(dy)), strict=True):
+        for (name, e), made in zip(exact.items(), (y, *vjp_fn(dy)), strict=True):
             off = (made.astype(np.float64) - e) / np.sqrt((e**2).mean())
             found[name] = float(np.sqrt((off**2).mean())), float(np.abs(off).max())
         return found

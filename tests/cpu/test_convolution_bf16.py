@@ -1,4 +1,4 @@
-"""Direct convolutions of bf16 images by products of pairs: AMX tiles, dot instructions, and those of other machines emulated."""
+"""bf16 implicit GEMM convolutions: on AMX tiles, on bf16 dot products, and those of other machines emulated."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def bound(x: np.ndarray, scale: float) -> np.ndarray:
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "kept"])
 def test_softmax(isa, shape, dtype, scale, streamed, monkeypatch):
     if streamed:
-        changed(monkeypatch, softmax, KEPT=64, BLOCK=32)
+        changed(monkeypatch, softmax, CACHED_COLUMNS=64, BLOCK=32)
         changed(monkeypatch, loops, STREAM_BYTES=0)
     x = tokens(6 * normal(*shape), dtype)
     bounds = {"y": bound(x.values, scale) + 1e-38}
@@ -44,7 +44,7 @@ def test_softmax(isa, shape, dtype, scale, streamed, monkeypatch):
 @each_isa
 @pytest.mark.parametrize("C", [5, 300, 1000])
 def test_a_row_may_have_nothing_in_its_first_blocks_and_anything_in_the_others(isa, C, monkeypatch):
-    changed(monkeypatch, softmax, KEPT=400, BLOCK=32)
+    changed(monkeypatch, softmax, CACHED_COLUMNS=400, BLOCK=32)
     x = np.full((1, 4, C), -np.inf)
     x[0, 0, -1] = 3.0
     x[0, 1, C // 2] = 1e30

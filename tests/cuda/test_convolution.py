@@ -11,7 +11,7 @@ from tests.cuda.check import PLAIN, check_op
 pytestmark = pytest.mark.cached
 
 
-@pytest.mark.parametrize("form", ["padded", "strided past the filter", "mirrored", "reflected", "grouped"])
+@pytest.mark.parametrize("form", ["padded", "strided past the filter", "flip_kernel", "reflected", "grouped"])
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dx", "conv2d_dw"])
 def test_a_direct_convolution_of_every_form(form, name):
     check_op(**case(name, FORMS[form]))
@@ -45,7 +45,7 @@ def test_winograds_algorithm_in_half_the_bits_is_added(name):
 
 
 FOURIER = {
-    "seven by five": ((2, 2, 13, 19), (3, 7, 5), {"padding": (3, 1), "mirrored": True}),
+    "seven by five": ((2, 2, 13, 19), (3, 7, 5), {"padding": (3, 1), "flip_kernel": True}),
     "one row, reflected": ((1, 2, 5, 14), (4, 1, 8), {"groups": 2, "padding": (2, 3), "reflect": True}),
     "eleven rows": ((1, 1, 33, 5), (1, 11, 2), {"padding": (0, 1)}),
 }

@@ -7,7 +7,7 @@ import pytest
 from barellm.cli import main
 from barellm.cpu import gemm_config, jit
 from barellm.cpu import isa as isas
-from barellm.cpu.kernels import attention_blocks
+from barellm.cpu.kernels import attention_microkernels
 from barellm.cpu.step import Lowered
 from barellm.inspect import kernels, machine_code
 from barellm.models import preset
@@ -93,8 +93,8 @@ def test_attention_inner_loops_have_no_spills(name, dtype, D):
     stack, once a row, as may the softmax beside AMX tiles; on x86 none of them has a vector there."""
     isa = target(name)
     product = FP32_PRODUCT.get(name, "vfmadd231ps") if dtype == "fp32" else ANY_PRODUCT.get(name, "vfmadd231ps")
-    g = attention_blocks.Geometry.of(isa, dtype, D)
-    products = {"attention": 2, "attention_backward_keys": 5, "attention_backward_queries": 3}
+    g = attention_microkernels.Geometry.of(isa, dtype, D)
+    products = {"attention": 2, "attention_backward_dkdv": 5, "attention_backward_dq": 3}
     for kernel, code in attention(isa, dtype, D).items():
         adding = [loop for loop in code.loops if loop.accumulators]
         assert name.startswith("neon") or not any(loop.vector_spills for loop in code.loops), kernel
@@ -132,7 +132,7 @@ def test_heads_that_share_keys_have_the_same_inner_loops():
 @pytest.mark.parametrize("D", [32, 64])
 def test_inner_loops_of_short_attention_have_no_spills(D, kv_heads):
     isa = target("avx512_bf16")
-    products = {"attention_short": 4, "attention_backward_short": 9}
+    products = {"attention_single_block": 4, "attention_backward_single_block": 9}
     found = attention(isa, "bf16", D, seq=64, kv_heads=kv_heads)
     assert set(found) == {*products, "attention_delta"}
     for kernel, code in found.items():
@@ -147,9 +147,9 @@ def test_inner_loops_of_short_attention_have_no_spills(D, kv_heads):
 def test_an_attention_tile_with_too_many_rows_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
     monkeypatch.setattr(
-        attention_blocks.Geometry,
+        attention_microkernels.Geometry,
         "of",
-        lambda isa, dtype, D: attention_blocks.Geometry(D, 1, isa.lanes, isa.registers // 2),
+        lambda isa, dtype, D: attention_microkernels.Geometry(D, 1, isa.lanes, isa.registers // 2),
     )
     for kernel, code in attention(isa, "fp32", 64).items():
         assert (kernel == "attention_delta") != (code.inner.vector_spills > 0), kernel

@@ -67,7 +67,7 @@ def attention(q, k, v, relative=None, causal=True, layout=None):
 
 
 def conv2d(x, w, **how):
-    attrs = {"dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False, "algorithm": "auto"} | how
+    attrs = {"dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False, "algorithm": "auto"} | how
     attrs |= {name: pair(attrs[name]) for name in ("stride", "padding", "dilation")}
     return ops.Conv2d({}, attrs).reference(x, w)["y"]
 

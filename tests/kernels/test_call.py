@@ -14,8 +14,9 @@ import pytest
 
 from barellm import kernels
 from barellm.cpu import compilers
-from barellm.kernels import arrays, compiled, machine, options
+from barellm.kernels import arrays, compiled, executor, options
 from barellm.program import layouts
+from barellm.program.builder import Program, Store
 from tests.cli.test_start import HEAVY, modules_after
 from tests.kernels.cases import BFLOAT16, CASES, FLOAT32
 
@@ -34,7 +35,7 @@ def test_an_interrupted_call_ends_when_its_threads_have(monkeypatch):
     a = np.ones((1500, 1500), np.float32)
     out = kernels.matmul(a, a)
     out[:] = 0
-    pool, asked = machine.machine().pool, []
+    pool, asked = executor.executor().pool, []
     run = pool.run
 
     def interrupted(table: int, entries: int) -> None:
@@ -67,7 +68,7 @@ def test_a_second_call_compiles_nothing(monkeypatch):
 
 
 def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
-    monkeypatch.setattr(compiled, "KEPT", 2)
+    monkeypatch.setattr(compiled, "MAX_CACHED", 2)
     cache = compiled.Cache()
     for key in ("a", "b", "a", "c"):
         cache.get(key, lambda key=key: key)  # pyright: ignore[reportArgumentType]
@@ -77,16 +78,16 @@ def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
 @EVERY
 def test_bits_depend_on_no_number_of_threads(name, monkeypatch):
     case, found = CASES[name], []
-    monkeypatch.setattr(machine, "SHORT_BYTES", 0)  # nothing is short enough for the calling thread
+    monkeypatch.setattr(executor, "INLINE_BYTES", 0)  # nothing is short enough for the calling thread
     for threads in (1, 2, 5):
-        monkeypatch.setattr(machine, "thread_count", lambda threads=threads: threads)
-        monkeypatch.setattr(machine, "_machine", None)
+        monkeypatch.setattr(executor, "thread_count", lambda threads=threads: threads)
+        monkeypatch.setattr(executor, "_executor", None)
         monkeypatch.setattr(compiled, "CACHE", compiled.Cache())
         given = case.arguments(FLOAT32, len(case.shapes) - 1)
-        y, pull = kernels.vjp(case.function, *given, **case.options)
-        found.append([a.tobytes() for a in (y, *pull(y))])
-        assert machine.machine().pool.threads == threads
-        for pool in (machine.machine().pool, machine.machine().here):
+        y, vjp_fn = kernels.vjp(case.function, *given, **case.options)
+        found.append([a.tobytes() for a in (y, *vjp_fn(y))])
+        assert executor.executor().pool.threads == threads
+        for pool in (executor.executor().pool, executor.executor().here):
             pool.close()
     assert found[0] == found[1] == found[2]
 
@@ -96,8 +97,8 @@ def test_calls_of_many_threads_at_once_do_not_meet():
     given = [rng.normal(size=(n, 37)).astype(np.float32) for n in range(1, 60)]
 
     def both(x: np.ndarray) -> list[np.ndarray]:
-        y, pull = kernels.vjp(kernels.layernorm, x, x[0], x[0])
-        return [y, *pull(x), kernels.matmul(x, x.T)]
+        y, vjp_fn = kernels.vjp(kernels.layernorm, x, x[0], x[0])
+        return [y, *vjp_fn(x), kernels.matmul(x, x.T)]
 
     wanted = [both(x) for x in given]
     with ThreadPoolExecutor(8) as pool:
@@ -122,11 +123,11 @@ def test_arguments_may_lie_in_any_way(name, lies):
         a.flags.writeable = False
         return a
 
-    wanted, pull = kernels.vjp(case.function, *given, **case.options)
+    wanted, vjp_fn = kernels.vjp(case.function, *given, **case.options)
     others = [laid(a.copy()) for a in given]
     found, other = kernels.vjp(case.function, *others, **case.options)
     assert np.allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    for a, b in zip(other(laid(wanted.copy())), pull(wanted), strict=True):
+    for a, b in zip(other(laid(wanted.copy())), vjp_fn(wanted), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -153,8 +154,8 @@ def test_no_byte_before_or_behind_an_argument_is_read(name, dtype):
     for which in range(len(case.shapes)):
         for end in (False, True):
             given = [fenced(a, end=end) for a in case.arguments(dtype, which)]
-            y, pull = kernels.vjp(case.function, *given, **case.options)
-            pull(fenced(y, end=end))
+            y, vjp_fn = kernels.vjp(case.function, *given, **case.options)
+            vjp_fn(fenced(y, end=end))
     for _, raw, page, pages in kept:
         for at in (0, (pages + 1) * page):
             libc.mprotect(ctypes.c_void_p(arrays.address(raw) + at), ctypes.c_size_t(page), 3)
@@ -188,10 +189,10 @@ def test_a_large_result_is_written_past_the_caches_at_any_address():
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_starts_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(machine, "SHORT_BYTES", 0)
+    monkeypatch.setattr(executor, "INLINE_BYTES", 0)
     x = np.ones((3, 43), np.float32)
     wanted = kernels.rmsnorm(x)
-    with compiled.CACHE._lock, machine._opening:  # by threads that the child does not have
+    with compiled.CACHE._lock, executor._create_lock:  # by threads that the child does not have
         pid = os.fork()
         if pid == 0:
             os._exit(0 if np.array_equal(kernels.rmsnorm(x), wanted) else 1)
@@ -245,11 +246,11 @@ REFUSED = [
     ),
     (
         lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T),
-        "pull of rmsnorm expects dy (3, 5), it has shape (5, 3)",
+        "vjp_fn of rmsnorm expects dy (3, 5), it has shape (5, 3)",
     ),
     (
         lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE, ONE),
-        "pull of rmsnorm expects 1 gradients, it was given 2",
+        "vjp_fn of rmsnorm expects 1 gradients, it was given 2",
     ),
     (
         lambda: kernels.vjp(np.sum, ONE),
@@ -280,7 +281,7 @@ REFUSED = [
         "conv2d expects dilation as an integer or two, it is (1, True)",
     ),
     (lambda: kernels.conv2d(IMAGE, IMAGE, reflect="no"), "conv2d expects reflect as True or False, it is 'no'"),  # pyright: ignore
-    (lambda: kernels.conv2d(IMAGE, IMAGE, mirrored=1), "conv2d expects mirrored as True or False, it is 1"),  # pyright: ignore
+    (lambda: kernels.conv2d(IMAGE, IMAGE, flip_kernel=1), "conv2d expects flip_kernel as True or False, it is 1"),  # pyright: ignore
     (
         lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, causal=ONE[0] > 0),  # pyright: ignore
         "attention expects causal as True or False, it is array([ True, True, True, True, True])",
@@ -335,15 +336,15 @@ def test_options_are_taken_as_they_are_given():
     assert options.whole_or_pair("conv2d", "stride", np.int64(2)) == 2
 
 
-@pytest.mark.parametrize("what", [*CASES, "quantize", "dequantize", "pull", "out"])
+@pytest.mark.parametrize("what", [*CASES, "quantize", "dequantize", "vjp_fn", "out"])
 def test_arrays_with_a_mask_are_refused(what):
     """Nothing would read the mask, and the numbers below it would count. Each argument of each function is looked at."""
-    if what in ("pull", "out"):
-        _, pull = kernels.vjp(kernels.rmsnorm, ONE)
+    if what in ("vjp_fn", "out"):
+        _, vjp_fn = kernels.vjp(kernels.rmsnorm, ONE)
         calls = [
             (
-                "dy" if what == "pull" else "out",
-                lambda a: pull(a) if what == "pull" else kernels.rmsnorm(ONE, out=a),
+                "dy" if what == "vjp_fn" else "out",
+                lambda a: vjp_fn(a) if what == "vjp_fn" else kernels.rmsnorm(ONE, out=a),
                 ONE,
             )
         ]
@@ -376,3 +377,20 @@ def test_numbers_of_numpy_are_numbers():
     assert np.array_equal(kernels.softmax(ONE, scale=np.float16(0.5)), kernels.softmax(ONE, scale=0.5))
     q = ONE.reshape(1, 3, 1, 5)
     assert np.array_equal(kernels.attention(q, q, q, causal=np.False_), kernels.attention(q, q, q, causal=False))
+
+
+def test_conv2d_takes_its_old_names():
+    """`reflect` and `mirrored` were the names of padding_mode and flip_kernel."""
+    x, w = np.random.default_rng(1).normal(size=(2, 1, 1, 5, 5)).astype(np.float32)[..., :5, :5]
+    new = kernels.conv2d(x, w[..., :3, :3], padding=1, padding_mode="reflect", flip_kernel=True)
+    assert np.array_equal(new, kernels.conv2d(x, w[..., :3, :3], padding=1, reflect=True, mirrored=True))
+    assert not np.array_equal(new, kernels.conv2d(x, w[..., :3, :3], padding=1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reflected'"):
+        kernels.conv2d(x, w, reflected=True)
+    with pytest.raises(ValueError, match='padding_mode "zeros" or "reflect": \'wrap\''):
+        kernels.conv2d(x, w, padding_mode="wrap")
+    p = Program(Store())
+    given = p.parameter("x", x.shape), p.parameter("w", (1, 1, 3, 3))
+    for how in ({"padding_mode": "reflect", "flip_kernel": True}, {"reflect": True, "mirrored": True}):
+        p.conv2d(*given, padding=1, **how)
+    assert p.ops[0].attrs == p.ops[1].attrs and p.ops[0].attrs["flip_kernel"]

@@ -30,9 +30,9 @@ def test_gradients_are_finite_differences_of_the_formula(name, which):
     case, rng, eps = CASES[name], np.random.default_rng(1), 1e-6
     given = case.arguments(FLOAT32, which)
     exact = [a.astype(np.float64) for a in given]
-    y, pull = kernels.vjp(case.function, *given, **case.options)
+    y, vjp_fn = kernels.vjp(case.function, *given, **case.options)
     dy = rng.normal(size=y.shape).astype(np.float32)
-    gradients = pull(dy)
+    gradients = vjp_fn(dy)
     assert [(g.shape, g.dtype) for g in gradients] == [(a.shape, a.dtype) for a in given]
     near(y, case.formula(*exact, **case.options), FLOAT32)
     for i, gradient in enumerate(gradients):
@@ -51,9 +51,9 @@ def test_gradients_are_finite_differences_of_the_formula(name, which):
 def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
     case = CASES[name]
     given = case.arguments(BFLOAT16)
-    _, pull = kernels.vjp(case.function, *(a.astype(np.float32) for a in given), **case.options)
+    _, vjp_fn = kernels.vjp(case.function, *(a.astype(np.float32) for a in given), **case.options)
     y, rounded = kernels.vjp(case.function, *given, **case.options)
-    for exact, found in zip(pull(y.astype(np.float32)), rounded(y), strict=True):
+    for exact, found in zip(vjp_fn(y.astype(np.float32)), rounded(y), strict=True):
         assert found.dtype == BFLOAT16
         near(found, exact.astype(np.float64), BFLOAT16)
 
@@ -63,7 +63,7 @@ def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name,
     """Beside those of the same numbers all in float32. A function that refuses mixed dtypes says so in one line."""
     case = CASES[name]
     given = case.arguments(BFLOAT16, which)
-    y, pull = kernels.vjp(case.function, *(a.astype(FLOAT32) for a in given), **case.options)
+    y, vjp_fn = kernels.vjp(case.function, *(a.astype(FLOAT32) for a in given), **case.options)
     dy = np.random.default_rng(1).normal(size=y.shape).astype(FLOAT32)
     for mix in product((FLOAT32, BFLOAT16), repeat=len(given)):
         try:
@@ -74,7 +74,7 @@ def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name,
             assert len(set(mix)) == 2 and ("of one dtype" in str(error) or "expects relative" in str(error))
             continue
         seed = dy.astype(y.dtype)
-        for found, exact, kind in zip(rounded(seed), pull(seed.astype(FLOAT32)), mix, strict=True):
+        for found, exact, kind in zip(rounded(seed), vjp_fn(seed.astype(FLOAT32)), mix, strict=True):
             assert found.dtype == kind
             near(found, exact.astype(np.float64), kind)
 
@@ -82,11 +82,11 @@ def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name,
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_top_k_and_its_gradient(dtype):
     x = np.random.default_rng(0).integers(-9, 9, (3, 5, 41)).astype(dtype)  # with ties
-    (values, indices), pull = kernels.vjp(kernels.top_k, x, 7)
+    (values, indices), vjp_fn = kernels.vjp(kernels.top_k, x, 7)
     order = np.argsort(-x.astype(np.float64), -1, kind="stable")[..., :7]
     assert indices.dtype == np.int32 and np.array_equal(indices, order)
     assert np.array_equal(values, np.take_along_axis(x, order, -1))
-    (dx,) = pull(values)
+    (dx,) = vjp_fn(values)
     wanted = np.zeros(x.shape)
     np.put_along_axis(wanted, order, values.astype(np.float64), -1)
     assert dx.dtype == dtype and np.array_equal(dx.astype(np.float64), wanted)

@@ -30,10 +30,10 @@ def test_gradients_go_straight_through_where_the_argument_is_small(kind_a, kind_
     """Those of float32 arguments with all digits, whatever the other argument is."""
     r = np.random.default_rng(0)
     a, b = r.normal(size=(rows, K)).astype(kind_a), r.normal(size=(N, K)).astype(kind_b)
-    y, pull = kernels.vjp(kernels.binary_matmul, a, b)
+    y, vjp_fn = kernels.vjp(kernels.binary_matmul, a, b)
     dy = r.normal(size=y.shape).astype(np.float32)
     exact_a, exact_b, exact_dy = (x.astype(np.float64) for x in (a, b, dy))
     wanted = (exact_dy @ sign(exact_b)) * (abs(exact_a) <= 1), (exact_dy.T @ sign(exact_a)) * (abs(exact_b) <= 1)
-    for found, exact, kind in zip(pull(dy), wanted, (kind_a, kind_b), strict=True):
+    for found, exact, kind in zip(vjp_fn(dy), wanted, (kind_a, kind_b), strict=True):
         assert found.dtype == kind
         near(found, exact, kind)

@@ -33,11 +33,11 @@ def test_forward_and_all_gradients_are_those_of_pytorch(text, causal, M):
     layout = layouts.parse(text, length=T, block=16, heads=H, causal=causal)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=s).astype(np.float32) for s in ((B, T, H, D),) * 3 + ((M, H, D), (B, T, H, D))]
-    out, pull = kernels.vjp(kernels.attention, *arrays[:4], layout=layout, causal=causal)
+    out, vjp_fn = kernels.vjp(kernels.attention, *arrays[:4], layout=layout, causal=causal)
     *given, dout = (torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in arrays)
     seen = torch.tensor(np.stack([layout.dense(h) for h in range(H)]))
     theirs = dense(*given, seen, 0 if causal else -(M // 2))
     theirs.backward(dout)
     np.testing.assert_allclose(out, theirs.detach().numpy(), rtol=1e-4, atol=1e-5)
-    for ours, t, name in zip(pull(arrays[4]), given, ("q", "k", "v", "relative"), strict=True):
+    for ours, t, name in zip(vjp_fn(arrays[4]), given, ("q", "k", "v", "relative"), strict=True):
         np.testing.assert_allclose(ours, t.grad.numpy(), rtol=1e-4, atol=2e-5, err_msg=name)

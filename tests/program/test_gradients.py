@@ -22,7 +22,7 @@ B, T, C = 2, 5, 6
 
 QK_ROTARY = {"paired": False, "shift": False, "eps": 1e-3}
 CONVOLUTION = {
-    "stride": (1, 1), "padding": (1, 2), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False,
+    "stride": (1, 1), "padding": (1, 2), "dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False,
     "algorithm": "direct",
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ CASES = {
     "reflected convolution": (
         ops.Conv2d,
         {"x": (2, 2, 5, 4), "w": (3, 2, 2, 3)},
-        CONVOLUTION | {"reflect": True, "mirrored": True, "padding": (2, 3), "dilation": (2, 1), "stride": (1, 3)},
+        CONVOLUTION | {"reflect": True, "flip_kernel": True, "padding": (2, 3), "dilation": (2, 1), "stride": (1, 3)},
     ),
     "group norm": (ops.GroupNorm, {"x": (2, 6, 2, 3), "weight": (6,), "bias": (6,)}, {"groups": 2, "eps": 1e-3}),
     "mean over pixels": (ops.MeanPixels, {"x": (2, 3, 4, 5)}, {}),

@@ -203,13 +203,16 @@ def test_a_run_that_names_no_weights_counts_the_next_token():
 
 def test_products_with_transposed_weights_name_their_shapes():
     p = Program(Store())
-    with pytest.raises(ValueError, match=r"linear_nn expects x \(\.\.\., K\) and weight \(K, N\): .*weight \(3, 5\)"):
-        p.linear_nn(t(2, 4), t(3, 5))
+    with pytest.raises(
+        ValueError, match=r"linear expects x \(\.\.\., K\) and a transposed weight \(K, N\): .*weight \(3, 5\)"
+    ):
+        p.linear(t(2, 4), t(3, 5), transposed_weight=True)
     with pytest.raises(
         ValueError, match=r"softcapped_classifier expects x \(B, T, C\), head \(C, V\): .*head \(9, 5\)"
     ):
         p.softcapped_classifier(t(2, 3, 4), t(9, 5), t(2, 3), valid_vocab=5)
-    assert tuple(p.linear_nn(t(2, 4), t(4, 5)).shape) == (2, 5)
+    assert tuple(p.linear(t(2, 4), t(4, 5), transposed_weight=True).shape) == (2, 5)
+    assert tuple(p.linear_nn(t(2, 4), t(4, 5)).shape) == (2, 5), "the old name"
 
 
 def test_a_norm_that_is_not_finite_skips_and_counts():

@@ -1,4 +1,4 @@
-"""Activations by their emitters: the value and the slope, on fp32 lanes. What they mean is said in program/ops/elementwise.py."""
+"""Activations by their emitters: the value and the slope, on fp32 lanes. program/ops/elementwise.py defines them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Function = Callable[[Builder, Value, str], Value]  # of fp32 lanes and the dtype
 
 @dataclass(frozen=True)
 class Emitter:
-    """An activation's value and slope. `long` ones need registers and time: a product finishes them tile by tile from memory, and
-    slopes beside the next tile."""
+    """An activation's value and slope. `long` ones need registers and time: a GEMM's epilogue runs them tile by tile from memory,
+    and slopes overlapped with the next tile."""
 
     value: Function
     slope: Function

@@ -1,4 +1,6 @@
-"""What ranks do together. Tensors travel by a call out of the step, on one thread; what has arrived is added by a kernel."""
+"""Collectives between ranks: reduce-scatter, all-gather and all-reduce. Messages are sent by a call out of the step, on one thread;
+received gradients are added by a kernel.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 
-Arrays = list[tuple[int, np.ndarray]]  # and the rank that they go to, or come from
+Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
 def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
-    """y (n) = the gradients of all ranks, in their order; those of the other ranks are others (count - 1, n)."""
+    """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; others (count - 1, n) are
+    received."""
 
     def vector(i, mask):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
@@ -72,7 +75,7 @@ def _transfer(
     *,
     scalar: str = "",
 ) -> None:
-    """A transfer between ranks of the bytes of the arena; `regions` names those of a tensor that travel. `travel(sends, receives)`
+    """Messages between ranks to and from the arena; `regions` has the bytes of a tensor that are sent. `travel(sends, receives)`
     gives what a run calls: the ranks' `prepared` does where none is given."""
     travel = travel or op.ranks.prepared
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
@@ -87,26 +90,28 @@ def _transfer(
     c.extern(prepare, reads, writes, scalar=scalar)
 
 
-# --- ranks that read each other's memory ---
+# --- all-reduce by reading other ranks' memory (one node) ---
 
-# A table of i64: the function that reads, whether a reading has failed, the others' processes, and for each share the addresses
-# of what they have for it.
+# A table of i64: the address of process_vm_readv, whether a read has failed, the others' process ids, and for each shard the
+# addresses of their gradients.
 FUNCTION, FAILED, PROCESSES = 0, 1, 2
 
 
 def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
-    """y (n) = the gradients of all ranks in their order, and the partial sums of its squares. The others' are read a
-    chunk at a time into this thread's scratch: they come from memory once, and nothing of them goes back there."""
-    others, here = count - 1, k.thread_scratch()
+    """y (n) = the sum of all ranks' gradients in rank order, and the partial sums of its squares. The others' are read a chunk at a
+    time into this thread's scratch (L2): DRAM is read once and not written."""
+    others, received = count - 1, k.thread_scratch()
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
         for j in range(others):
-            there = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
-            read_process(k, table, table.get(PROCESSES + j), there, here.at(j * CHUNK), (end - begin) * own.itemsize)
+            address_there = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
+            read_process(
+                k, table, table.get(PROCESSES + j), address_there, received.at(j * CHUNK), (end - begin) * own.itemsize
+            )
         sums = zeros(k, CHAINS)
 
         def body(i, mask, chain):
-            terms = [here.load(i - begin + j * CHUNK, mask) for j in range(others)]
+            terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
             terms.insert(rank, own.load(i, mask))
             total = terms[0]
             for term in terms[1:]:
@@ -118,18 +123,18 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
-def read_process(k: KernelBuilder, table, process: Value, there: Value, here, nbytes: Value) -> None:
-    """The bytes at the address `there` of another process, to `here`: by Linux's process_vm_readv, of one piece."""
-    pieces = []
-    for address in (k.op("i64", f"ptrtoint ptr {here.ref} to i64"), there):
-        piece = Pointer(k, k.alloca("i64", 2), "i64")
-        piece.put(address, 0)
-        piece.put(nbytes, 1)
-        pieces.append(f"ptr {piece.ref}, i64 1")
+def read_process(k: KernelBuilder, table, process: Value, address_there: Value, received, nbytes: Value) -> None:
+    """Copy `nbytes` from an address of another process by Linux's process_vm_readv, with one iovec on each side."""
+    iovecs = []
+    for address in (k.op("i64", f"ptrtoint ptr {received.ref} to i64"), address_there):
+        iovec = Pointer(k, k.alloca("i64", 2), "i64")
+        iovec.put(address, 0)
+        iovec.put(nbytes, 1)
+        iovecs.append(f"ptr {iovec.ref}, i64 1")
     function = k.op("ptr", f"inttoptr i64 {table.get(FUNCTION).ref} to ptr")
     number = k.op("i32", f"trunc i64 {process.ref} to i32")
-    found = k.op("i64", f"call i64 {function.ref}(i32 {number.ref}, {', '.join(pieces)}, i64 0)")
-    with k.when(found.differs(nbytes)):
+    copied = k.op("i64", f"call i64 {function.ref}(i32 {number.ref}, {', '.join(iovecs)}, i64 0)")
+    with k.when(copied.differs(nbytes)):
         table.put(k.int(1), FAILED)
 
 
@@ -145,10 +150,10 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         places = ranks.places(op.departing({name: [array] for name, array in found.items()}))
         of_shares = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
         processes = [process for process, _ in places]
-        whole = np.array([reader(), 0, *processes, *of_shares.reshape(-1)], np.int64).view(np.uint8)
+        filled = np.array([process_vm_readv(), 0, *processes, *of_shares.reshape(-1)], np.int64).view(np.uint8)
 
         def call() -> None:
-            arrays[-1][: whole.size] = whole
+            arrays[-1][: filled.size] = filled
             if op.meets[0]:
                 ranks.meet()
 
@@ -171,7 +176,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
     c.extern(end, [part(t) for t in op.outputs.values()], [part(table)])
 
 
-def reader() -> int:
+def process_vm_readv() -> int:
     """The address of Linux's process_vm_readv."""
     found = ctypes.cast(ctypes.CDLL(None).process_vm_readv, ctypes.c_void_p).value
     assert found is not None

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from barellm.cpu.gemm_config import Tile, register_tiles
+from barellm.cpu.gemm_config import Tile, vector_tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_polyphase import PolyphaseLayout
@@ -81,7 +81,7 @@ def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int
         used = of_positions * utilization(geometry.channels, channels) * utilization(columns, tile.nr(isa))
         return speedup * used, Bf16MicroKernel(tile, use_amx)
 
-    candidates = [candidate(tile, tile.mr, 2, DOT_SPEEDUP, False) for tile in register_tiles(isa)]
+    candidates = [candidate(tile, tile.mr, 2, DOT_SPEEDUP, False) for tile in vector_tiles(isa)]
     if isa.tiles:
         candidates.append(candidate(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.TILE_K, AMX_SPEEDUP, True))
     return _fastest(candidates, utilization(columns, 8))
@@ -98,7 +98,7 @@ def select_wgrad_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, rows: int) -
         throughput = speedup * of_positions * utilization(rows, tile.mr)
         return throughput * utilization(geometry.channels, tile.nr(isa)), Bf16MicroKernel(tile, use_amx)
 
-    candidates = [candidate(tile, 2, DOT_SPEEDUP, False) for tile in register_tiles(isa)]
+    candidates = [candidate(tile, 2, DOT_SPEEDUP, False) for tile in vector_tiles(isa)]
     if isa.tiles:
         candidates.append(candidate(Tile(amx.MR, amx.NR // isa.lanes), amx.TILE_K, AMX_SPEEDUP, True))
     return _fastest(candidates, 1.0)

@@ -25,7 +25,7 @@ from barellm.cpu.kernels.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
 from barellm.cpu.kernels.im2col import ConvGeometry
 from barellm.cpu.kernels.loops import added, put_added
-from barellm.cpu.kernels.microkernel import add_unit
+from barellm.cpu.kernels.microkernel import rank1_update
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -252,7 +252,7 @@ class ImplicitGemm:
                 return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
 
             with k.loop(0, self.blocking.pairs) as u:
-                add_unit(k, acc, pair, right, u, True)
+                rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, targets, strict=True):
             p.store(var.value)
 

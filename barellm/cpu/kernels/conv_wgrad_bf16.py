@@ -19,7 +19,7 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
 from barellm.cpu.kernels.im2col import ConvGeometry
 from barellm.cpu.kernels.loops import added
-from barellm.cpu.kernels.microkernel import add_unit
+from barellm.cpu.kernels.microkernel import rank1_update
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -168,11 +168,11 @@ class WeightGradient:
         panel_bytes = len(self.scratch.parities) * self.scratch.copy
         row = 2 * self.dy.pitch
         if self.blocking.use_amx:
-            amx.begin_sums(k, to, accumulate, row=4 * self.tile_n)
+            amx.load_accumulators(k, to, accumulate, row=4 * self.tile_n)
             with k.loop(0, num_images) as n:
-                of = amx.Left(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
-                amx.add_steps(k, of, panel.bytes(n * panel_bytes), k.int(steps))
-            amx.store_sums(k, to, row=4 * self.tile_n)
+                of = amx.TileA(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
+                amx.accumulate_steps(k, of, panel.bytes(n * panel_bytes), k.int(steps))
+            amx.store_accumulators(k, to, row=4 * self.tile_n)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
@@ -187,7 +187,7 @@ class WeightGradient:
                 return k.splat(k.op("i32", f"load i32, ptr {of.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:
-                add_unit(k, acc, pair, right, u, True)
+                rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, targets, strict=True):
             p.store(var.value)
 

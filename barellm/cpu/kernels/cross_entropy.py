@@ -1,8 +1,8 @@
-"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses
-(rows) fp32. Columns from `valid` on are padding.
+"""Cross-entropy loss of the classifier and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse,
+losses (rows) fp32. Columns from `valid` on are padding.
 
-Every kernel does `row_limit` rows from `row_begin` of the run's rows (as many as there are), its pointers being to the first of
-them: a lowering may call it for all rows or for a chunk. Gradients may be written over the logits.
+Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
+for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL_ROWS = 1 << 62
 CHAINS = 4
 
 
-def rows_here(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
@@ -97,7 +97,7 @@ def write_gradient(
 def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """lse, and losses = lse - logits[target], zero where the target is ignored."""
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
@@ -116,7 +116,7 @@ def row_scores(
 ) -> None:
     """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, target = logits.at(row * V), targets.get(row)
@@ -132,7 +132,7 @@ def row_losses_and_gradients(
     """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
     by = scale_of(k, loss_scale)
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, target = logits.at(row * V), targets.get(row)
@@ -145,7 +145,7 @@ def row_gradients(
 ) -> None:
     by = scale_of(k, loss_scale)
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         at = row * V

@@ -1,4 +1,5 @@
-"""Bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, slots), all i32."""
+"""Bigram hash ids, and document boundaries of packed sequences. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch,
+slots), all i32."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
 
 @kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets, "reserved": op.reserved}, also=INTEGERS)
 def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
-    """A thread's elements may span rows; each row's first two are set behind the others."""
+    """A thread's elements may cover several rows; each row's first two are set after the others."""
     seq, modulus = k.scalar("seq"), buckets - 1
 
     def hashed(i, mask, before):
@@ -27,7 +28,7 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
     with k.parallel_range(k.scalar("batch") * seq, GRAIN) as (begin, end):
         # The very first token has none before it in memory.
         foreach_vector(k, k.max(begin, 1), end, body)
-        if reserved:  # where a row has one token only, what follows sets it anew
+        if reserved:  # in a row of one token this is overwritten below
             second = (begin + seq - 2) // seq * seq + 1
             with k.loop(second, end, seq) as i:
                 hashed(i, k.mask_first(1), k.const(modulus, k.ivec))
@@ -38,19 +39,20 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
 
 @kernel("document_starts", constants=lambda op: {"slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
 def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
-    """Each claim is a part of one row: it looks for the document that its first position is in, then fills one after the other."""
+    """A work item is a chunk of one row: a binary search for the document of its first position, then one document after the
+    other."""
     seq = k.scalar("seq")
-    parts = k.ceil_div(seq, GRAIN)
-    with k.parallel_for(k.scalar("batch") * parts) as unit:
-        row, begin = unit // parts, unit % parts * GRAIN
+    chunks = k.ceil_div(seq, GRAIN)
+    with k.parallel_for(k.scalar("batch") * chunks) as item:
+        row, begin = item // chunks, item % chunks * GRAIN
         end = k.min(begin + GRAIN, seq)
         of, to = cu_seqlens.at(row * slots), starts.at(row * seq)
         slot, beyond = k.var(0), k.var(slots)
         with k.while_(lambda: beyond.value - slot.value > 1):
             middle = (slot.value + beyond.value) // 2
-            begun = of.get(middle) <= begin
-            slot.value = k.select(begun, middle, slot.value)
-            beyond.value = k.select(begun, beyond.value, middle)
+            has_begun = of.get(middle) <= begin
+            slot.value = k.select(has_begun, middle, slot.value)
+            beyond.value = k.select(has_begun, beyond.value, middle)
         at = k.var(begin)
         with k.while_(lambda: at.value < end):
             following = slot.value + 1
@@ -69,7 +71,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
     also=INTEGERS,
 )
 def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
-    """A claim is a row: a document's place in it depends on how many are before."""
+    """A work item is a row: a document's slot depends on how many are before it."""
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as row:
         of, to = tokens.at(row * seq), cu_seqlens.at(row * slots)

@@ -1,4 +1,5 @@
-"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
+"""Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
+(V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 
-CLAIMS = 64  # of ids, each of which looks through all tokens
-GROUP = 65536  # bytes of the sums over the batch that a claim keeps
-TOGETHER = 4  # rows that are added to one at a time
-AHEAD = 4  # rows of the token table that are on their way into the second cache
+ID_RANGES = 64  # work items: each scans all tokens for its ids
+GROUP_BYTES = 65536  # of the sums over the batch of a work item
+UNROLL = 4  # rows that are added at a time
+PREFETCH_ROWS = 4  # of the token table, into L2
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
@@ -36,7 +37,7 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
             token = token_rows.load(of + c, mask)
             return token if at is None else token + position_rows.load(at + c, mask)
 
-        following = tokens.get(k.min(row + AHEAD, rows - 1)) * C
+        following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
             with k.loop(0, C, LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
@@ -58,15 +59,15 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
 
 
 def sort_by_id(
-    k: KernelBuilder, tokens: Pointer, rows: Value, low: Value, high: Value, *, per: int
+    k: KernelBuilder, tokens: Pointer, rows: Value, low: Value, high: Value, *, ids_per_item: int
 ) -> tuple[Pointer, Pointer]:
-    """The rows [0, rows) whose tokens are in [low, high), at most `per` ids: (ends, sorted), in this thread's scratch. Those of
-    an id follow each other in their order and end before sorted[ends[id - low]]."""
+    """A stable counting sort of the rows [0, rows) whose tokens are in [low, high), at most `ids_per_item` ids: (ends, sorted) in
+    this thread's scratch. Rows of an id are adjacent, in their order, and end before sorted[ends[id - low]]."""
     ends = k.thread_scratch("i32")
-    found = ends.at(per)
-    sorted_rows = found.at(rows)
+    matches = ends.at(ids_per_item)
+    sorted_rows = matches.at(rows)
     lowest, beyond, count = k.splat(low), k.splat(high), k.var(k.int(0))
-    with k.loop(0, per) as i:
+    with k.loop(0, ids_per_item) as i:
         ends.put(k.int(0), i)
 
     def inside(first: Value, mask: Value | None) -> Value:
@@ -77,25 +78,25 @@ def sort_by_id(
     def take(first: Value, mask: Value) -> None:
         with k.set_lanes(mask) as lane:
             row = first + lane
-            found.put(row, count.value)
+            matches.put(row, count.value)
             count.value = count.value + 1
             at = tokens.get(row) - low
             ends.put(ends.get(at) + 1, at)
 
     step = 4 * k.lanes
-    whole = rows & -step
-    with k.loop(0, whole, step) as first:
+    full = rows & -step
+    with k.loop(0, full, step) as first:
         take(first, k.concat([inside(first + j * k.lanes, None) for j in range(4)]))
-    with k.loop(whole, rows, k.lanes) as first:
+    with k.loop(full, rows, k.lanes) as first:
         take(first, inside(first, k.mask_first(rows - first)))
 
     total = k.var(k.int(0))
-    with k.loop(0, per) as i:  # counts become starts,
+    with k.loop(0, ids_per_item) as i:  # counts become starts,
         here = ends.get(i)
         ends.put(total.value, i)
         total.value = total.value + here
     with k.loop(0, count.value) as i:  # and starts ends
-        row = found.get(i)
+        row = matches.get(i)
         at = tokens.get(row) - low
         to = ends.get(at)
         sorted_rows.put(row, to)
@@ -104,20 +105,20 @@ def sort_by_id(
 
 
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
-    """A thread claims ids, looks for them among all tokens and adds their rows in order: no atomics, the same bits for any thread
-    count. TOGETHER rows of an id are added at a time: memory is read in so many streams, and the sum in the second cache once. The
-    rows that follow on the list, which no hardware foresees, are on their way meanwhile."""
-    rows, per = k.scalar("batch") * k.scalar("seq"), -(-V // CLAIMS)
+    """A work item is a range of ids: it finds them among all tokens and adds their rows in order: no atomics, the same bits for any
+    thread count. UNROLL rows of an id are added at a time: so many DRAM streams, and the sum is read from L2 once. The rows that
+    follow on the list, which no hardware prefetcher predicts, are prefetched."""
+    rows, ids_per_item = k.scalar("batch") * k.scalar("seq"), -(-V // ID_RANGES)
 
-    with k.parallel_for(-(-V // per)) as chunk:
-        low = chunk * per
-        high = k.min(low + per, V)
-        ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, per=per)
+    with k.parallel_for(-(-V // ids_per_item)) as chunk:
+        low = chunk * ids_per_item
+        high = k.min(low + ids_per_item, V)
+        ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, ids_per_item=ids_per_item)
         last = ends.get(high - low - 1) - 1
 
         def add_rows(to: Pointer, i: Value, count: int) -> None:
             of = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
-            following = [sorted_rows.get(k.min(i + t + TOGETHER, last)) for t in range(count)]
+            following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
             ahead = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
 
             def add(c, mask, j):
@@ -133,10 +134,10 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
             to, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
-            whole = first + ((end - first) & -TOGETHER)
-            with k.loop(first, whole, TOGETHER) as entry:
-                add_rows(to, entry, TOGETHER)
-            with k.loop(whole, end) as entry:
+            full = first + ((end - first) & -UNROLL)
+            with k.loop(first, full, UNROLL) as entry:
+                add_rows(to, entry, UNROLL)
+            with k.loop(full, end) as entry:
                 add_rows(to, entry, 1)
             begin.value = end
 
@@ -147,13 +148,13 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     if mode != "add":
         c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
     operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
-    c.thread_scratch(4 * (-(-int(op.rows) // CLAIMS) + 2 * op.tokens.size))
+    c.thread_scratch(4 * (-(-int(op.rows) // ID_RANGES) + 2 * op.tokens.size))
     c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
 
 
 def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight) -> None:
     """dweight[t] = sum of dy[:, t] over the batch in order; nothing beyond the sequence. Positions go in groups whose sums stay in
-    the second cache, so that memory is read in runs of GROUP bytes, of TOGETHER samples at a time."""
+    the second cache, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")
     sums = k.thread_scratch()
 
@@ -171,10 +172,10 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
     with k.parallel_range(positions, _positions(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
         foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
-        whole = batch & -TOGETHER
-        with k.loop(0, whole, TOGETHER) as b:
-            add_samples(b, TOGETHER, begin, inside)
-        with k.loop(whole, batch) as b:
+        full = batch & -UNROLL
+        with k.loop(0, full, UNROLL) as b:
+            add_samples(b, UNROLL, begin, inside)
+        with k.loop(full, batch) as b:
             add_samples(b, 1, begin, inside)
         to = dweight.at(begin * C)
         foreach_vector(
@@ -184,7 +185,7 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
 
 def _positions(C: int, positions: int) -> int:
     """How large a group is: there are to be enough groups for all threads."""
-    return max(1, min(GROUP // (4 * C), positions // 16))
+    return max(1, min(GROUP_BYTES // (4 * C), positions // 16))
 
 
 @lowering("embedding_dwpe", starts="dweight")

@@ -1,7 +1,8 @@
-"""Histograms of exponents. Shapes: x any, n elements; counts (256) i32; sums (4); partial ones (chunks, 256) and (chunks, 4).
+"""Exponent histograms (dynamic-range statistics). Shapes: x any, n elements; counts (256) i32; sums (4); partials (chunks, 256),
+(chunks, 4).
 
-Chunks, whose number follows from n, are counted each by one thread. Equal exponents often stand side by side, and a counter that is
-added to twice waits for its store: so each of TABLES neighbours has counters of its own.
+Chunks, whose number follows from n, are counted each by one thread. Neighbours often have equal exponents, and an increment of a
+counter waits for the store of the one before: so each of TABLES neighbours has counters of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
     per = elements_per_chunk(k, n)
     with k.parallel_for(k.ceil_div(n, per)) as chunk:
         tables = k.thread_scratch("i32")
-        found = tables.at(TABLES * WIDTH)  # exponents on the way from lanes to addresses
+        bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
         foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
         total, size, square = (zeros(k, UNROLL) for _ in range(3))
         largest = zeros(k, UNROLL)
@@ -48,7 +49,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             size[j].value = size[j].value + a
             square[j].value = k.fma(v, v, square[j].value)
             largest[j].value = k.max(a, largest[j].value)
-            to = found.at(j * k.lanes)
+            to = bins.at(j * k.lanes)
             to.store(e if mask is None else k.select(mask, e, BINS))
             for lane in range(k.lanes):
                 counter = tables.at(to.get(lane) + lane % TABLES * WIDTH)
@@ -57,20 +58,20 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         begin = chunk * per
         foreach_vector(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
 
-        def together(i, mask, j):
+        def merge_tables(i, mask, j):
             count = tables.load(i, mask)
             for table in range(1, TABLES):
                 count = count + tables.load(i + table * WIDTH, mask)
             counts.store(count, chunk * BINS + i, mask)
 
-        foreach_vector(k, 0, BINS, together)
+        foreach_vector(k, 0, BINS, merge_tables)
         for place, chains in enumerate((total, size, square)):
             sums.put(k.sum(fold(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
         sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
 def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
-    """The chunks' counts and sums as one, in the chunks' order."""
+    """Reduce the chunks' counts and sums, in the chunks' order."""
     n = k.num_elements(dims) * width
     with k.parallel_for(1):
         chunks = k.ceil_div(n, elements_per_chunk(k, n))
@@ -90,7 +91,7 @@ def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, parti
             sums.put(k.to(total.value, "float"), place)
 
 
-def whole(out: Tensor) -> tuple[Region, str]:
+def result_region(out: Tensor) -> tuple[Region, str]:
     """The bytes of a result, which may be columns of a tensor that has one row."""
     first = out.first_column * 4
     return Region(out.base, first, first + 4 * out.size), out.dtype
@@ -98,7 +99,7 @@ def whole(out: Tensor) -> tuple[Region, str]:
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Op, c: Lowering) -> None:
-    outs: dict[str, Any] = {name: whole(op.outputs[name]) for name in ("counts", "sums")}
+    outs: dict[str, Any] = {name: result_region(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
     c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))
     if op.x.size <= CHUNK:

@@ -9,13 +9,13 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.attention_blocks import dim_size, size
+from barellm.cpu.kernels.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
+    foreach_column,
     added,
     fold,
-    foreach_column,
     row_grain,
     shape_of,
     write_row,
@@ -39,7 +39,7 @@ def logits_constants(op: Op) -> dict[str, Any]:
 
 
 def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
-    """A dot product for each gate; the columns of a row are found in the first cache from the second gate on."""
+    """A dot product for each gate; from the second gate on the columns of a row are in L1."""
     K = sum(widths)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         read = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
@@ -66,14 +66,14 @@ def gate_logits_backward(
     k: KernelBuilder, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
 ) -> None:
     """dx and dextra, and the weights' gradient (chunks, N, K) of each chunk of rows, in one pass. The sums of few gates stay in
-    registers, those of many in the first cache."""
+    registers, those of many in L1."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
     with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (to, begin, end):
         assert to is not None
-        held = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
+        acc = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
         with k.loop(begin, end) as row:
             given, at = dz.at(row * N), row
             for v, (i, c, mask) in enumerate(vectors):
@@ -84,7 +84,7 @@ def gate_logits_backward(
                     by = k.splat(given.get(n))
                     total.value = k.fma(by, weight.load(n * K + w, mask), total.value)
                     if in_registers:
-                        held[n, v].value = k.fma(by, value, held[n, v].value)
+                        acc[n, v].value = k.fma(by, value, acc[n, v].value)
                     else:
                         to.store(k.fma(by, value, to.load(n * K + w, mask)), n * K + w, mask)
 
@@ -95,7 +95,7 @@ def gate_logits_backward(
                     with k.loop(0, N) as n:
                         gate(n)
                 d.store(added(k, d, c, mask, total.value, modes[i]), c, mask)
-        for (n, v), sums in held.items():
+        for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
             to.store(sums.value, n * K + starts[i] + c, mask)
 
@@ -122,7 +122,12 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
 def gated_constants(op: Op) -> dict[str, Any]:
     """`strides`: from one row of an operand or result to the next, by its name."""
     strides = tuple((name, t.row_stride) for name, t in (op.inputs | op.outputs).items() if len(t.shape) == 3)
-    sizes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "C": int(op.x.shape[2]), "N": int(op.z.shape[2])}
+    sizes = {
+        "batch": size_constant(op.x.shape[0]),
+        "seq": size_constant(op.x.shape[1]),
+        "C": int(op.x.shape[2]),
+        "N": int(op.z.shape[2]),
+    }
     return {**sizes, "strides": strides, "scale": op.scale, "squash": op.squash, "shift": op.shift}
 
 
@@ -143,8 +148,8 @@ def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: b
 
 def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The gates of a row first, into this thread's scratch, then the groups of columns one after another."""
-    T, D, stride = dim_size(k, seq), C // N, dict(strides)
-    rows, gates = dim_size(k, batch) * T, k.thread_scratch()
+    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
+    rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
     times, _ = factors(k, factor, scale, squash=squash)
     past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -187,17 +192,17 @@ def lower_gated(op: Op, c: Lowering) -> None:
 
 
 def gates_of(op: Op, c: Lowering) -> int:
-    """Floats that have room for whole vectors of a row's gates."""
+    """The gates of a row, padded to vectors."""
     return -(-int(op.z.shape[2]) // c.isa.lanes) * c.isa.lanes
 
 
 def gated_backward(
     k: KernelBuilder, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes
 ) -> None:
-    """One pass: what a group of columns passes on, and its dot product, which is what its gate's gradient needs. partials (chunks)
-    are sums for the factor's gradient."""
-    T, D, stride = dim_size(k, seq), C // N, dict(strides)
-    rows, padded = dim_size(k, batch) * T, -(-N // k.lanes) * k.lanes
+    """One pass: dx of a group of columns, and its dot product, of which its gate's gradient is made. partials (chunks) are sums for
+    the factor's gradient."""
+    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
+    rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()
     dots = gates.at(padded)
     times, rise = factors(k, factor, scale, squash=squash)
@@ -206,17 +211,17 @@ def gated_backward(
     with chunks_of_rows(k, partials, rows, 1, 1) as (to, begin, end):
         total = k.var_vec(0.0)
         with k.loop(begin, end) as row:
-            logits, found = z.at(row * N), dz.at(row * N)
+            logits, to_dz = z.at(row * N), dz.at(row * N)
             by, of, back = dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"])
 
-            def store_dz(c: Any, mask: Value | None, value: Any, found=found) -> None:
-                found.store(added(k, found, c, mask, k.to(value, k.vec), modes[1]), c, mask)
+            def store_dz(c: Any, mask: Value | None, value: Any, to_dz=to_dz) -> None:
+                to_dz.store(added(k, to_dz, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
             def group(n: Value, by=by, of=of, back=back) -> None:
-                gate, sums, turn = k.splat(gates.get(n)) * times, zeros(k, ROW_UNROLL), cycle(range(ROW_UNROLL))
+                gate, sums, chains = k.splat(gates.get(n)) * times, zeros(k, ROW_UNROLL), cycle(range(ROW_UNROLL))
 
                 def vector(c: Any, mask: Value | None) -> Value:
-                    at, chain = n * D + c, sums[next(turn)]
+                    at, chain = n * D + c, sums[next(chains)]
                     d = by.load(at, mask)
                     chain.value = k.fma(d, of.load(at, mask), chain.value)
                     return added(k, back, at, mask, d * gate, modes[0])

@@ -1,6 +1,6 @@
-"""Normalisation of images by groups of channels, and its gradients. A row is what a group of an image has, M numbers side by side.
+"""GroupNorm of images, and its gradients. A row is a group of an image, M adjacent numbers.
 
-Each row is walked through by one thread, once more for each sum that needs the one before: it stays in the cache.
+One thread reads a row, again for each sum that depends on the one before: it stays in the cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
-fp32. RMSNorm's gradients are those of a LayerNorm without means: where `mean` is None nothing is centred.
+fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
-    """Two sums over a row: of u * v and, if wanted, of u, where factors(c, mask, j) gives u and v; u is zero off the mask."""
+    """Two sums over a row: of u * v and, with `of_u`, of u, where factors(c, mask, j) gives u and v; u is zero off the mask."""
     products, sums = zeros(k, CHAINS), zeros(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
@@ -62,7 +62,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         of, to = x.at(row * C), y.at(row * C)
         first = of.get(0)
         shift = k.splat(first)
-        held: dict[int, Value] = {}
+        cached: dict[int, Value] = {}
 
         def shifted(c, mask):
             v = of.load(c, mask) - shift
@@ -71,7 +71,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         def twice(c, mask, j):
             v = shifted(c, mask)
             if in_registers:
-                held[c] = v
+                cached[c] = v
             return v, v
 
         square, total = row_sums(k, C, twice, unrolled=in_registers)
@@ -83,7 +83,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         centre, scale = k.splat(offset), k.splat(inverse)
 
         def finish(c, mask):
-            n = ((held[c] if in_registers else shifted(c, mask)) - centre) * scale
+            n = ((cached[c] if in_registers else shifted(c, mask)) - centre) * scale
             w = weight.load(c, mask)
             return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
 
@@ -134,9 +134,8 @@ class GradientOfRow:
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
-    def fetch(self, row: Pointer, c: Any, j: int) -> None:
-        """Fetch into the second cache what the other pass reads in this place of a row. Each pass by itself would leave memory
-        idle while it computes what the other one waits for."""
+    def prefetch(self, row: Pointer, c: Any, j: int) -> None:
+        """Prefetch into L2 what the other pass reads at this column. Each pass alone would leave DRAM idle while it computes."""
         if j * self.k.lanes * row.itemsize % LINE == 0:
             self.k.prefetch(row.at(c), near=False)
 
@@ -186,7 +185,7 @@ def norm_backward(
     """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy at once.
     What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
     rows = k.num_elements(dims) * inner
-    together = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
+    store_group = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, past_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
         results.append((rounded, past_caches(k, rows, C, rounded)))
@@ -194,7 +193,7 @@ def norm_backward(
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
         of = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
         to = [out.at(row * C) for out, _ in results]
-        held: list[Value] = []
+        cached: list[Value] = []
 
         def add_to(name: str, c, mask, add: Callable[[Value], Value]) -> None:
             if name in sums:
@@ -205,24 +204,24 @@ def norm_backward(
             add_to("dweight", c, mask, lambda total: k.fma(g, n, total))
             add_to("dbias", c, mask, lambda total: total + g)
             if mode_dx != "store":
-                of.fetch(to[0], c, j)
+                of.prefetch(to[0], c, j)
 
         means = of.means(first)
 
         def body(c, mask, j):
             _, dn, n = of.factors(c, mask)
             new = added(k, to[0], c, mask, of.dx(dn, n, means), mode_dx)
-            held.append(new)
-            if len(held) == together:
+            cached.append(new)
+            if len(cached) == store_group:
                 for out, (_, past) in zip(to, results, strict=True):
-                    if together > 1:
-                        store_all(k, out, held, c - (together - 1) * k.lanes, past)
+                    if store_group > 1:
+                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, past)
                     else:
                         out.store(new, c, mask)
-                held.clear()
+                cached.clear()
             add_to("dx_sum", c, mask, lambda total: total + new)
-            of.fetch(of.x.at(C), c, j)
-            of.fetch(of.dy.at(C), c, j)
+            of.prefetch(of.x.at(C), c, j)
+            of.prefetch(of.dy.at(C), c, j)
 
         foreach_column(k, C, body)
 

@@ -1,7 +1,6 @@
-"""Sums of tensors times numbers, and their gradients. Shapes: terms x0..x3, y, dy, dx0..dx3 of equal shapes; coefficients k0..k3
-and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or None where it is the
-tensor.
-"""
+"""Linear combinations of tensors (residual mixing), and their gradients. Shapes: terms x0..x3, y, dy, dx0..dx3 of equal shapes;
+coefficients k0..k3 and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or
+None where it is the tensor."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.mix import COEFFICIENTS, MOST, TERMS
 
-AHEAD = 512  # elements that are on their way into the second cache: four streams are more than the hardware keeps going
-CHAINS = ROW_UNROLL  # so that rows of whole groups of vectors are aligned
+PREFETCH_DISTANCE = 512  # elements, into L2: four streams are more than the hardware prefetcher follows
+CHAINS = ROW_UNROLL  # so that rows of full groups of vectors are aligned
 
 DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIENTS))
 
@@ -38,10 +37,10 @@ def coefficient(k: KernelBuilder, number: float | None, tensor: Pointer | None) 
     return None if number == 1.0 else number
 
 
-def fetch_ahead(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
-    """What is read AHEAD elements behind i."""
+def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
+    """Prefetch what is read PREFETCH_DISTANCE elements later."""
     for p in streams:
-        k.prefetch(p.at(i + AHEAD), near=False)
+        k.prefetch(p.at(i + PREFETCH_DISTANCE), near=False)
 
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **flat(op.y)}, views=" ".join(COEFFICIENTS))
@@ -52,7 +51,7 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
     def vector(i: Any, mask: Value | None) -> Value:
         total = first.load(i, mask)
         total = total if by is None else total * by
-        fetch_ahead(k, i, [first, *(x for x, _ in others)])
+        prefetch_streams(k, i, [first, *(x for x, _ in others)])
         for x, factor in others:
             value = x.load(i, mask)
             total = total + value if factor is None else k.fma(value, factor, total)
@@ -100,7 +99,7 @@ def mix_backward(
 
         def part_of(i: Any, mask: Value | None, chain: int) -> tuple[Value, list[Value]]:
             """dy, and what belongs to each result."""
-            fetch_ahead(k, i, [dy, *(xs[t] for t in learned)])
+            prefetch_streams(k, i, [dy, *(xs[t] for t in learned)])
             by = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)

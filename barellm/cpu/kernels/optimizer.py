@@ -1,4 +1,4 @@
-"""AdamW and its cautious kin: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
+"""AdamW and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from barellm.cpu.lang import Value, random
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 
-GRAIN = 65536  # elements a claim: 2 MB of memory, some 40 us
+GRAIN = 65536  # elements of a work item: 2 MB of memory, some 40 us
 
 
 def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
@@ -66,7 +66,7 @@ def adamw(
         squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
         weights.store_all(updated, i, mask)
 
-    # NaN says that the gradient's norm is not finite: nobody claims anything.
+    # NaN means that the gradient's norm is not finite: the update is skipped.
     with k.parallel_range(k.select(scale.equals(scale), n, 0), GRAIN) as (begin, end):
         if key is None:
             sweep_pairs(k, begin, end, body)

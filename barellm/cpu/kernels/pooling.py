@@ -1,4 +1,4 @@
-"""The mean over the pixels of images, and its gradient. Shapes: x (N, C, H, W), y (N, C)."""
+"""Global average pooling of images, and its gradient. Shapes: x (N, C, H, W), y (N, C)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""RMSNorm of heads and half-truncated rotary positions, both ways. Shapes: x, y, dy, dx (batch, seq, W), rows of x and dx each
-their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns turn: D / 2.
-"""
+"""QK norm (RMSNorm of heads) and half-truncated RoPE, forward and backward. Shapes: x, y, dy, dx (batch, seq, W), rows of x and
+dx each their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns rotate: D /
+2."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.attention_blocks import dim_size, size
+from barellm.cpu.kernels.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 CHAINS = 4
-FAR = 32  # rows of a view that are on their way: of rows with gaps between them the processor foresees nothing
-AHEAD = 4  # rows of dy that are on their way where a head reads halves of two: without, that took half as long again
+PREFETCH_VIEW_ROWS = 32  # of a strided view: the hardware prefetcher does not follow rows with gaps
+PREFETCH_ROWS = 4  # of dy, where a head reads halves of two: without, that took 1.5 times as long
 
 
 def constants_of(op: Op) -> dict[str, Any]:
@@ -25,7 +25,11 @@ def constants_of(op: Op) -> dict[str, Any]:
     rows are whole cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
-    axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
+    axes = {
+        "batch": size_constant(op.x.shape[0]),
+        "seq": size_constant(op.x.shape[1]),
+        "half": 2 * int(op.cos.shape[1]),
+    }
     attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "paired", "shift")}
     return {**axes, **attrs, "strides": (op.x.row_stride, out.row_stride), "lines": lines}
 
@@ -33,21 +37,21 @@ def constants_of(op: Op) -> dict[str, Any]:
 class Angles:
     """Turns a head's columns by the angles in one row of the tables, or back."""
 
-    def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, held: bool) -> None:
+    def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, cached: bool) -> None:
         self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
-        self.held = {c: self._factors(c) for c in range(0, half, k.lanes)} if held else {}
+        self.cached = {c: self._factors(c) for c in range(0, half, k.lanes)} if cached else {}
 
-    def turn(self, v: Value, c: int) -> Value:
+    def rotate(self, v: Value, c: int) -> Value:
         """Turn v, which holds the columns of a head from c on."""
         if c >= self.half:
             return v
-        same, other = self.held.get(c) or self._factors(c)
+        same, other = self.cached.get(c) or self._factors(c)
         neighbours = self.k.shuffle(v, None, [i ^ 1 for i in range(self.k.lanes)])
         return self.k.fma(v, same, neighbours * other)
 
     def _factors(self, c: int) -> tuple[Value, Value]:
         """The factors of each column and of its neighbour in the plane: cosine and sine. The sine is negative for odd columns, and
-        for even ones when turning back. Columns that do not turn have 1 and 0."""
+        for even ones when turning back. Columns that do not rotate have 1 and 0."""
         k, left = self.k, self.half - c
         same, other = self._twice(self.cos, c), self._twice(self.sin, c)
         if left < k.lanes:
@@ -80,25 +84,25 @@ class At:
 
 
 class Walk:
-    """All heads of all rows, dealt to the threads."""
+    """The loop over all heads of all rows, a dynamic schedule."""
 
     def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
-        self.T = dim_size(k, seq)
-        self.rows, self.D = dim_size(k, batch) * self.T, 2 * half
+        self.T = runtime_size(k, seq)
+        self.rows, self.D = runtime_size(k, batch) * self.T, 2 * half
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[At]:
         k, quarter = self.k, self.half // 2
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
-        held = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
+        cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
         with k.parallel_range(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
             t = row % self.T
             angles = []
             for i in range(self.step):
                 cos, sin = (table.at((t * self.step + i) * quarter) for table in self.tables)
-                angles.append(Angles(k, cos, sin, half=self.half, back=self.back, held=held))
+                angles.append(Angles(k, cos, sin, half=self.half, back=self.back, cached=cached))
             for low, high, moves in parts:
                 with k.loop(low, high, self.step) as head:
                     for i in range(self.step):
@@ -169,10 +173,10 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
         of = x.at(at.row * strides[0] + at.head * walk.D)
         v = walk.load(of)
         if strides[0] != walk.W:
-            walk.fetch(of, FAR, strides[0], near=False)
+            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
         own = inverse(v)
         rstd.put(own, at.row * walk.count + at.head)
-        n = [at.angles.turn(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
+        n = [at.angles.rotate(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
         if at.moves:
             # Of the position before, this thread has written rstd already, unless that row was another claim's.
             before, follows = k.var(own), at.t > 0
@@ -190,7 +194,7 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
 def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
-    """dx = rstd (dn - n mean(dn n)), dn being dy turned back."""
+    """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
     walk = Walk(k, cos, sin, back=True, **shape)
     past = walk.past(dx, lines) if mode_dx == "store" else None
     for at in walk.heads_of_rows():
@@ -200,12 +204,12 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
         )
         dn = walk.load(given)
         if walk.shift:
-            walk.fetch(given, AHEAD, walk.W, near=True)
+            walk.fetch(given, PREFETCH_ROWS, walk.W, near=True)
         if strides[0] != walk.W:
-            walk.fetch(of, FAR, strides[0], near=False)
+            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
         if at.moves:
             move_back(walk, dn, given, at.t)
-        dn = [at.angles.turn(one, j * k.lanes) for j, one in enumerate(dn)]
+        dn = [at.angles.rotate(one, j * k.lanes) for j, one in enumerate(dn)]
         scale = k.splat(rstd.get(at.row * walk.count + at.head))
         n = [one * scale for one in walk.load(of)]
         mean = k.splat(walk.sum(dn, n) * (1.0 / walk.D))

@@ -1,6 +1,6 @@
-"""Sums: over the tokens of a column, over the elements of a gradient.
+"""Deterministic reductions: column sums over tokens, the sum of squares of a gradient.
 
-Sums over rows go by chunks whose number depends on the row count alone: each chunk is summed by one thread into its row of
+Split reductions: rows form chunks whose number depends on the row count alone; each chunk is summed by one thread into its row of
 partials, then the partials are added in order. So the bits do not depend on the threads.
 """
 

@@ -16,12 +16,12 @@ def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> Non
     past = past_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * C), y.at(row * C)
-        held: dict[int, Value] = {}
+        cached: dict[int, Value] = {}
 
         def twice(c, mask, j):
             v = of.load(c, mask)
             if in_registers:
-                held[c] = v
+                cached[c] = v
             return v, v
 
         (square,) = row_sums(k, C, twice, unrolled=in_registers, of_u=False)
@@ -30,7 +30,7 @@ def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> Non
         scale = k.splat(inverse)
 
         def finish(c, mask):
-            n = (held[c] if in_registers else of.load(c, mask)) * scale
+            n = (cached[c] if in_registers else of.load(c, mask)) * scale
             return n if weight is None else n * weight.load(c, mask)
 
         write_row(k, to, C, finish, past=past, unrolled=in_registers)

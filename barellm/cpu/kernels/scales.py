@@ -1,4 +1,5 @@
-"""Scales that follow the numbers they are for. Shapes: history (entries), bias (2), scale (1), sums (4); x and y flat."""
+"""Delayed scaling for low-precision formats: scales from a history of statistics. Shapes: history (entries), bias (2), scale (1),
+sums (4); x and y flat."""
 
 from __future__ import annotations
 

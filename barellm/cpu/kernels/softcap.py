@@ -1,8 +1,8 @@
-"""The loss of softcapped logits over several next tokens, and its gradient. Shapes as in cross_entropy.py, whose kernels these are
-like: rows from `row_begin` on, pointers to the first of them; `targets` reaches to the last row of the run.
+"""Cross-entropy of softcapped logits with multi-token prediction, and its gradient. Shapes and rows as in cross_entropy.py:
+rows from `row_begin` on, pointers to the first of them; `targets` reaches to the last row of the run.
 
-z lies below the cap's scale, so that exp(z - scale) needs no maximum: one pass makes the sum of a row. Where the gradient follows,
-it keeps exp(z - scale) times the slope of z in this thread's scratch, and the second pass is one multiplication an element.
+z is below the cap's scale, so that exp(z - scale) needs no row maximum: one pass makes the sum of a row. Where the gradient
+follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication an element.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.cross_entropy import ALL_ROWS, highest, logarithm, rows_here, sum_of, total_loss
+from barellm.cpu.kernels.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, sum_of, total_loss
 from barellm.cpu.kernels.loops import Vector, elementwise_map, flat, foreach_column, row_grain, shape_of
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
@@ -152,7 +152,7 @@ def row_losses(
 ) -> None:  # fmt: skip
     """lse, losses: the weighted sum of lse - z[target] over a row's targets, and nexts: that of the first alone."""
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of = logits.at(row * V)
@@ -169,7 +169,7 @@ def row_losses_and_gradients(
     """Compute the losses, and write the gradient over the logits."""
     factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of = logits.at(row * V)
@@ -190,7 +190,7 @@ def row_gradients(
     """dlogits, or their codes with this `scale`."""
     factor = factor_of(k, loss_scale, cap, scale)
     with (
-        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, value = logits.at(row * V), lse.get(row)

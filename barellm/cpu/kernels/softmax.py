@@ -12,13 +12,15 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp
 from barellm.program.ops.base import Op
 
-KEPT = 32768  # columns whose exponentials a thread keeps: 128 KB, a part of the second cache
-BLOCK = 4096  # columns of a longer row that are looked at together: 16 KB, a part of the first
-SPARE = 12  # vectors that exp needs beside a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
+CACHED_COLUMNS = 32768  # whose exponentials a thread keeps in scratch: 128 KB of L2
+BLOCK = 4096  # columns of an online-softmax step of a longer row: 16 KB of L1
+EXP_REGISTERS = (
+    12  # that exp needs besides a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
+)
 
 
 def in_registers(k: KernelBuilder, C: int) -> bool:
-    return k.lanes * (k.isa.registers - SPARE) >= C
+    return k.lanes * (k.isa.registers - EXP_REGISTERS) >= C
 
 
 def finite(k: KernelBuilder, top: Value) -> Value:
@@ -36,7 +38,7 @@ def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
         of, to = x.at(row * C), y.at(row * C)
         if in_registers(k, C):
             short_row(k, to, of, C, scale, past)
-        elif C <= KEPT:
+        elif C <= CACHED_COLUMNS:
             kept_row(k, to, of, C, scale, past)
         else:
             long_row(k, to, of, C, scale, past)
@@ -98,7 +100,7 @@ def long_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, p
 @lowering("softmax")
 def lower_softmax(op: Op, c: Lowering) -> None:
     C = int(op.x.shape[-1])
-    c.thread_scratch(4 * C if C <= KEPT else 0)
+    c.thread_scratch(4 * C if C <= CACHED_COLUMNS else 0)
     c.call(softmax, {"y": op.y, "x": op.x}, {"C": C, "scale": op.scale, **shape_of(op.x)}, writes="y")
 
 

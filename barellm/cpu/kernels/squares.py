@@ -1,6 +1,6 @@
-"""Sums of squares of a matrix, a block of BLOCK x BLOCK at a time: of one in memory, and beside a product that stores one.
+"""Sums of squares of a matrix (for gradient norms), by blocks of BLOCK x BLOCK: of one in memory, and fused into a GEMM's epilogue.
 
-Each column of a block is one chain over its rows, whoever computes it, so both ways give the same bits.
+Each column of a block is one accumulation chain over its rows in both, so both give the same bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""SwiGLU and its gradient. Shapes: gate, up, y, dy, dgate, dup (rows, F). The rows of each lie a stride of its own apart: gate and
-up are often the two halves of one product, and their gradients those of its gradient.
+"""SwiGLU and its gradient. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any stride: gate and up are
+often the two halves of one fused GEMM, and their gradients those of its gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The largest elements of rows. Shapes: x, dx (rows, C); values, dvalues, indices (rows, K).
 
-A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th largest key
-is found bit by bit, by counting in 32 passes over the row how many keys are not smaller than a guess. So the time does not depend
-on the numbers. A thread keeps the keys of its row.
+Radix select. A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th
+largest key is found bit by bit: 32 passes over the row count the keys that are not below a guess. So the time does not depend on
+the values. A thread keeps the keys of its row in scratch.
 """
 
 from __future__ import annotations

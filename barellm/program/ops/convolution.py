@@ -19,18 +19,18 @@ Pair = tuple[int, int]
 
 class Convolution(Op):
     """What the three ops share: their attributes `stride`, `padding` and `dilation`, each (of rows, of columns), `groups`,
-    `reflect`, `mirrored` and `algorithm`."""
+    `reflect`, `flip_kernel` and `algorithm`."""
 
     product = True
 
     def offsets(self, R: int, S: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each row, and for each column, of the filter: how far the pixel that it multiplies lies from `stride` times the
-        output's. A mirrored filter is read from its end."""
+        output's. A flipped filter is read from its end."""
         rows, columns = (
             [t * dilation - padding for t in range(size)]
             for size, dilation, padding in zip((R, S), self.dilation, self.padding, strict=True)
         )
-        return (tuple(rows[::-1]), tuple(columns[::-1])) if self.mirrored else (tuple(rows), tuple(columns))
+        return (tuple(rows[::-1]), tuple(columns[::-1])) if self.flip_kernel else (tuple(rows), tuple(columns))
 
     def output_size(self, H: int, W: int, R: int, S: int) -> Pair:
         """P and Q."""
@@ -107,8 +107,8 @@ def grouped(a: Any, groups: int, axis: int) -> Any:
 class Conv2d(Convolution):
     """y[n, k, p, q] = the sum over c, r, s of w[k, c, r, s] x[n, c, p stride + r dilation - padding, likewise of q and s].
 
-    That is what deep learning calls a convolution; `mirrored` makes it the mathematician's, whose filter is read from its end.
-    Beyond the image x is zero or, with `reflect`, its mirror image about the outermost pixel."""
+    Deep learning's convolution is a cross-correlation; `flip_kernel` makes it a true convolution, whose filter is read from its
+    end. Padding is zero or, with `reflect`, the mirror image about the outermost pixel."""
 
     name = "conv2d"
 
@@ -224,11 +224,17 @@ class Calls(Graph):
 
     def conv2d(
         self, x: Tensor, w: Tensor, *, stride: int | Pair = 1, padding: int | Pair = 0, dilation: int | Pair = 1, groups: int = 1,
-        reflect: bool = False, mirrored: bool = False, algorithm: str = "auto",
+        padding_mode: str = "zeros", flip_kernel: bool = False, algorithm: str = "auto", **old_names: bool,
     ) -> Tensor:  # fmt: skip
         """x (N, C, H, W), w (K, C / groups, R, S) -> (N, K, P, Q), with P = (H + 2 padding - dilation (R - 1) - 1) // stride + 1.
-        Sizes are one number, or one for rows and one for columns. `reflect` pads with the mirror image instead of zeros;
-        `mirrored` reads the filter from its end."""
+        Sizes are one number, or one for rows and one for columns. `padding_mode` is "zeros" or "reflect"; `flip_kernel` reads the
+        filter from its end. The old names `reflect=True` and `mirrored` are accepted too."""
         sizes = {"stride": pair(stride), "padding": pair(padding), "dilation": pair(dilation)}
-        how = {"groups": groups, "reflect": reflect, "mirrored": mirrored, "algorithm": algorithm}
+        reflect = padding_mode == "reflect"
+        if not reflect and padding_mode != "zeros":
+            raise ValueError(f'conv2d expects padding_mode "zeros" or "reflect": {padding_mode!r}')
+        reflect, flip_kernel = old_names.pop("reflect", reflect), old_names.pop("mirrored", flip_kernel)
+        if old_names:
+            raise TypeError(f"conv2d() got an unexpected keyword argument {next(iter(old_names))!r}")
+        how = {"groups": groups, "reflect": reflect, "flip_kernel": flip_kernel, "algorithm": algorithm}
         return self.apply(Conv2d, x=x, w=w, **sizes, **how).y

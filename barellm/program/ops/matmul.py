@@ -124,9 +124,19 @@ class BiasGrad(Op):
 class Calls(Graph):
     """The methods of Program that append these ops."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., K), weight (N, K), bias (N) -> (..., N)."""
-        y = self.apply(Matmul, x=operand(self, x), weight=weight).y
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False
+    ) -> Tensor:
+        """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: the weight is stored as (K,
+        N)."""
+        if not transposed_weight:
+            y = self.apply(Matmul, x=operand(self, x), weight=weight).y
+        elif len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
+            raise ValueError(
+                f"linear expects x (..., K) and a transposed weight (K, N): {describe(x=x, weight=weight)}"
+            )
+        else:
+            y = self.apply(MatmulDx, dy=operand(self, x), weight=weight).dx
         return y if bias is None else self.apply(Bias, x=y, bias=bias).y
 
     def scaled_linear(self, x: Tensor, weight: Tensor, *, forward: float, backward: float) -> Tensor:
@@ -136,7 +146,5 @@ class Calls(Graph):
         return self.apply(Rescale, x=y, forward=float(forward), backward=1.0).y
 
     def linear_nn(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., K), weight (K, N) -> x @ weight (..., N): `linear` with a weight that is stored transposed."""
-        if len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
-            raise ValueError(f"linear_nn expects x (..., K) and weight (K, N): {describe(x=x, weight=weight)}")
-        return self.apply(MatmulDx, dy=operand(self, x), weight=weight).dx
+        """The old name of `linear(x, weight, transposed_weight=True)`."""
+        return self.linear(x, weight, transposed_weight=True)

@@ -1,4 +1,4 @@
-"""Products of arrays with block-sparse matrices."""
+"""Block-sparse matmul on arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.errors import WrongType
 from barellm.kernels.call import call
-from barellm.kernels.rule import Rule
+from barellm.kernels.function_spec import FunctionSpec
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -26,15 +26,17 @@ def _blocksparse(p: Program, x: Tensor, blocks: Tensor, *, layout: BlockLayout, 
 
 
 @cache
-def _rule(columns: int) -> Rule:
+def _rule(columns: int) -> FunctionSpec:
     """The rule of a result with so many columns, which the layout says and no argument shows."""
     tables = {"columns": "L", "rows": "M", "places": "P"}
     shapes = {"x": "... C", "blocks": "(N b) b"} | tables
-    return Rule("blocksparse_matmul", shapes, (f"... {columns}",), _blocksparse, dict.fromkeys(tables, ("i32",)))
+    return FunctionSpec(
+        "blocksparse_matmul", shapes, (f"... {columns}",), _blocksparse, dict.fromkeys(tables, ("i32",))
+    )
 
 
 def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Array | None = None) -> Array:
-    """The product x W with a matrix of which only some blocks are there (Gray, Radford and Kingma 2017), summed in fp32.
+    """Block-sparse matmul x W: only some blocks of W exist (Gray, Radford and Kingma 2017). Accumulated in fp32.
 
     Shapes: x (..., C), blocks (N, b, b) in the layout's order -> (..., K). The layout is (C / b, K / b) blocks, N of them there.
     Formula: y = x W, where W has blocks[n] at the n-th of `layout.places`, and zeros elsewhere, which are not computed.
@@ -42,8 +44,8 @@ def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Arr
     Source: `barellm/cpu/kernels/block_matmul.py`, `block_gradient.py`.
 
         layout = block_layouts.block_layout(there, 32)  # barellm.program.block_layouts; there: (C / 32, K / 32) bool
-        y, pull = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)
-        dx, dblocks = pull(dy)
+        y, vjp_fn = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)
+        dx, dblocks = vjp_fn(dy)
     """
     from barellm.program.block_layouts import BlockLayout
 

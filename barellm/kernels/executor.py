@@ -1,4 +1,4 @@
-"""The threads and the scratch memory that all array functions of a process share, and ops that are linked to run there."""
+"""The executor of array functions: a thread pool and scratch memory per process, and compiled ops that run there."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.arena import ScalarBlock
 from barellm.runtime.lowering import Region
 
-# Work below about 60 us of one thread is done by the calling thread: to hand it to the pool takes half of that.
-SHORT_FLOPS, SHORT_BYTES = 2_000_000, 600_000
+# Work below about 60 us runs inline on the calling thread: dispatching it to the pool takes half of that.
+INLINE_FLOPS, INLINE_BYTES = 2_000_000, 600_000
 
-_machine: Machine | None = None
-_opening = threading.Lock()
+_executor: Executor | None = None
+_create_lock = threading.Lock()
 
 
-def machine() -> Machine:
+def executor() -> Executor:
     """This process's threads, started when first needed. A forked child starts its own."""
-    global _machine
-    found = _machine
+    global _executor
+    found = _executor
     if found is not None and found.pid == os.getpid():
         return found
-    with _opening:
-        if _machine is None or _machine.pid != os.getpid():
-            _machine = Machine()
-        return _machine
+    with _create_lock:
+        if _executor is None or _executor.pid != os.getpid():
+            _executor = Executor()
+        return _executor
 
 
-def _forked() -> None:
-    """A lock that another thread held at the fork would stay so in the child."""
-    global _opening
-    _opening = threading.Lock()
+def _reset_lock() -> None:
+    """A lock that another thread held at the fork would stay locked in the child."""
+    global _create_lock
+    _create_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_lock)
 
 
-class Machine:
-    """A pool of threads as a session has it, a thread's worth of the same for short work, and scratch memory that grows."""
+class Executor:
+    """A thread pool as a session has it, a pool of one thread for inline work, and scratch memory that grows."""
 
     def __init__(self) -> None:
         environment.check()
@@ -68,7 +68,7 @@ class Machine:
         self.reserve(0, ALIGN)
 
     def reserve(self, workspace: int, private: int) -> None:
-        """Have at least so many bytes of scratch memory: for all threads, and for each."""
+        """Grow the scratch memory to at least so many bytes: shared workspace, and per thread."""
         if workspace > self.workspace.nbytes:
             self.workspace = _aligned(workspace)
         if private > self._private:
@@ -78,11 +78,11 @@ class Machine:
                 pool.bind(self.block.address, address(own), self._private, memory=(own, self.block))
 
 
-class Linked:
-    """Ops as a table of calls. `bound` are the tensors whose bytes the caller owns; each run says where they lie."""
+class CompiledOps:
+    """Ops compiled to a table of kernel calls. `bound` are the tensors that the caller owns; each run passes their addresses."""
 
     def __init__(self, ops: Sequence[Op], bound: Sequence[Tensor]) -> None:
-        m = machine()
+        m = executor()
         part = Program(Store())
         part.ops = list(ops)
         lowered = Lowered(part, m.isa, m.threads, skinny_gemm=True)
@@ -110,9 +110,9 @@ class Linked:
         self._slots, self._owner, self._behind = np.array(slots, np.int64).reshape(-1, 3).T.copy()
         dims = {d.name: int(d) for op in lowered.ops for t in (op.inputs | op.outputs).values() for d in t.dims}
         self._sizes = [(scalars.SCALARS[name].index, size) for name, size in dims.items()]
-        self.short = sum(op.flops() for op in ops) < SHORT_FLOPS and sum(op.bytes() for op in ops) < SHORT_BYTES
+        self.short = sum(op.flops() for op in ops) < INLINE_FLOPS and sum(op.bytes() for op in ops) < INLINE_BYTES
 
-    def _compile(self, calls: list[Call], m: Machine) -> None:
+    def _compile(self, calls: list[Call], m: Executor) -> None:
         emitters = {call.spec.key: partial(call.spec.ir, m.isa) for call in calls}
         self.code = jit.Library(compilers.cached_objects(emitters, m.isa, processes=1), m.isa)
 
@@ -129,8 +129,8 @@ class Linked:
         self._table = (address(self._memory), len(calls))
 
     def run(self, addresses: list[int]) -> None:
-        """One pass, with the bound tensors at these addresses. Calls of several threads wait for each other."""
-        m = machine()
+        """Run the calls with the bound tensors at these addresses. Calls of several Python threads are serialised."""
+        m = executor()
         with m.lock:
             m.reserve(self.workspace_bytes, self.thread_scratch_bytes)
             for index, size in self._sizes:

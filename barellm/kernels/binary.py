@@ -1,11 +1,11 @@
-"""Products of signs on arrays."""
+"""Binary (XNOR-popcount) matmul on arrays."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
-from barellm.kernels.rule import Rule
+from barellm.kernels.function_spec import FunctionSpec
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -17,11 +17,11 @@ def _binary_matmul(p: Program, a: Tensor, b: Tensor) -> Tensor:
     return p.binary_linear(a, b, dtype="bf16" if a.dtype == b.dtype == "bf16" else "fp32")
 
 
-_BINARY_MATMUL = Rule("binary_matmul", {"a": "... K", "b": "N K"}, ("... N",), _binary_matmul)
+_BINARY_MATMUL = FunctionSpec("binary_matmul", {"a": "... K", "b": "N K"}, ("... N",), _binary_matmul)
 
 
 def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """The product of the signs of a with those of b (Courbariaux and Hubara et al. 2016), packed 32 to a word and multiplied by xor
+    """Binary matmul, sign(a) sign(b) (BNN; Courbariaux and Hubara et al. 2016), packed 32 to a word and multiplied by xor
     and a count of ones.
 
     Shapes: a (..., K), b (N, K) -> (..., N). Leading axes of `a` are rows of one product; a single b serves them all.
@@ -31,6 +31,6 @@ def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     gradient that arrives is rounded to it.
     Source: `barellm/cpu/kernels/binary_matmul.py`.
 
-        y, pull = kernels.vjp(kernels.binary_matmul, x, weight)
+        y, vjp_fn = kernels.vjp(kernels.binary_matmul, x, weight)
     """
     return call(_BINARY_MATMUL, {"a": a, "b": b}, out)[0]

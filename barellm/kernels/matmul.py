@@ -1,4 +1,4 @@
-"""Matrix products on arrays."""
+"""Matrix multiplication (GEMM) on arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
 from barellm.kernels.call import call
-from barellm.kernels.rule import Rule
+from barellm.kernels.function_spec import FunctionSpec
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _matmul(p: Program, a: Tensor, b: Tensor, b_flipped: bool) -> Tensor:
+def _matmul(p: Program, a: Tensor, b: Tensor, b_transposed: bool) -> Tensor:
     if a.dtype != b.dtype:
         raise WrongType(f"matmul expects a and b of one dtype, a is {a.dtype} and b is {b.dtype}")
-    return p.linear(a, b) if b_flipped else p.linear_nn(a, b)
+    return p.linear(a, b, transposed_weight=not b_transposed)
 
 
-_MATMUL = Rule("matmul", {"a": "... K", "b": "K N"}, ("... N",), _matmul, flips=("b",))
+_MATMUL = FunctionSpec("matmul", {"a": "... K", "b": "K N"}, ("... N",), _matmul, transposable=("b",))
 
 
 def matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """The product a b, summed in fp32.
+    """Matrix multiplication a @ b (GEMM), accumulated in fp32.
 
-    Shapes: a (..., K), b (K, N) -> (..., N). Leading axes of `a` are rows of one product; a single b serves them all.
-    Formula: y[i, n] = sum over k of a[i, k] b[k, n]; each element is one chain of additions.
+    Shapes: a (..., K), b (K, N) -> (..., N). Leading axes of `a` are rows of one GEMM; b is not batched.
+    Formula: y[i, n] = sum over k of a[i, k] b[k, n]; each element is one accumulation chain.
     Dtypes: float32 or bfloat16, the same for a and b. The result has it too.
     Copies: none where `a` is row-major and `b` is row-major or the transpose of a row-major array, such as a weight (N, K).
     Source: `barellm/cpu/kernels/gemm.py`.
