@@ -211,15 +211,13 @@ def compare(before: Path, after: Path) -> int:
     old, new = (json.loads(path.read_text()) for path in (before, after))
     wrong = 0
     for part in PARTS:
-        if lacking := [path for path, record in ((before, old), (after, new)) if part not in record]:
-            print(f"{part}: not compared, as it is not in {' and '.join(map(str, lacking))}")
+        if lacking := [str(path) for path, record in ((before, old), (after, new)) if part not in record]:
+            print(f"{part}: not in {' and '.join(lacking)}")
             continue
-        found, lost = differences(old[part], new[part])
+        renamed, lost = differences(old[part], new[part])
         print(*(f"{part}: {line}" for line in lost), sep="\n", end="\n" * bool(lost))
-        count = sum(map(len, old[part].values()))
-        print(
-            f"{part}: {count} of {len(old[part])} names, {found} of them with another name: {len(lost) or 'no'} differences"
-        )
+        count = f"{sum(map(len, old[part].values()))} entries under {len(old[part])} names"
+        print(f"{part}: {count}, {renamed} of them found under others: {len(lost) or 'no'} differences")
         wrong += len(lost)
     return int(wrong > 0)
 
