@@ -36,7 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# What a renaming may change for this file: these names, the keys in `configurations` and `losses`, and `tests_of_kernels`.
+# What a renaming may change for this file: these names, the keys in `configurations`, MORE and `losses`, and `tests_of_kernels`.
 from barellm import models, train
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
@@ -51,6 +51,8 @@ ARCHS = ("sm_80", "sm_90")
 FEW_BITS = ("int8", "int4", "nf4")
 RUNS = ("default", "shakespeare-char", "shakespeare-muon", "shakespeare-unit", "sparse-char", "speedrun-small")
 STEPS = 20
+STAGES = "share=1/2 seq=32 windows=1,2 mtp=1,0.5; share=1/2 seq=64 windows=1,3 lr=2; seq=64 windows=1,4"
+MORE = {"speedrun-small": {"batch": 1, "model": {"stages": STAGES, "block": 8, "extension": 2}}}  # settings of runs
 PARTS = ("code", "ptx", "losses", "outputs")
 MARKS = "not oracle and not alone and not extended and not slow and not ptx"
 ROOT = Path(__file__).parents[1]
@@ -78,7 +80,7 @@ def losses(preset: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_text(text)
         changes = {"steps": STEPS, "batch": 4, "seq": 64, "data": f"{folder}/text.txt", "train": {"eval_every": 0}}
-        run = train(preset, out=f"{folder}/run", quiet=True, **changes)
+        run = train(preset, out=f"{folder}/run", quiet=True, **changes | MORE.get(preset, {}))
         rows = [row for row in run.rows if row["kind"] == "train"]
         return [f"{float(row['loss']).hex()} {float(row['grad_norm']).hex()}" for row in rows]
 
@@ -153,24 +155,12 @@ def digests(key: str) -> list[str]:
     return found
 
 
-def outputs(processes: int) -> dict[str, list[str]]:
+def outputs(files: list[str], processes: int) -> dict[str, list[str]]:
     """{test: digests of the outputs that it checks, in their order}."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "outputs"
         lines.touch()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            f"{processes}",
-            "--cases",
-            "pairs",
-            "-m",
-            MARKS,
-            *tests_of_kernels(),
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", f"{processes}", "--cases", "pairs", "-m", MARKS, *files]
         subprocess.run(
             command, cwd=ROOT, env=os.environ | {"BARELLM_RECORD_OUTPUTS": str(lines)}, stdout=sys.stderr, check=False
         )
@@ -181,7 +171,7 @@ def outputs(processes: int) -> dict[str, list[str]]:
         return found
 
 
-def write(path: Path, *, parts: list[str], processes: int) -> None:
+def write(path: Path, *, parts: list[str], processes: int, tests: list[str]) -> None:
     """Adds parts to a record, or makes them anew in it."""
     record: Record = json.loads(path.read_text()) if path.exists() else {}
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(processes) as pool:
@@ -200,9 +190,12 @@ def write(path: Path, *, parts: list[str], processes: int) -> None:
                     record[part][key] = future.result()
                     print(f"{key}: {len(record[part][key])} kernels", file=sys.stderr, flush=True)
             elif part == "losses":
-                record[part] = {f"{preset} {isas.host().name}": losses(preset) for preset in RUNS}
+                record[part] = {}
+                for preset in RUNS:
+                    record[part][f"{preset} {isas.host().name}"] = losses(preset)
+                    print(f"{preset}: {STEPS} steps", file=sys.stderr, flush=True)
             else:
-                record[part] = outputs(processes)
+                record[part] = record.get(part, {}) | outputs(tests, processes)
             path.write_text(json.dumps(record, indent=0) + "\n")
 
 
@@ -211,15 +204,13 @@ def compare(before: Path, after: Path) -> int:
     old, new = (json.loads(path.read_text()) for path in (before, after))
     wrong = 0
     for part in PARTS:
-        if lacking := [path for path, record in ((before, old), (after, new)) if part not in record]:
-            print(f"{part}: not compared, as it is not in {' and '.join(map(str, lacking))}")
+        if lacking := [str(path) for path, record in ((before, old), (after, new)) if part not in record]:
+            print(f"{part}: not in {' and '.join(lacking)}")
             continue
-        found, lost = differences(old[part], new[part])
+        renamed, lost = differences(old[part], new[part])
         print(*(f"{part}: {line}" for line in lost), sep="\n", end="\n" * bool(lost))
-        count = sum(map(len, old[part].values()))
-        print(
-            f"{part}: {count} of {len(old[part])} names, {found} of them with another name: {len(lost) or 'no'} differences"
-        )
+        count = f"{sum(map(len, old[part].values()))} entries under {len(old[part])} names"
+        print(f"{part}: {count}, {renamed} of them found under others: {len(lost) or 'no'} differences")
         wrong += len(lost)
     return int(wrong > 0)
 
@@ -262,6 +253,7 @@ def main() -> int:
     w.add_argument("file", type=Path)
     w.add_argument("--processes", type=int, default=os.cpu_count())
     w.add_argument("--parts", nargs="+", choices=PARTS, default=["code", "losses", "outputs"])
+    w.add_argument("--tests", nargs="+", default=tests_of_kernels(), help="files whose outputs are added to the record")
     c = commands.add_parser("compare")
     c.add_argument("before", type=Path)
     c.add_argument("after", type=Path)
@@ -274,7 +266,7 @@ def main() -> int:
     if o.command == "show":
         print([code for _, code in codes(o.program)][o.number]())
     else:
-        write(o.file.resolve(), parts=o.parts, processes=o.processes)
+        write(o.file.resolve(), parts=o.parts, processes=o.processes, tests=o.tests)
     return 0
 
 
