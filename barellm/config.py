@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from barellm.errors import UserError
 from barellm.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
@@ -30,6 +31,11 @@ class ModelConfig(Section, section="model"):
     padded_vocab: int
     max_seq: int
     d_model: int
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "channels" in cls.__annotations__:  # a user's model with the field's old name
+            cls.d_model = property(lambda self: self.channels)  # pyright: ignore
 
     def __post_init__(self) -> None:
         if self.padded_vocab == 0:

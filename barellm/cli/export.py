@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from barellm.aliases import FORMATS, VALUES
     from barellm.interop.exported import export
 
-    kind, dtype = FORMATS.get(args.format, args.format), VALUES["train.dtype"].get(args.dtype, args.dtype)
+    kind: str = FORMATS.get(args.format) or args.format
+    dtype: str = VALUES["train.dtype"].get(args.dtype) or args.dtype
     for line in export(Path(args.checkpoint), Path(args.out), kind=kind, dtype=dtype, licence=args.license):
         print(line)
     return 0

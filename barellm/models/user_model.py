@@ -12,7 +12,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from barellm import models
+from barellm import aliases, models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.fields import entries
@@ -113,7 +113,8 @@ def _check(found: ModuleType, path: Path) -> None:
     config = getattr(found, "Config", None)
     if not (isinstance(config, type) and issubclass(config, ModelConfig)):
         raise UserError(f"{path} has no model: no class Config of barellm.config.ModelConfig")
-    if missing := [name for name in SIZES if name not in entries(config)]:
+    known = {aliases.RENAMED.get(f"model.{name}", f"model.{name}") for name in entries(config)}
+    if missing := [name for name in SIZES if f"model.{name}" not in known]:
         raise UserError(
             f"{path}: its Config, a frozen dataclass, has no field {missing[0]}, expected {', '.join(SIZES)}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,19 @@ def test_from_python_the_names_are_the_same(tmp_path):
     }  # fmt: skip
     with pytest.raises(UserError, match="unknown argument 'num_train_epochs', expected --steps N or --minutes M"):
         overrides.named({"num_train_epochs": 3})
+
+
+def test_a_model_of_ones_own_may_have_the_old_field(tmp_path, monkeypatch):
+    from barellm.models import user_model
+
+    monkeypatch.setattr(models, "ADDED", dict(models.ADDED))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = Path(__file__).parents[1].joinpath("models", "plain.py").read_text()
+    (tmp_path / "of_old.py").write_text(text.replace("d_model", "channels").replace("plain", "of_old"))
+    user_model.add(tmp_path / "of_old.py")
+    preset = next(name for name in models.presets() if models.name_of(models.preset(name).model) == "of_old")
+    config = overrides.changed(models.preset(preset), {"model.channels": 32})
+    assert config.model.d_model == 32  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UserError, match=r"has no key 'model\.d_model'"):
+        overrides.changed(config, {"model.d_model": 32})
+    del sys.modules["of_old"]

@@ -105,7 +105,7 @@ def test_a_signal_to_one_rank_counts_when_all_have_agreed():
         if ranks.rank == 1:
             stop.request(130)
         before = bool(stop)
-        stop.check_consistent_across_ranks(ranks.gather(stop.status))
+        stop.agree(ranks.gather(stop.status))
         return before, bool(stop), stop.status
 
     assert each_rank(2, stopped) == [(False, True, 130)] * 2
@@ -144,7 +144,7 @@ def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, sai
 
     monkeypatch.setattr(stopping.os, "_exit", ended)
     with Agreed(rank) as stop:
-        stop.check_consistent_across_ranks([143, 143])
+        stop.agree([143, 143])
         assert stop and stop.status == 143
         signal.raise_signal(signal.SIGINT)
         assert stop and stop.status == 143
