@@ -154,7 +154,7 @@ def test_a_program_that_is_not_there(fake):
 # A run of its own, which is ended from outside while both of its children are stopped; each has a child of its own.
 RUN = """
 import signal, sys, time
-from barellm.bench import turns
+from barellm.bench import interleaved
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a script's background or nohup leaves ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder = sys.argv[1]
@@ -162,8 +162,8 @@ def report(line):
     if line.startswith("round"):
         print("stopped", flush=True)
         time.sleep(60)
-made = [turns.Variant(n, [sys.executable, f"{folder}/parent.py", "0.5", "1", f"{folder}/{n}"], {}, "") for n in "ab"]
-turns.interleave(made, rounds=1, report=report)
+made = [interleaved.Variant(n, [sys.executable, f"{folder}/parent.py", "0.5", "1", f"{folder}/{n}"], {}, "") for n in "ab"]
+interleaved.interleave(made, rounds=1, report=report)
 """
 PARENT = """
 import subprocess, sys
