@@ -215,7 +215,14 @@ def errors(C: int, size: int = 3, algorithms: tuple[str, ...] = ALGORITHMS) -> d
     r = np.random.default_rng(C)
     x = r.standard_normal((60, C, size + 3, size + 3), dtype=np.float32)
     w = r.standard_normal((1, C, size, size), dtype=np.float32) / np.float32(size * np.sqrt(C))
-    attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False}
+    attrs = {
+        "stride": (1, 1),
+        "padding": (0, 0),
+        "dilation": (1, 1),
+        "groups": 1,
+        "reflect": False,
+        "flip_kernel": False,
+    }
     exact = Conv2d({}, attrs).reference(x.astype(np.float64), w.astype(np.float64))["y"]
     found = {}
     from barellm import kernels

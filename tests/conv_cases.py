@@ -24,7 +24,11 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "strided past some columns": ((1, 3, 5, 23), (3, 2, 3), {"stride": (1, 4), "padding": (1, 2)}),
     "dilated": ((2, 4, 10, 13), (3, 3, 2), {"dilation": (2, 5), "padding": (1, 4)}),
     "reflected": ((2, 3, 5, 9), (6, 3, 5), {"padding": (2, 3), "reflect": True, "stride": (1, 2)}),
-    "flip_kernel": ((1, 2, 6, 19), (5, 2, 4), {"flip_kernel": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),
+    "flip_kernel": (
+        (1, 2, 6, 19),
+        (5, 2, 4),
+        {"flip_kernel": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)},
+    ),
     "grouped": ((2, 6, 5, 7), (15, 3, 3), {"groups": 3, "padding": (1, 1)}),
     "depthwise": ((2, 5, 9, 6), (10, 3, 3), {"groups": 5, "padding": (1, 1), "stride": (2, 1)}),
     "of many channels to few": ((2, 70, 5, 4), (9, 3, 3), {"padding": (1, 1)}),

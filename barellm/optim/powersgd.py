@@ -137,7 +137,9 @@ class Compression:
         operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
         arrived = p.apply(ops.AllToAll, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
         for (x, y, part), others in zip(own, arrived.outputs.values(), strict=True):
-            p.apply(ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
+            p.apply(
+                ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank
+            )
         wanted = [
             (r, _span(y, theirs[r])) for _, y, theirs in parts for r in range(count) if r != rank and theirs[r][1]
         ]

@@ -198,7 +198,9 @@ def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]
     """`kernels.matmul.gemm`, or `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
     hopper = call.spec.name == PERSISTENT
     K = number("K")
-    split = values.get("k_per_split") is not None and _transpose_mode(values) == "tn" and callable(values["k_per_split"])
+    split = (
+        values.get("k_per_split") is not None and _transpose_mode(values) == "tn" and callable(values["k_per_split"])
+    )
     kinds = dict(call.spec.signature)
     return {
         "transpose_mode": _transpose_mode(values), "M": number("M"), "N": number("N"), "K": K,

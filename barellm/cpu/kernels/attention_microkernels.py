@@ -363,7 +363,9 @@ def accumulate_rows(
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
             left = amx.row_major(left_block.at(t * per_row), 4 * per_row)
-            amx.gemm_accumulate(k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D)
+            amx.gemm_accumulate(
+                k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D
+            )
         return
 
     def tile(t: Value, c: Any, vectors: int) -> None:

@@ -22,7 +22,7 @@ from barellm.cpu.kernels.conv_filter_packing import FilterPacking, pack_filters
 from barellm.cpu.kernels.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv_wgrad import append_wgrad
 from barellm.cpu.kernels.im2col import ConvGeometry
-from barellm.cpu.kernels.loops import put_added, elementwise_map
+from barellm.cpu.kernels.loops import elementwise_map, put_added
 from barellm.cpu.kernels.winograd import append_winograd, gemm_tile
 from barellm.cpu.kernels.winograd_wgrad import append_winograd_wgrad
 from barellm.cpu.lang import Value

@@ -13,9 +13,9 @@ from barellm.cpu.kernels.attention_microkernels import runtime_size, size_consta
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
-    foreach_column,
     added,
     fold,
+    foreach_column,
     row_grain,
     shape_of,
     write_row,

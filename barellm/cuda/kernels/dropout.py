@@ -49,9 +49,7 @@ def constants_of(op: Any) -> dict[str, Any]:
 def lower(c: Lowering, out: str, x: str) -> None:
     op: Any = c.op
     operands = {"out": op.outputs[out], "x": op.inputs[x], "seq": lambda s: s.seq, "stream": int(op.stream)}
-    rowwise(
-        c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op)
-    )
+    rowwise(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))
 
 
 @lowering("dropout", starts="y")

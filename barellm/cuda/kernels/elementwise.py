@@ -82,9 +82,7 @@ def lower_add(op: Any, c: Lowering) -> None:
 
 @lowering("rescale", starts="y")
 def lower_rescale(op: Any, c: Lowering) -> None:
-    elementwise(
-        c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward)
-    )
+    elementwise(c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward))
 
 
 @lowering("cast", starts="y", views="y")
