@@ -34,9 +34,9 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
 
 
 def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dict[str, Callable[[Program], None]]:
-    """The programs that end a step, by name: what appends each. Where spikes may be skipped, "grad_norm" finds the gradient's norm and
-    "optimizer_step" does the rest, so that a run can decide between the two. Of several `ranks` each updates its share. UserError for an
-    optimizer whose work cannot be dealt."""
+    """The programs that end a step, by name: what appends each. Where spikes may be skipped, "grad_norm" finds the gradient's norm
+    and "optimizer_step" does the rest, so that a run can decide between the two. Of several `ranks` each updates its shard.
+    UserError for an optimizer whose state cannot be sharded."""
     if config.name == "speedrun":
         if ranks is not None and ranks.count > 1:
             raise UserError(f"optim.name is 'speedrun', and the run has {ranks.count} ranks: expected adamw or muon")

@@ -29,7 +29,8 @@ KINDS = ("exponent_stats", "ranges")  # of a row, by this version and by older o
 
 
 class ExponentStats:
-    """Logs the exponent histograms of the program "forward_backward_stats", in the first step and in every one whose number `every` divides."""
+    """Logs the exponent histograms of the program "forward_backward_stats", in the first step and in every one whose number
+    `every` divides."""
 
     def __init__(self, path: Path, compiled: CompiledModel, *, every: int) -> None:
         self.every, self.session = every, compiled.session
