@@ -16,8 +16,8 @@ from barellm.training.schedule import rates
 
 @dataclass(frozen=True)
 class ConstantSchedule:
-    """The loss is the mean over the targets of the whole step, and the program "optimizer_step" ends it. Its gradient may be larger,
-    where the model says so."""
+    """The loss is the mean over the targets of the whole step, and the program "optimizer_step" ends it. Its gradient may be
+    larger, where the model says so."""
 
     config: Config
     cycle: int = 1
