@@ -1,11 +1,11 @@
-"""Cases of the ops in program/ops/qk_rotary.py, for the kernel tests of both backends."""
+"""Cases of the ops in program/ops/attention/qk_rotary.py, for the kernel tests of both backends."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from barellm.program import ops
-from barellm.program.ops.qk_rotary import Yarn
+from barellm.program.ops.attention.qk_rotary import Yarn
 from tests.cases import normal
 from tests.check import EPS, persistent, tokens
 

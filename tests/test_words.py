@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from barellm import aliases
 from barellm.cli.main import COMMANDS, main
+from barellm.config import aliases
 
 ROOT = Path(__file__).parents[1]
 # Identifiers, in parts between underscores and capitals, in all of barellm/. Words that are finished; the list grows.

@@ -118,7 +118,7 @@ class SkinnyGemmConfig:
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:
     """The micro-tiles that fit the registers; on AMX the one of its tile registers."""
-    from barellm.cpu.kernels import amx  # kernels import this module
+    from barellm.cpu.kernels.gemm import amx  # kernels import this module
 
     if amx.uses_tiles(isa, dtype):
         return [Tile(amx.MR, amx.NR // isa.lanes)]
@@ -181,7 +181,7 @@ def default(isa: ISA, kind: str, dtype: str, cols: int, depth: int, rows: int) -
     """The untuned config of a GEMM with a result (rows, cols). A weight gradient gets as many work items as are needed, an even
     number for two threads; each packs its rows and its columns, so they are as high as PACKED_A_BYTES allow, then about as wide as
     high."""
-    from barellm.cpu.kernels import amx  # kernels import this module
+    from barellm.cpu.kernels.gemm import amx  # kernels import this module
 
     assert kind.startswith(GEMM_KINDS), kind
     pitch = 0 if kind == "weight_gradient" else depth * (4 if dtype == "fp32" else 2)

@@ -22,7 +22,11 @@ from barellm.cpu.gemm_config import (
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuning import Database, requested
 
-TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.skinny_gemm")
+TUNED = (
+    "barellm.cpu.kernels.gemm.gemm",
+    "barellm.cpu.kernels.gemm.weight_gradient",
+    "barellm.cpu.kernels.gemm.skinny_gemm",
+)
 
 
 @cache
@@ -78,7 +82,7 @@ def to_entry(config: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
 
 def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmConfig:
     """The config of an entry. ValueError if this GEMM cannot have it on this ISA."""
-    from barellm.cpu.kernels import amx  # kernels import gemm_config
+    from barellm.cpu.kernels.gemm import amx  # kernels import gemm_config
 
     try:
         tile = Tile(*entry["tile"])
@@ -104,7 +108,7 @@ def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmC
 
 def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
     """The config of a skinny GEMM's entry."""
-    from barellm.cpu.kernels.skinny_gemm import skinny_configs  # kernels import this module
+    from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs  # kernels import this module
 
     ways = skinny_configs(isa, dtype, cols, depth)
     found = [way for way in ways if to_entry(way) == entry]
@@ -115,7 +119,7 @@ def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -
 
 def select_skinny_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
     """The tuned or the default config of a skinny GEMM, for any number of rows."""
-    from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs  # kernels import this module
+    from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
     return _tuned(isa, threads, (kind, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
 

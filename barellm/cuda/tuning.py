@@ -17,7 +17,7 @@ from barellm.cuda import attention_config, gemm_config
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.gemm_config import GemmConfig, HopperGemmConfig
 from barellm.cuda.kernel import Target
-from barellm.program.ops.elementwise import SLOPES
+from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
@@ -26,7 +26,7 @@ KERNELS = (
     "matmul", "hopper", "hopper_warp_specialized", "epilogue", "activations", "split_k", "attention", "attention_backward",
     "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "random", "common",
 )  # fmt: skip
-SOURCES = ("gemm_config.py", "attention_config.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
+FILES = ("gemm_config.py", "attention_config.py", "tuning.py", *(f"{name}.py" for name in KERNELS))  # below this folder
 
 Config = GemmConfig | HopperGemmConfig | AttentionConfig
 NAMES: dict[type, str] = {GemmConfig: "tile", HopperGemmConfig: "form", AttentionConfig: "blocks"}  # in an entry
@@ -146,7 +146,7 @@ def _opened(folder: Path, version: str) -> Database:
 @cache
 def version() -> str:
     h = hashlib.sha256()
-    artefacts.add_sources(h, [Path(__file__).parent / name for name in SOURCES])
+    artefacts.add_sources(h, sorted(path for path in Path(__file__).parent.rglob("*.py") if path.name in FILES))
     return f"cuda-{h.hexdigest()[:16]}"
 
 

@@ -35,7 +35,7 @@ def conv2d(
     the filter from its end: true convolution instead of cross-correlation. `algorithm` is "auto", "direct", "winograd2",
     "winograd4" or "fft". The old names `reflect=True` and `mirrored` are accepted too.
     Dtypes: float32 or bfloat16 each; the result has that of x. With x in bfloat16 direct sums may round w to it.
-    Source: `barellm/cpu/kernels/convolution.py`.
+    Source: `barellm/cpu/kernels/conv/convolution.py`.
 
         y = kernels.conv2d(x, w, padding=1)
         y, vjp_fn = kernels.vjp(kernels.conv2d, x, w, padding=1)

@@ -12,10 +12,10 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from barellm import aliases, models
-from barellm.config import ModelConfig
+from barellm import models
+from barellm.config import ModelConfig, aliases
+from barellm.config.fields import entries
 from barellm.errors import UserError
-from barellm.fields import entries
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,7 +21,7 @@ from barellm.assembly.build import CompiledModel
 from barellm.errors import UserError
 from barellm.program.dynamic_range import BIAS, TensorStats, tensor_stats
 from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
-from barellm.program.ops.exponent_stats import BINS, NOT_FINITE, SUMS
+from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
 from barellm.training.metrics import Metrics, read
 
 FILE, OLD_FILE = "exponent_stats.jsonl", "ranges.jsonl"

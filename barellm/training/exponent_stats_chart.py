@@ -10,7 +10,7 @@ import numpy as np
 
 from barellm.program.dynamic_range import BIAS, FORMAT_RANGES, TensorStats
 from barellm.program.exponent_stats import KINDS
-from barellm.program.ops.exponent_stats import NOT_FINITE
+from barellm.program.ops.optim.exponent_stats import NOT_FINITE
 from barellm.training.curve import save
 from barellm.training.exponent_stats import tensor_stats_of
 

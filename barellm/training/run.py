@@ -15,14 +15,14 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from barellm import __version__, models, overrides
+from barellm import __version__, models
 from barellm.assembly.build import CompiledModel, open_model, shards_of
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.error_feedback_state import ErrorFeedbackState
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.shards import ShardedState
 from barellm.checkpoint.weights import Weights
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer, tokenizer_files

@@ -9,7 +9,7 @@ from barellm.cuda import gemm_config
 from barellm.cuda.fuse import FUSIONS
 from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Sizes
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.program import ops
 from tests.cases import (
     check_classifier_of_inner_axes,

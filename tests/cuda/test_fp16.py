@@ -8,7 +8,7 @@ import pytest
 from barellm.cuda import gemm_config
 from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program import ops
 from barellm.program.loss_scale import FIRST_SCALE

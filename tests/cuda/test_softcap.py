@@ -9,7 +9,7 @@ import pytest
 
 from barellm.cuda import gemm_config
 from barellm.cuda.gemm_config import GemmConfig
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.program import ops
 from tests.cases import check_model, loss_operands
 from tests.cuda.check import InterpretedSession, check_op

@@ -18,7 +18,7 @@ from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.dynamic_range import tensor_stats
 from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
-from barellm.program.ops.exponent_stats import BINS, SUMS
+from barellm.program.ops.optim.exponent_stats import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from barellm.training.training_schedule import training_schedule
 

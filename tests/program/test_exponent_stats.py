@@ -15,7 +15,7 @@ from barellm.models.llama3 import Config as Llama
 from barellm.optim.adamw import adamw
 from barellm.program.dynamic_range import tensor_stats
 from barellm.program.exponent_stats import COUNTS, TOTALS, tensors_with_stats
-from barellm.program.ops.exponent_stats import BINS, SUMS
+from barellm.program.ops.optim.exponent_stats import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 

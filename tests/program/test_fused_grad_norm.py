@@ -11,7 +11,7 @@ from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.fused_grad_norm import fuse_grad_norm, recompute_square_sums
-from barellm.program.ops.block_squares import BLOCK, BlockSquares
+from barellm.program.ops.gemm.block_squares import BLOCK, BlockSquares
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 

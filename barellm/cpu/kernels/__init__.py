@@ -1,7 +1,8 @@
-"""One file per family; importing this package fills the registry of `cpu.kernel`."""
+"""Kernels, a folder for each family; importing this package fills the registry of `cpu.kernel`."""
 
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+_PREFIX = f"{__name__}."
+for _module in walk_packages(__path__, _PREFIX):
+    import_module(f"{__name__}.{_module.name[len(_PREFIX) :]}")

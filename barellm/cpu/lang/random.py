@@ -1,4 +1,4 @@
-"""Threefry2x32-20 on i32 lanes or scalars, bit for bit what `program/ops/random.py` defines."""
+"""Threefry2x32-20 on i32 lanes or scalars, bit for bit what `program/ops/pointwise/random.py` defines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value
-from barellm.program.ops.random import HALF, PARITY, ROTATIONS, SHARED, keep_scale, threshold
+from barellm.program.ops.pointwise.random import HALF, PARITY, ROTATIONS, SHARED, keep_scale, threshold
 
 SIGN = 1 << 31
 GROUPS = 5  # of four rounds

@@ -1,0 +1,66 @@
+"""Softmax between AMX GEMMs: score tiles go through memory (L1), and vectors of queries process their rows.
+
+Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that one K step over keys is one tile of probabilities;
+beyond the last key it is zero. Out-of-order execution overlaps AMX and the vector units: while TMUL multiplies one tile, the
+exponentials of the one before run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention.attention_microkernels import Geometry, round_up, score_tile_amx
+from barellm.cpu.lang import Pointer, Value
+
+LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
+ROW_PAIR = 2  # rows of a tile that are one VNNI pair
+
+
+def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
+    """The keys of a block that are computed where `seen` of them are seen."""
+    return round_up(k, num_keys, g.rows) if g.tiles else num_keys
+
+
+def for_each_row_pair(
+    k: KernelBuilder,
+    g: Geometry,
+    edge: Value,
+    make_mask: Callable[[], LaneMask],
+    do: Callable[[Value, LaneMask | None], None],
+) -> None:
+    """do(row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile."""
+    with k.when(edge):
+        is_visible = make_mask()
+        with k.loop(0, g.rows, ROW_PAIR) as r:
+            do(r, is_visible)
+    with k.otherwise(edge), k.loop(0, g.rows, ROW_PAIR) as r:
+        do(r, None)
+
+
+def score_key_block_amx(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value,
+    tile_mask: Callable[[Value], tuple[Value, Callable[[], LaneMask]]],
+) -> list[Value]:  # fmt: skip
+    """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
+    query."""
+    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
+    with k.loop(begin, num_keys, g.rows) as j:
+        target = s["p"].at(j * g.queries)
+        score_tile_amx(k, g, s["k"], j, transposed, target)
+
+        def rows(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
+            for v in range(g.vectors):
+                best = top[v].value
+                for i in range(ROW_PAIR):
+                    at = (r + i) * g.queries + v * g.lanes
+                    x = target.load(at)
+                    if is_visible is not None:
+                        x = k.select(is_visible(r + i, v), x, float("-inf"))
+                        target.store(x, at)
+                    best = k.max(x, best)
+                top[v].value = best
+
+        for_each_row_pair(k, g, *tile_mask(j), rows)
+    return [t.value for t in top]

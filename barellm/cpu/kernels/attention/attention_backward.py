@@ -1,0 +1,189 @@
+"""Attention backward (FlashAttention, Dao et al. 2022): probabilities are recomputed from lse, block by block.
+
+Shapes: q, dq, out, dout (B, T, heads * D), keys, values and their gradients (B, T, kv_heads * D), lse, delta (B, heads, T) fp32.
+Rows of q, keys, values and of their gradients have any `strides`. With P = exp(s - lse), M the dropout multipliers and
+delta = sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
+
+Two schedules give the same bits, for every sum runs over the same blocks in the same order:
+
+    one pass     a work item is a head of keys: five GEMMs a block; dq of a whole head accumulates in the thread's scratch
+    two passes   a work item is a block of keys (dk, dv), then a block of queries (dq): seven GEMMs, but more parallelism
+
+The run-time shape and the number of threads decide, so that a single long sequence occupies every thread. Windows and documents
+have a schedule of their own (attention_backward_windowed.py), of the same tile operations.
+
+With grouped queries, the heads of queries of a head of keys go one after the other, and its dk and dv are the sums over them: in
+one pass those of all its blocks accumulate in scratch.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, scratch_units
+from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
+from barellm.cpu.kernels.attention.attention_mask import dense_constants
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    KEY_BLOCK,
+    Geometry,
+    clear,
+    offsets,
+    pack_left,
+    round_up,
+    runtime_size,
+)
+from barellm.cpu.kernels.attention.attention_single_block import (
+    attention_backward_single_block,
+    backward_units,
+    fits_single_block,
+)
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.lang import Value
+from barellm.program.ops.base import Op
+from barellm.runtime.lowering import part
+
+ONE_PASS, TWO_PASSES = 5, 7  # GEMMs a block
+SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK are too few for load balance
+
+
+def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
+    """delta = sum(dout * out) over each head's channels."""
+    C, T = heads * D, mask_spec.length(k, seq)
+    with k.parallel_range(runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
+        target = delta.at(token // T * (heads * T) + token % T)
+        with k.loop(0, heads) as head:
+            a, b = out.at(token * C + head * D), dout.at(token * C + head * D)
+            total = k.to(0.0, k.vec)
+            for c, mask in k.columns(D):
+                total = k.fma(a.load(c, mask), b.load(c, mask), total)
+            target.put(k.sum(total), head * T)
+
+
+def use_one_pass(k: KernelBuilder, items: Value) -> Value:
+    """Whether the heads alone balance the load."""
+    threads = k.threads
+    rounds = (items + (threads - 1)) // threads
+    return (rounds * threads * ONE_PASS) <= (items * TWO_PASSES)
+
+
+def attention_backward_dkdv(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
+    *, batch, modes, heads, kv_heads, D, **shape,
+) -> None:  # fmt: skip
+    """Compute dk and dv, and in one pass also dq. `modes` and the six strides are those of q, k and v in that order."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
+    T, count = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch) * kv_heads
+    is_one_pass = use_one_pass(k, count)
+    enough = count * k.ceil_div(T, KEY_BLOCK) >= k.threads * 4
+    step = k.select(is_one_pass | enough, k.int(KEY_BLOCK), SMALL_KEY_BLOCK)
+    blocks = k.ceil_div(T, step)
+    keep = [k.keep(mode) for mode in modes]
+    per_head = k.select(is_one_pass, k.int(1), blocks)
+    group = heads // kv_heads
+    with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
+        index, place = item // per_head, item % per_head
+        # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
+        start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
+        stop = k.select(is_one_pass, blocks, start + 1)
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+            h = BackwardHead(
+                k,
+                operands,
+                index // kv_heads,
+                index % kv_heads * group + member,
+                heads=heads,
+                kv_heads=kv_heads,
+                D=D,
+                **shape,
+            )
+            g, s = h.g, h.s
+            first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
+            with k.when(is_one_pass):
+                clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
+            with k.loop(start, stop) as block:
+                j0 = block * step
+                sums = [
+                    s[name] if group == 1 else s[name].at((block - start) * (KEY_BLOCK * g.padded_D))
+                    for name in ("dk", "dv")
+                ]
+                packed_keys = h.pack_keys(j0, step)
+                with k.when(is_one_pass):
+                    pack_left(k, g, s["k_rows"], packed_keys, s["k"])
+                with nullcontext() if first is None else k.when(first):
+                    for acc in sums:
+                        clear(k, acc, round_up(k, packed_keys, g.rows) * g.padded_D)
+                with k.loop(h.first_query(j0), T, g.queries) as t:
+                    shift, deltas = h.pack_queries(t, vnni=True)
+                    num_keys = h.num_keys(j0, packed_keys, t)
+                    h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=True)
+                    h.add_dkdv(0, num_keys, sums[0], sums[1])
+                    with k.when(is_one_pass):
+                        h.add_dq(0, num_keys, s["dq"].at(t * g.acc_rows))
+                with nullcontext() if last is None else k.when(last):
+                    h.store_dkdv(j0, packed_keys, sums[0], sums[1], (keep[1], keep[2]))
+            with k.when(is_one_pass), k.loop(0, T, g.queries) as t:
+                h.store_dq(t, s["dq"].at(t * g.acc_rows), keep[0])
+
+
+def attention_backward_dq(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
+    *, batch, modes, heads, kv_heads, D, **shape,
+) -> None:  # fmt: skip
+    """Compute dq, unless one pass did."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
+    T, sequences = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch)
+    geometry = Geometry.of(k.isa, q.dtype, D)
+    queries = geometry.queries
+    blocks = k.ceil_div(T, queries)
+    keep = k.keep(modes[0])
+    items = k.select(use_one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
+    with amx.tile_registers(k, geometry.tiles), k.parallel_for(items) as item:
+        index = item // blocks
+        h = BackwardHead(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
+        g, s = h.g, h.s
+        t = (blocks - 1 - item % blocks) * queries
+        shift, deltas = h.pack_queries(t, vnni=False)
+        clear(k, s["dq"], g.acc_rows * queries)
+        end = k.min(t + queries, T) if h.length is None else h.length
+        with k.loop(0, end, KEY_BLOCK) as j0:
+            packed_keys = h.pack_keys(j0)
+            pack_left(k, g, s["k_rows"], packed_keys, s["k"])
+            num_keys = h.num_keys(j0, packed_keys, t)
+            h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=False)
+            h.add_dq(0, num_keys, s["dq"])
+        h.store_dq(t, s["dq"], keep)
+
+
+@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
+def lower_attention_backward(op: Op, c: Lowering) -> None:
+    shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
+    shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
+    modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
+    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
+    shared = op.heads > op.kv_heads
+    delta = c.workspace("delta", op.lse.nbytes)
+    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D", "mask_spec")}
+    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
+    operands = {
+        **{"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "q": op.q, "keys": op.k, "values": op.v},
+        **{"dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")},
+    }
+    written = "dq dkeys dvalues"
+    if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
+        del shape["mask_spec"]
+        c.thread_scratch(offsets(backward_units(g, shared))[1])
+        c.call(attention_backward_single_block, operands, shape, writes=written)
+        return
+    operands |= {"starts": op.starts, "stream": op.stream}
+    constants = {**shape, "rate": op.rate, "modes": modes}
+    bounded = op.window is not None or op.starts is not None
+    if bounded:
+        constants["length"] = min(length, CHUNK)
+        schedules = (attention_backward_windowed,)
+    else:
+        constants["length"] = length
+        schedules = (attention_backward_dkdv, attention_backward_dq)
+    c.thread_scratch(offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
+    for emit in schedules:
+        c.call(emit, operands, constants, writes=written)

@@ -1,0 +1,284 @@
+"""Tile operations of attention's backward pass, which its schedules share: one head of one sequence, with its blocks in scratch.
+
+Shapes and formulas are those of attention_backward.py, and layouts those of attention_microkernels.py: KEY_BLOCK keys x a group of
+g.queries queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import e as E
+from math import log2
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention.attention_amx import LaneMask, for_each_row_pair, round_to_tiles
+from barellm.cpu.kernels.attention.attention_mask import KeyRange, MaskSpec
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    KEY_BLOCK,
+    Dropout,
+    Geometry,
+    KeyBounds,
+    accumulate_rows,
+    accumulate_transposed,
+    blocks_of,
+    exp2_nonpositive,
+    kv_head_of,
+    lane_mask,
+    needs_mask,
+    pack_tile,
+    pack_units,
+    round_up,
+    score_tile,
+    score_tile_amx,
+    store_units,
+    transpose_accumulator,
+    transpose_tile,
+    unpack_tile,
+    vnni_pack,
+)
+from barellm.cpu.lang import Pointer, Value
+
+
+def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
+    """The blocks of scratch, in units. `length` is the number of queries whose dq accumulates there. With grouped queries
+    (`shared`), it is also the number of keys whose dk and dv do."""
+    kv_length = round_up_to(length, KEY_BLOCK) if shared else KEY_BLOCK
+    return {
+        "rows": g.rows_units(g.queries),
+        "q_transposed": g.transposed_units,
+        "do_transposed": g.transposed_units,
+        "q": g.vnni_units(g.queries) + g.lanes,
+        "do": g.vnni_units(g.queries) + g.lanes,
+        "k_rows": g.rows_units(KEY_BLOCK),
+        "v_rows": g.rows_units(KEY_BLOCK),
+        "k": g.vnni_units(KEY_BLOCK),
+        "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0,
+        "p": KEY_BLOCK * g.queries // g.pair,  # (keys, queries) in units along the queries
+        "ds": KEY_BLOCK * g.queries // g.pair,
+        "ds_vnni": KEY_BLOCK * g.queries // g.pair,  # in units along the keys
+        "keep": KEY_BLOCK * g.queries if rate else 0,
+        "dk": kv_length * g.padded_D,
+        "dv": kv_length * g.padded_D,
+        "out": g.queries * g.padded_D,
+        "dq": g.accumulator_units(-(-length // g.queries)),
+        "first_keys": g.queries if bounded else 0,
+    }
+
+
+def round_up_to(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta, starts: pointers; stream
+
+
+class BackwardHead:
+    """One head of one sequence: its rows in memory, and its blocks in scratch."""
+
+    def __init__(
+        self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
+        *, seq, heads, kv_heads, D, strides, rate, length, mask_spec: MaskSpec,
+    ) -> None:  # fmt: skip
+        q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
+        self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
+        self.rate = rate
+        self.softmax_scale, self.softmax_scale_log2 = mask_spec.softmax_scale(k, D), mask_spec.softmax_scale_log2(k, D)
+        self.T, self.head = mask_spec.length(k, seq), head
+        self.length = None if mask_spec.causal else self.T  # the keys that every query sees
+        token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
+        tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
+        rows = [
+            mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
+            for p, n, stride in tensors
+        ]
+        self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
+        self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
+        self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
+        self.key_range = KeyRange.of(k, mask_spec, self.T, starts, sequence)
+        shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None}
+        self.s = blocks_of(k, self.scratch_sizes(rate, length, **shape))
+        self.dropout = Dropout(rate, stream, heads)
+        self.key = self.dropout.key(k, sequence) if rate else None
+
+    def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
+        return Geometry.of(isa, dtype, D)
+
+    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
+        """Its blocks of scratch."""
+        return scratch_units(self.g, rate, length, **shape)
+
+    def pack_keys(self, j0: Value, most: Any = KEY_BLOCK) -> Value:
+        """Pack K and V from j0 on as rows; returns how many there are, KEY_BLOCK at most."""
+        k, g, s = self.k, self.g, self.s
+        count = k.min(self.T - j0, most)
+        pack_tile(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
+        pack_tile(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
+        return count
+
+    def first_query(self, j0: Value) -> Any:
+        """The first group of queries that sees a key from j0 on."""
+        return j0 // self.g.queries * self.g.queries if self.length is None else 0
+
+    def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
+        """How many of the `count` keys from j0 on the group of queries from t on computes."""
+        some = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
+        return round_to_tiles(self.k, self.g, some)
+
+    def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
+        """Pack Q and dO of a block transposed (and as VNNI pairs); returns -lse and delta of its queries in lanes."""
+        k, g, s = self.k, self.g, self.s
+        count = k.min(self.T - t, g.queries)
+        for source, name in ((self.q, "q"), (self.dout, "do")):
+            rows = s["rows"] if g.pair == 2 or not vnni else s[name]
+            pack_tile(k, g, source.start(t), count, g.queries, rows)
+            transpose_tile(k, g, rows, s[name + "_transposed"])
+            if vnni:
+                vnni_pack(k, g, rows, g.queries, s[name])
+        masks = [k.mask_first(count - v * g.lanes) for v in range(g.vectors)]
+        shift = [self.lse.load(t + v * g.lanes, mask) * -log2(E) for v, mask in enumerate(masks)]
+        return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
+
+    def key_bounds(self, t: Value) -> KeyBounds | None:
+        """The key bounds of the queries from t on, where they have any."""
+        if self.key_range is None:
+            return None
+        first_keys = self.s["first_keys"].as_dtype("i32")
+        self.key_range.store_first_keys(self.k, self.g, t, first_keys)
+        return self.key_range.bounds_of(self.k, self.g, t, first_keys)
+
+    def probabilities(
+        self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
+        *, for_dkdv: bool, key_bounds: KeyBounds | None = None,
+    ) -> None:  # fmt: skip
+        """dS of the keys [begin, seen) of a block in units along the keys; where `straight`, P M and dS along the queries."""
+        k, g, s = self.k, self.g, self.s
+        per_row = g.queries // g.pair
+        if self.rate:
+            self.dropout.fill(k, g, s["keep"], self.key, self.head, t, j0, num_keys)
+        if g.tiles:
+            self._probabilities_of_tiles(j0, t, begin, num_keys, shift, delta, for_dkdv=for_dkdv, key_bounds=key_bounds)
+            return
+        with k.loop(begin, num_keys, g.rows) as j:
+            self._probability_tile(j, j0 + j, t, shift, key_bounds)
+            dp = score_tile(k, g, s["v_rows"], j, s["do_transposed"])
+            ds = []
+            for r in range(g.rows):
+                p = [s["p_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors)]
+                if self.rate:
+                    keep = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+                    kept, dp[r] = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp[r]))
+                else:
+                    kept = p
+                ds.append([x * (y - d) for x, y, d in zip(p, dp[r], delta, strict=True)])
+                if for_dkdv:
+                    store_units(k, g, s["p"].at((j + r) * per_row), kept)
+                if for_dkdv or g.pair == 1:
+                    store_units(k, g, s["ds"].at((j + r) * per_row), ds[r])
+            if g.pair == 2:
+                for r in range(0, g.rows, 2):
+                    target = s["ds_vnni"].at(((j + r) >> 1) * g.queries)
+                    for v in range(g.vectors):
+                        target.store(pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
+            self.record_ds(j, ds)
+
+    def _probabilities_of_tiles(
+        self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
+        *, for_dkdv: bool, key_bounds: KeyBounds | None,
+    ) -> None:  # fmt: skip
+        """The same on AMX, whose tiles lie in memory, two rows at a time."""
+        k, g, s = self.k, self.g, self.s
+        per_row = g.queries // g.pair
+        with k.loop(begin, num_keys, g.rows) as j:
+            score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
+            score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
+
+            def rows(r: Value, is_visible: LaneMask | None, j: Value = j) -> None:
+                ds: list[list[Value]] = []
+                for i in (r, r + 1):
+                    at = i * g.queries
+                    p = [
+                        exp2_nonpositive(
+                            k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v])
+                        )
+                        for v in range(g.vectors)
+                    ]
+                    if is_visible is not None:
+                        p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
+                    dp = [s["dp_tile"].load(at + v * g.lanes) for v in range(g.vectors)]
+                    kept = p
+                    if self.rate:
+                        keep = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+                        kept, dp = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp))
+                    ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
+                    if for_dkdv:
+                        store_units(k, g, s["p"].at((j + i) * per_row), kept)
+                        store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
+                for v in range(g.vectors):
+                    vnni = pack_units(k, g, ds[0][v], ds[1][v])
+                    s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
+
+            for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), rows)
+
+    def _probability_tile(
+        self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None
+    ) -> None:
+        """P of g.rows keys, 0 where masked."""
+        k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
+        tile = score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
+        p = [
+            [exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile
+        ]
+
+        def put(values: list[list[Value]]) -> None:
+            for r, row in enumerate(values):
+                for v, x in enumerate(row):
+                    self.s["p_tile"].store(x, r * g.queries + v * g.lanes)
+
+        edge, make_mask = self.tile_mask(key, t, key_bounds)
+        with k.when(edge):
+            is_visible = make_mask()
+            put([[k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
+        with k.otherwise(edge):
+            put(p)
+
+    def start(self, j: Value) -> list[list[Value]] | None:
+        """The initial accumulator of the score tile from row j on: a position bias."""
+        return None
+
+    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+        """A hook for dS of the tile from row j on."""
+
+    def tile_mask(
+        self, key: Value, t: Value, key_bounds: KeyBounds | None
+    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+        """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
+        length = self.length
+        return needs_mask(self.g, key, t, key_bounds, length), lambda: lane_mask(
+            self.k, self.g, key, t, key_bounds, length
+        )
+
+    def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
+        """dV += (P M)^T dO and dK, before scaling, += dS^T Q for the keys [begin, seen) of a block, over the group's queries."""
+        k, g, s = self.k, self.g, self.s
+        accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
+        accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
+
+    def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, keep: tuple[Value | None, ...]) -> None:
+        k, g = self.k, self.g
+        unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
+        unpack_tile(k, g, dk, count, self.dk.start(j0), self.softmax_scale, keep[0])
+
+    def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
+        """dQ^T of a group of queries, before scaling, += K^T dS^T over the keys [begin, seen) of a block."""
+        g, s = self.g, self.s
+        keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
+        accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
+
+    def store_dq(self, t: Value, acc: Pointer, keep: Value | None) -> None:
+        k, g, s = self.k, self.g, self.s
+        scale = [k.to(self.softmax_scale, k.vec)] * g.vectors
+        transpose_accumulator(k, g, acc, s["out"], scale)
+        unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, keep)

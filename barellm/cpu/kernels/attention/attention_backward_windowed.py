@@ -1,0 +1,121 @@
+"""Attention backward with sliding windows or documents: a work item is a chunk of the sequence of a head of keys.
+
+Shapes and formulas as in attention_backward.py. A chunk is a run of blocks of keys and the queries at the same positions. Its work
+item computes dk and dv of these keys and dq of these queries, five GEMMs a block. Only where a query and a key that it sees are in
+different chunks do two work items recompute their probability, for three GEMMs and for four: with chunks much longer than a window
+that is little, and a document's border costs nothing. dq of the chunk accumulates in the thread's scratch, and a sequence of any
+length occupies every thread.
+
+Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead
+from barellm.cpu.kernels.attention.attention_mask import MaskSpec
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    KEY_BLOCK,
+    Geometry,
+    clear,
+    pack_left,
+    round_up,
+    runtime_size,
+)
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.lang import Value
+
+CHUNK = 2048  # positions at most
+CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidates
+INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and the extra cost of a pair across its two is_last
+
+
+def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
+    """The number of chunks of a sequence of `blocks` with the shortest makespan on these threads, which share `heads`."""
+    min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
+    window = blocks if mask_spec.window is None else k.min(k.scalar(mask_spec.window) // KEY_BLOCK + 1, blocks)
+    best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
+    for n in CHUNK_COUNTS:
+        chunk_blocks = k.ceil_div(blocks, n)
+        rounds = k.ceil_div(heads * n, k.threads)
+        time = rounds * (chunk_blocks * INNER_COST + k.min(window, chunk_blocks) * BORDER_COST)
+        better = (time < shortest) & (min_chunks <= n) & (blocks >= n)
+        best, shortest = k.select(better, k.int(n), best), k.select(better, time, shortest)
+    return best
+
+
+def attention_backward_windowed(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
+    *, batch, seq, modes, heads, kv_heads, D, mask_spec, **shape,
+) -> None:  # fmt: skip
+    """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
+    size_constants: dict[str, Any] = {
+        "seq": seq,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "D": D,
+        "mask_spec": mask_spec,
+        **shape,
+    }
+    T, count = mask_spec.length(k, seq), runtime_size(k, batch) * kv_heads
+    blocks = k.ceil_div(T, KEY_BLOCK)
+    num_chunks = select_chunk_count(k, count, blocks, mask_spec)
+    chunk_blocks, group = k.ceil_div(blocks, num_chunks), heads // kv_heads
+    keep = [k.keep(mode) for mode in modes]
+    with (
+        amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
+        k.parallel_for(count * k.ceil_div(blocks, chunk_blocks)) as item,
+    ):
+        per_head = k.ceil_div(blocks, chunk_blocks)
+        index, first_block = item // per_head, item % per_head * chunk_blocks  # a head of keys, the chunk's first block
+        first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + member, **size_constants)
+            is_first, is_last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
+            add_chunk(k, h, first_block, first, stop, is_first, is_last, (keep[1], keep[2]))
+            with k.loop(first, stop, h.g.queries) as t:
+                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), keep[0])
+
+
+def add_chunk(
+    k: KernelBuilder,
+    h: BackwardHead,
+    first_block: Value,
+    first: Value,
+    stop: Value,
+    is_first: Value | None,
+    is_last: Value | None,
+    keep: Any,
+) -> None:
+    """Add one head of queries. dq of [first, stop) accumulates in scratch. dk and dv of the blocks from `first_block` on are
+    cleared by the first head of a group and stored by the last (both None for a group of one)."""
+    g, s = h.g, h.s
+    assert h.key_range is not None
+    clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))
+    with k.loop(h.key_range.first_key(k, first) // KEY_BLOCK, k.ceil_div(stop, KEY_BLOCK)) as block:
+        j0, is_own = block * KEY_BLOCK, block >= first_block
+        count = h.pack_keys(j0)
+        pack_left(k, g, s["k_rows"], count, s["k"])
+        offset = k.select(is_own, block - first_block, 0) * (KEY_BLOCK * g.padded_D)
+        dk, dv = (s[name] if is_first is None else s[name].at(offset) for name in ("dk", "dv"))
+        with k.when(is_own if is_first is None else is_own & is_first):
+            for acc in (dk, dv):
+                clear(k, acc, round_up(k, count, g.rows) * g.padded_D)
+        last = h.key_range.query_end(k, j0 + count - 1)
+        last = k.select(is_own, last, k.min(last, stop))
+        with k.loop(k.max(j0, first), last, g.queries) as t:
+            key_bounds = h.key_bounds(t)
+            assert key_bounds is not None
+            begin, num_keys = key_bounds.first_row(k, g, j0), h.num_keys(j0, count, t)
+            shift, deltas = h.pack_queries(t, vnni=True)
+            h.probabilities(j0, t, begin, num_keys, shift, deltas, for_dkdv=True, key_bounds=key_bounds)
+            with k.when(is_own):
+                h.add_dkdv(begin, num_keys, dk, dv)
+            with k.when(t < stop):
+                h.add_dq(begin, num_keys, s["dq"].at((t - first) * g.acc_rows))
+        with k.when(is_own if is_last is None else is_own & is_last):
+            h.store_dkdv(j0, count, dk, dv, keep)

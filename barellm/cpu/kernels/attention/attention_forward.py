@@ -1,0 +1,400 @@
+"""Attention forward, for training and with a KV cache: blocked, with online softmax (FlashAttention).
+
+Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows of
+q, keys and values have any `strides`. A work item is a block of queries of one head; it loops over blocks of KEY_BLOCK keys,
+packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum of each query in lanes (Milakov and Gimelshein
+2018, Dao et al. 2022). Blocks that the mask excludes (causal, window, document) are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
+from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    KEY_BLOCK,
+    Dropout,
+    Geometry,
+    KeyBounds,
+    Rows,
+    accumulate_transposed,
+    blocks_of,
+    clear,
+    exp2_nonpositive,
+    kv_head_of,
+    lane_mask,
+    needs_mask,
+    offsets,
+    pack_left,
+    pack_tile,
+    pack_units,
+    round_up,
+    runtime_size,
+    score_tile,
+    size_constants,
+    transpose_accumulator,
+    transpose_tile,
+    unpack_tile,
+)
+from barellm.cpu.kernels.attention.attention_single_block import (
+    attention_single_block,
+    fits_single_block,
+    forward_units,
+)
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import ln
+from barellm.program.ops.base import Op
+
+LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
+QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
+
+
+def groups_per_block(g: Geometry) -> int:
+    """Register-wide groups of queries in a work item."""
+    return max(1, QUERY_BLOCK // g.queries)
+
+
+def select_query_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[Value, Value]:
+    """(queries of a work item, work items of a head) for `count` heads. No bit of the result depends on it."""
+    large = groups_per_block(g) * g.queries
+    enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
+    block = k.select(enough, k.int(large), k.int(g.queries))
+    return block, (T + block - 1) // block
+
+
+def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
+    n = groups_per_block(g)
+    return {
+        "q_rows": g.rows_units(g.queries),
+        "q": n * g.transposed_units,
+        "k": g.rows_units(KEY_BLOCK),
+        "v_rows": g.rows_units(KEY_BLOCK),
+        "v": g.vnni_units(KEY_BLOCK),
+        "p": KEY_BLOCK * g.queries,
+        "keep": KEY_BLOCK * g.queries if rate else 0,
+        "acc": n * g.accumulator_units(),
+        "stats": n * 2 * g.queries,  # of each query the maximum and the sum
+        "alpha": g.queries,
+        "out": g.queries * g.padded_D,
+        "first_keys": n * g.queries if bounded else 0,
+    }
+
+
+def attend_queries(
+    k: KernelBuilder, g: Geometry, q: Rows, keys: Rows, values: Rows, out: Rows, lse: Pointer | None, first: Value,
+    last: Value, pos: Value, dropout: Dropout | None = None, head: Value | None = None, sample_key: Any = None,
+    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None,
+) -> None:  # fmt: skip
+    """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0.
+    `length`: the number of keys of full attention."""
+    s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
+    softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
+    first_keys = s["first_keys"].as_dtype("i32")
+
+    with k.loop(first, last, g.queries) as t:
+        at = (t - first) // g.queries
+        init_softmax(k, g, s, q, t, last, at, LOWEST if key_range else float("-inf"))
+        if key_range:
+            key_range.store_first_keys(k, g, t, first_keys.at(at * g.queries))
+
+    end = pos + last if length is None else length
+    with k.loop(key_range.first_key(k, first) & -KEY_BLOCK if key_range else 0, end, KEY_BLOCK) as j0:
+        count = k.min(end - j0, KEY_BLOCK)
+        pack_tile(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
+        pack_tile(k, g, values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
+        v_block = pack_left(k, g, s["v_rows"], count, s["v"])
+        with k.loop(first, last, g.queries) as t:
+            # Keys of this block that the group's queries see.
+            stop = pos + k.min(t + g.queries, last) if length is None else length
+            num_keys = round_to_tiles(k, g, k.min(stop - j0, KEY_BLOCK))
+            at = (t - first) // g.queries
+            key_bounds = key_range.bounds_of(k, g, t, first_keys.at(at * g.queries)) if key_range else None
+            begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
+            with k.when(num_keys > begin):
+                fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
+                tile_mask = partial(causal_tile_mask, k, g, j0, pos + t, key_bounds, length)
+                online_softmax_step(k, g, s, at, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill)
+
+    with k.loop(first, last, g.queries) as t:
+        finish_softmax(k, g, s, out, lse, t, last, (t - first) // g.queries, softmax_scale)
+
+
+def init_softmax(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, at: Value, lowest: float
+) -> None:
+    """Pack the group of queries from t on, group `at` of its work item, and clear its accumulators."""
+    pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
+    transpose_tile(k, g, s["q_rows"], s["q"].at(at * g.transposed_units))
+    clear(k, s["acc"].at(at * g.accumulator_units()), g.acc_rows * g.queries)
+    for v in range(g.vectors):
+        s["stats"].store(lowest, at * (2 * g.queries) + v * g.lanes)
+        s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+
+
+def online_softmax_step(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, num_keys: Value,
+    softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
+) -> None:  # fmt: skip
+    """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout, and
+    `start` gives what the scores of a tile begin with."""
+    stats = s["stats"].at(at * (2 * g.queries))
+    transposed, acc = s["q"].at(at * g.transposed_units), s["acc"].at(at * g.accumulator_units())
+    for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start)):
+        before = stats.load(v * g.lanes)
+        highest = k.max(top, before)
+        s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * softmax_scale_log2), v * g.lanes)
+        stats.store(highest, v * g.lanes)
+    if fill:
+        fill()
+    probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, fill is not None)
+    alpha = [s["alpha"].load(v * g.lanes) for v in range(g.vectors)]
+    accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
+
+
+def finish_softmax(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, at: Value,
+    softmax_scale: Any,
+) -> None:  # fmt: skip
+    """Divide by the sums; write a group's rows of the result, and lse."""
+    stats = s["stats"].at(at * (2 * g.queries))
+    count = k.min(last - t, g.queries)
+    total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
+    transpose_accumulator(k, g, s["acc"].at(at * g.accumulator_units()), s["out"], [1.0 / x for x in total])
+    unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
+    if lse is not None:
+        for v in range(g.vectors):
+            value = k.fma(stats.load(v * g.lanes), softmax_scale, ln(k, total[v]))
+            lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
+
+
+LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose queries see the row's key
+TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
+Start = Callable[[Value], list[list[Value]]]
+
+
+def causal_tile_mask(
+    k: KernelBuilder,
+    g: Geometry,
+    j0: Value,
+    position: Value,
+    key_bounds: KeyBounds | None,
+    length: Value | None,
+    j: Value,
+) -> tuple[Value, Callable[[], LaneMask]]:
+    """`Edges` where a query sees the keys before its own, from `lower` on, or all keys up to `length`."""
+    key = j0 + j
+    return needs_mask(g, key, position, key_bounds, length), lambda: lane_mask(k, g, key, position, key_bounds, length)
+
+
+def score_key_block(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask: TileMask,
+    start: Start | None = None,
+) -> list[Value]:  # fmt: skip
+    """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
+    query."""
+    if g.tiles:
+        assert start is None
+        return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask)
+    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
+    with k.loop(begin, num_keys, g.rows) as j:
+        tile = score_tile(k, g, s["k"], j, transposed, start and start(j))
+        target = s["p"].at(j * g.queries)
+
+        def put(values: list[list[Value]], target: Pointer = target) -> None:
+            for v in range(g.vectors):
+                best = top[v].value
+                for r, row in enumerate(values):
+                    target.store(row[v], r * g.queries + v * g.lanes)
+                    best = k.max(row[v], best)
+                top[v].value = best
+
+        edge, make_mask = tile_mask(j)
+        with k.when(edge):
+            is_visible = make_mask()
+            put(
+                [
+                    [k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)]
+                    for r, row in enumerate(tile)
+                ]
+            )
+        with k.otherwise(edge):
+            put(tile)
+    return [t.value for t in top]
+
+
+def probabilities(
+    k: KernelBuilder,
+    g: Geometry,
+    s: dict[str, Pointer],
+    stats: Pointer,
+    softmax_scale_log2: Any,
+    begin: Any,
+    num_keys: Value,
+    dropout: bool,
+) -> None:
+    """exp2((scores - maximum) * softmax_scale_log2) in place, as units along the keys; their sum, before dropout, is added to
+    `stats`."""
+    # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
+    vectors_at_once = g.vectors if k.isa.registers == 32 else 1
+    for first in range(0, g.vectors, vectors_at_once):
+        lanes = range(first, first + vectors_at_once)
+        shift = {v: stats.load(v * g.lanes) * -softmax_scale_log2 for v in lanes}
+        sums = {v: k.var_vec(0.0) for v in lanes}
+        with k.loop(begin, num_keys, g.pair) as j:
+            rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
+            target = s["p"].at(j // g.pair * g.queries)
+            for v in lanes:
+                p = [exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), softmax_scale_log2, shift[v])) for row in rows]
+                for x in p:
+                    sums[v].value = sums[v].value + x
+                if dropout:
+                    p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
+                target.store(pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
+        for v in lanes:
+            old = stats.load(g.queries + v * g.lanes)
+            stats.store(k.fma(old, s["alpha"].load(v * g.lanes), sums[v].value), g.queries + v * g.lanes)
+
+
+# --- training and evaluation ---
+
+
+def attention(
+    k: KernelBuilder, out, lse, q, keys, values, starts, stream,
+    *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec,
+) -> None:  # fmt: skip
+    g, T = Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
+    block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
+    dropout = Dropout(rate, stream, heads) if rate else None
+    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+        sequence, head = item // (blocks * heads), item // blocks % heads
+        first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
+        token, counts = sequence * T, (heads, kv_heads, kv_heads)
+        of = [
+            mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
+            for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
+        ]
+        to = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
+        attend_queries(
+            k, g, *of, to, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
+            dropout.key(k, sequence) if dropout else None, mask_spec, KeyRange.of(k, mask_spec, T, starts, sequence),
+            None if mask_spec.causal else T,
+        )  # fmt: skip
+
+
+@lowering("attention", views="q k v", also={"starts": "i32"})
+def lower_attention(op: Op, c: Lowering) -> None:
+    constants = dense_constants(op)
+    g = Geometry.of(c.isa, op.q.dtype, constants["D"])
+    operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
+    if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
+        c.thread_scratch(offsets(forward_units(g))[1])
+        c.call(attention_single_block, operands, size_constants(op), writes="out lse")
+        return
+    bounded = op.window is not None or op.starts is not None
+    c.thread_scratch(offsets(scratch_units(g, op.rate, bounded))[1])
+    operands |= {"starts": op.starts, "stream": op.stream}
+    c.call(attention, operands, constants | {"rate": op.rate}, writes="out lse")
+
+
+# --- decoding ---
+
+
+def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
+    """Rows pos .. pos + T of the caches = keys and values, all of C columns."""
+    T, pos = runtime_size(k, seq), k.scalar("pos")
+    with k.parallel_for(runtime_size(k, batch) * T) as token:
+        row = (token // T * length + pos + token % T) * C
+        for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
+            source, whole = new.at(token * stride), C - C % k.lanes
+            with k.loop(0, whole, k.lanes) as c:
+                cache.store(source.load(c), row + c)
+            if C % k.lanes:
+                mask = k.mask_first(C % k.lanes)
+                cache.store(source.load(whole, mask), row + whole, mask)
+
+
+def attention_cached(
+    k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length
+) -> None:
+    """Attention over a KV cache. `stride` is that of q's rows."""
+    g = Geometry.of(k.isa, q.dtype, D)
+    C, T, pos = kv_heads * D, runtime_size(k, seq), k.scalar("pos")
+    block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+        sequence, head = item // (blocks * heads), item // blocks % heads
+        first, kv_head = item % blocks * block, kv_head_of(head, heads, kv_heads)
+        queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        cached = [Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        one = T.equals(1)
+        with k.when(one):
+            attend_one_query(k, D, queries.pointer, *cached, to.pointer, pos + 1)
+        with k.otherwise(one):
+            attend_queries(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos)
+
+
+def attend_one_query(
+    k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value
+) -> None:
+    """Decoding attention of one query (memory-bound). Channels are lanes, so that no lane idles. The probabilities of all keys
+    are in scratch, `count` fp32."""
+    scratch = k.thread_scratch("fp32")
+    columns = k.columns(D)
+    query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
+    g = Geometry.of(k.isa, "fp32", D)
+    top = k.var_vec(float("-inf"))
+    with k.loop(0, count, k.lanes) as j:
+        partial = []
+        for i in range(k.lanes):
+            row = keys[k.min(j + i, count - 1)]
+            sum_ = query[0] * row.load(*columns[0])
+            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
+                sum_ = k.fma(x, row.load(c, mask), sum_)
+            partial.append(sum_)
+        s = k.select(k.mask_first(count - j), lane_sums(k, partial), float("-inf"))
+        top.value = k.max(s, top.value)
+        scratch.store(s, j)
+    highest = k.splat(k.maximum(top.value))
+    total = k.var_vec(0.0)
+    with k.loop(0, count, k.lanes) as j:
+        p = exp2_nonpositive(k, g, scratch.load(j) - highest)
+        total.value = total.value + p
+        scratch.store(p, j)
+    acc = [k.var_vec(0.0) for _ in columns]
+    with k.loop(0, count) as j:
+        p, row = k.splat(scratch.get(j)), values[j]
+        for a, (c, mask) in zip(acc, columns, strict=True):
+            a.value = k.fma(p, row.load(c, mask), a.value)
+    scale = k.splat(k.float(1.0) / k.sum(total.value))
+    for a, (c, mask) in zip(acc, columns, strict=True):
+        out.store(a.value * scale, c, mask)
+
+
+def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
+    """Lane i is the sum over the lanes of vector i, in a fixed tree."""
+    n = k.lanes
+    even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
+    while len(vectors) > 1:
+        vectors = [
+            k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@lowering("attention_cached", views="q k v")
+def lower_attention_cached(op: Op, c: Lowering) -> None:
+    shape, length = size_constants(op), int(op.k_cache.shape[1])
+    q_stride, *strides = shape.pop("strides")
+    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
+    c.thread_scratch(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
+    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
+    rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
+    c.call(
+        append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache"
+    )
+    constants = {**shape, "stride": q_stride, "length": length}
+    c.call(attention_cached, {"out": op.out, "q": op.q, **caches}, constants, writes="out")

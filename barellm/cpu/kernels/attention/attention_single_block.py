@@ -1,0 +1,330 @@
+"""Attention of short sequences, whose scores of a head are one block: no online softmax, no accumulators in memory.
+
+Shapes and formulas as in attention_forward.py and attention_backward.py, blocks as in attention_microkernels.py, of MAX_SEQ
+tokens. Blocked attention of a head of 64 tokens would spend more on clearing, accumulating and transposing blocks than on its
+GEMMs. Here all operands of a head stay in L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the
+probabilities need no repacking), and the causal half is skipped by vectors of queries and tiles of keys.
+
+Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    Geometry,
+    Left,
+    Right,
+    Rows,
+    blocks_of,
+    clear,
+    exp2_nonpositive,
+    kv_head_of,
+    micro_kernel,
+    pack_units,
+    round_up,
+    runtime_size,
+    store_units,
+    unpack_tile,
+)
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import ln, transpose
+
+MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
+
+
+def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
+    """Whether sequences of up to `length` tokens are supported: bf16 dot products, rows of whole cache lines, no dropout."""
+    g = Geometry.of(isa, dtype, D)
+    units = g.pair == 2 and not g.tiles and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
+    return length <= MAX_SEQ and not rate and units
+
+
+def forward_units(g: Geometry) -> dict[str, int]:
+    return {
+        "q_transposed": g.d_steps * MAX_SEQ,
+        "k_rows": MAX_SEQ * g.row_units,
+        "v": g.vnni_units(MAX_SEQ),
+        "scores": MAX_SEQ * g.queries,
+        "p": MAX_SEQ * g.queries // 2,  # of a group of queries, [key / 2][g.queries]
+        "inverse": g.queries,
+    }
+
+
+def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
+    """The blocks of scratch of the backward pass, in units. With grouped queries (`shared`), dk and dv are sums over several heads,
+    kept as fp32 rows."""
+    vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
+    transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
+    # [key][MAX_SEQ / 2]; the last of them [key / 2][MAX_SEQ].
+    along_queries = {name: MAX_SEQ * MAX_SEQ // 2 for name in ("p", "ds", "ds_vnni")}
+    rows = {"k_rows": MAX_SEQ * g.row_units, "v_rows": MAX_SEQ * g.row_units}
+    sums = {name: MAX_SEQ * g.padded_D if shared else 0 for name in ("dk", "dv")}
+    return {
+        **rows,
+        **transposed,
+        **vnni,
+        **along_queries,
+        **sums,
+        "p_tile": g.rows * g.queries,
+        "shift": MAX_SEQ,
+        "delta": MAX_SEQ,
+    }
+
+
+def load_rows(
+    k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer | None = None,
+    vnni: Pointer | None = None,
+) -> None:  # fmt: skip
+    """Pack `count` rows in the given layouts, with zeros up to a multiple of g.queries; transposed ones [g.d_steps][MAX_SEQ]."""
+    with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
+        for c in range(0, g.row_units, g.lanes):
+            held = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]
+            whole = (t + g.lanes) <= count
+            with k.when(whole):
+                for i, x in enumerate(held):
+                    x.value = source[t + i].as_dtype("i32").load_raw(c)
+            with k.otherwise(whole):
+                for i, x in enumerate(held):
+                    inside = (t + i) < count
+                    with k.when(inside):
+                        x.value = source[t + i].as_dtype("i32").load_raw(c)
+            units = [x.value for x in held]
+            if rows is not None:
+                for i, x in enumerate(units):
+                    rows.as_dtype("i32").store_raw(x, (t + i) * g.row_units + c)
+            if vnni is not None:
+                halves = [k.bitcast(x, f"<{2 * g.lanes} x i16>") for x in units]
+                for i in range(0, g.lanes, 2):
+                    for half in range(2):
+                        order = [n + half * g.lanes + m for n in range(g.lanes) for m in (0, 2 * g.lanes)]
+                        pairs = k.bitcast(k.shuffle(halves[i], halves[i + 1], order), k.ivec)
+                        vnni.as_dtype("i32").store_raw(pairs, ((t + i) >> 1) * g.padded_D + 2 * c + half * g.lanes)
+            if transposed is not None:
+                for i, column in enumerate(transpose(k, units)):
+                    transposed.as_dtype("i32").store_raw(column, t + (c + i) * MAX_SEQ)
+
+
+def store_rows(
+    k: KernelBuilder, g: Geometry, tile: list[list[Value]], to: Rows, first: Value, c: Any, count: Value, factors: list[Any]
+) -> None:  # fmt: skip
+    """Rows of the tile from row `first` and column c on, times a factor each, up to row `count`."""
+
+    def put(r: int) -> None:
+        for v, x in enumerate(tile[r]):
+            to[first + r].store(x * factors[r], c + v * g.lanes)
+
+    whole = (first + len(tile)) <= count
+    with k.when(whole):
+        for r in range(len(tile)):
+            put(r)
+    with k.otherwise(whole):
+        for r in range(len(tile)):
+            inside = (first + r) < count
+            with k.when(inside):
+                put(r)
+
+
+def gemm_rows(
+    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, to: Rows, first: Value, count: Value,
+    factors: list[Any], *, add: bool = False,
+) -> None:  # fmt: skip
+    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
+    first of `steps` pairs of tokens."""
+    with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
+        start = (
+            [[to[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
+        )
+        tile = micro_kernel(k, g, left, Right(vnni.at(c), g.padded_D), steps, start)
+        store_rows(k, g, tile, to, first, c, count, factors)
+
+
+def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
+    """tile(first key, rows, first vector, crosses) for all that the g.queries queries from t on see. A tile has both vectors
+    and g.rows keys, or the second one and twice as many; `crosses`: its first vector has queries before its last key."""
+    with k.loop(0, t, g.rows) as j:
+        tile(j, g.rows, 0, False)
+    with k.loop(t, t + g.lanes, g.rows) as j:
+        tile(j, g.rows, 0, True)
+    tile(t + g.lanes, 2 * g.rows, 1, True)
+
+
+def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
+    """Lanes of queries from `query` on, `otherwise` where the key is later."""
+    return k.select(k.iota() < k.splat(key - query), otherwise, x)
+
+
+def attention_single_block(
+    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides
+) -> None:
+    g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
+    s = blocks_of(k, forward_units(g))
+    softmax_scale_log2 = log2(e) / sqrt(D)
+    with k.parallel_for(runtime_size(k, batch) * heads) as item:
+        sequence, head = item // heads, item % heads
+        token, kv_head = sequence * T, kv_head_of(head, heads, kv_heads)
+        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
+        load_rows(k, g, Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
+        load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
+        with k.loop(0, T, g.queries) as t:
+            highest = single_block_scores(k, g, s, t)
+            totals = single_block_probabilities(
+                k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2
+            )
+            for v in range(g.vectors):
+                s["inverse"].store(1.0 / totals[v], v * g.lanes)
+                value = k.fma(highest[v], 1 / sqrt(D), ln(k, totals[v]))
+                lse.at(item * T + t).store(value, v * g.lanes, k.mask_first(T - t - v * g.lanes))
+            with k.loop(0, g.queries, g.rows) as i:
+                pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
+                factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
+                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, to, t + i, T, factors)
+
+
+def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
+    """Scores of the queries from t on, -infinity where the key is later; the largest of each query."""
+    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
+
+    def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        right = Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
+        left = Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
+        found = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
+        target = s["scores"].at(j * g.queries)
+        for v in range(first, g.vectors):
+            best = top[v].value
+            for r, row in enumerate(found):
+                x = row[v - first]
+                if needs_mask and v == first:
+                    x = earlier(k, g, x, j + r, t + v * g.lanes, float("-inf"))
+                target.store(x, r * g.queries + v * g.lanes)
+                best = k.max(x, best)
+            top[v].value = best
+
+    for_each_causal_tile(k, g, t, tile)
+    return [x.value for x in top]
+
+
+def single_block_probabilities(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
+) -> list[Value]:
+    """exp2(scores * softmax_scale_log2 + shift) as units along the keys, and their sums."""
+    sums = [k.var_vec(0.0) for _ in range(g.vectors)]
+
+    def pair(j: Value, first: int) -> None:
+        for v in range(first, g.vectors):
+            rows = [s["scores"].at((j + i) * g.queries).load(v * g.lanes) for i in range(2)]
+            p = [exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for x in rows]
+            for x in p:
+                sums[v].value = sums[v].value + x
+            s["p"].at((j >> 1) * g.queries).store(pack_units(k, g, *p), v * g.lanes)
+
+    with k.loop(0, t + g.lanes, 2) as j:
+        pair(j, 0)
+    last = t + g.lanes
+    for i in range(0, g.lanes, 2):
+        pair(last + i, 1)
+    return [x.value for x in sums]
+
+
+def attention_backward_single_block(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
+    *, batch, seq, heads, kv_heads, D, strides,
+) -> None:  # fmt: skip
+    """A work item is a head of keys with its group of query heads."""
+    g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
+    group = heads // kv_heads
+    s = blocks_of(k, backward_units(g, group > 1))
+    scale, ones = [1 / sqrt(D)] * g.rows, [1.0] * g.rows
+    half = MAX_SEQ // 2
+    with k.parallel_for(runtime_size(k, batch) * kv_heads) as item:
+        sequence, kv_head = item // kv_heads, item % kv_heads
+        token = sequence * T
+        tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)
+        key_rows, value_rows, dk, dv = (Rows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
+        load_rows(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
+        load_rows(k, g, value_rows, T, rows=s["v_rows"])
+        sums = [(dv, ones), (dk, scale)]
+        if group > 1:
+            sums = [(Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
+            for to, _ in sums:
+                clear(k, to.pointer, MAX_SEQ * g.padded_D)
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+            head = kv_head * group + member
+            load_rows(
+                k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"]
+            )
+            load_rows(
+                k, g, Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"]
+            )
+            of_head = (sequence * heads + head) * T
+            with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
+                mask = k.mask_first(T - t)
+                s["shift"].store(lse.at(of_head).load(t, mask) * -log2(e), t)
+                s["delta"].store(delta.at(of_head).load(t, mask), t)
+            with k.loop(0, T, g.queries) as t:
+                single_block_gradients(k, g, s, t)
+            pairs = k.ceil_div(T, 2)
+            with k.loop(0, T, g.rows) as j:
+                u = j >> 1
+                for name, vnni, (to, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
+                    left, right = Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
+                    gemm_rows(k, g, left, right, pairs - u, to, j, T, factors, add=group > 1)
+            to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
+            with k.loop(0, T, g.rows) as i:
+                num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
+                gemm_rows(k, g, Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, to_dq, i, T, scale)
+        if group > 1:
+            unpack_tile(k, g, s["dv"], T, dv, 1.0)
+            unpack_tile(k, g, s["dk"], T, dk, 1 / sqrt(D))
+
+
+def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:
+    """P and dS of the queries from t on, along the queries, and dS along the keys."""
+    softmax_scale_log2 = log2(e) / sqrt(g.D)
+
+    def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        lanes = range(first, g.vectors)
+        shape = {"rows": rows, "vectors": len(lanes)}
+        at = t + first * g.lanes
+        found = micro_kernel(
+            k,
+            g,
+            Left(s["k_rows"].at(j * g.row_units), g.row_units, 1),
+            Right(s["q_transposed"].at(at), MAX_SEQ),
+            g.d_steps,
+            **shape,
+        )
+        for n, v in enumerate(lanes):
+            shift = s["shift"].load(t + v * g.lanes)
+            for r, row in enumerate(found):
+                p = exp2_nonpositive(k, g, k.fma(row[n], softmax_scale_log2, shift))
+                if needs_mask and v == first:
+                    p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
+                s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
+        found = micro_kernel(
+            k,
+            g,
+            Left(s["v_rows"].at(j * g.row_units), g.row_units, 1),
+            Right(s["do_transposed"].at(at), MAX_SEQ),
+            g.d_steps,
+            **shape,
+        )
+        deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
+        for r in range(0, rows, 2):
+            of: list[list[Value]] = []
+            for i in (r, r + 1):
+                p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
+                of.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
+                along = (j + i) * (MAX_SEQ // 2) + (at >> 1)
+                store_units(k, g, s["p"].at(along), p)
+                store_units(k, g, s["ds"].at(along), of[-1])
+            for n, (even, odd) in enumerate(zip(*of, strict=True)):
+                s["ds_vnni"].store(pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
+
+    for_each_causal_tile(k, g, t, tile)

@@ -1,0 +1,214 @@
+"""Block-sparse attention, forward: over the blocks of keys that a layout lists (`program/layouts.py` has the tables).
+
+Shapes as in attention_forward.py. A work item is one row of the layout: a block of queries of one head. Its listed blocks of keys
+are gathered into one packed tile of at most KEY_BLOCK rows, and are then keys like any others: register tiles do not know that
+they are not contiguous in memory. Only tiles of partly masked blocks read mask bits. The relative position bias
+(relative_position_bias.py) is the initial accumulator of the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention.attention_forward import LOWEST, finish_softmax, init_softmax, online_softmax_step
+from barellm.cpu.kernels.attention.attention_mask import PLAIN
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    KEY_BLOCK,
+    Geometry,
+    Rows,
+    blocks_of,
+    kv_head_of,
+    offsets,
+    pack_left,
+    pack_tile,
+    runtime_size,
+    size_constants,
+)
+from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.dtypes import PLANES
+from barellm.program.layouts import WORD
+from barellm.program.ops.base import Op
+from barellm.runtime.lowering import weight_operand
+
+
+def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> Geometry:
+    """Groups of queries that divide a block. AMX tiles must lie in one block, and a position bias, the scores' initial accumulator,
+    needs them in vector registers."""
+    g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.TILE_K == 0)
+    return g if block % g.queries == 0 else replace(g, vectors=1)
+
+
+def blocks_per_pack(block: int) -> int:
+    """Blocks of keys in a packed tile."""
+    return max(1, KEY_BLOCK // block)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One of a layout's tables in CSR form, of rows or of columns."""
+
+    k: KernelBuilder
+    table: Pointer
+    masks: Pointer
+    block: int
+    lists: int  # rows of all heads
+    entries: int
+
+    def entries_of(self, row: Value) -> tuple[Value, Value]:
+        """The entries [begin, end) of a row, counted over all heads."""
+        return self.table.get(row), self.table.get(row + 1)
+
+    def block_of(self, entry: Value) -> Value:
+        """The block number of an entry."""
+        return self.table.get(entry + (self.lists + 1))
+
+    def kind(self, entry: Value) -> Value:
+        return self.table.get(entry + (self.lists + 1 + self.entries))
+
+    def tile_mask(
+        self, g: Geometry, entry: Value, query: Value, j: Value
+    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+        """Whether the tile from row j on of packed blocks, of which `entry` is the first, is partly masked for the group from
+        position `query` of its block on; and a function that makes the mask."""
+        k, words = self.k, -(-self.block // WORD)
+        kind = self.kind(entry + j // self.block)
+
+        def make_mask() -> Callable[[int, int], Value]:
+            first = ((kind - 1) * self.block + j % self.block) * words
+            places = [query + v * g.lanes for v in range(g.vectors)]
+            bit = Value(k, k.ivec, "<" + ", ".join(f"i32 {1 << i}" for i in range(k.lanes)) + ">")
+
+            def is_visible(r: int, v: int) -> Value:
+                word = self.masks.get(first + r * words + places[v] // WORD)
+                return (k.splat(word >> (places[v] % WORD)) & bit).differs(0)
+
+            return is_visible
+
+        return kind > 0, make_mask
+
+
+def gather(
+    k: KernelBuilder, g: Geometry, table: Table, tensors: tuple[tuple[Rows, Pointer], ...], entry: Value, num_blocks: Value,
+    T: Value
+) -> None:  # fmt: skip
+    """Pack the blocks of `num_blocks` entries from `entry` on, of each tensor, contiguously."""
+    with k.loop(0, num_blocks) as i:
+        j0 = table.block_of(entry + i) * table.block
+        for rows, to in tensors:
+            pack_tile(
+                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, to.at(i * (table.block * g.row_units))
+            )
+
+
+def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
+    n, rows = block // g.queries, blocks_per_pack(block) * block
+    bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
+    return {
+        "q_rows": g.rows_units(g.queries),
+        "q": n * g.transposed_units,
+        "k": g.rows_units(rows),
+        "v_rows": g.rows_units(rows),
+        "v": g.vnni_units(rows),
+        "p": rows * g.queries,
+        "acc": n * g.accumulator_units(),
+        "stats": n * 2 * g.queries,
+        "alpha": g.queries,
+        "out": g.queries * g.padded_D,
+        **bias,
+    }
+
+
+def relative_bias_of(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
+    distances: Distances | None,
+) -> RelativePositionBias | None:  # fmt: skip
+    """The relative position bias of a head, if there is any."""
+    if relative is None or distances is None:
+        return None
+    return RelativePositionBias(k, g, s, block, Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
+
+
+def block_sparse_attention(
+    k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
+    *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
+) -> None:  # fmt: skip
+    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), runtime_size(k, seq)
+    s, softmax_scale, softmax_scale_log2 = (
+        blocks_of(k, scratch_units(g, block, distances)),
+        PLAIN.softmax_scale(k, D),
+        PLAIN.softmax_scale_log2(k, D),
+    )
+    table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
+    counts = (heads, kv_heads, kv_heads)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+        sequence, head = item // (blocks * heads), item // blocks % heads
+        row = blocks - 1 - item % blocks  # longest first in a causal layout
+        first = row * block
+        last = k.min(first + block, T)
+        token = sequence * T
+        of = [
+            Rows.of(p, token, kv_head_of(head, heads, n), D=D, stride=stride)
+            for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
+        ]
+        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
+        with k.loop(first, last, g.queries) as t:
+            init_softmax(k, g, s, of[0], t, last, (t - first) // g.queries, LOWEST)
+        begin, end = table.entries_of(head * (lists // heads) + row)
+        with k.loop(begin, end, blocks_per_pack(block)) as entry:
+            num_blocks = k.min(end - entry, blocks_per_pack(block))
+            gather(k, g, table, ((of[1], s["k"]), (of[2], s["v_rows"])), entry, num_blocks, T)
+            v_block = pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
+
+            def block_distance(i: Value, entry: Value = entry) -> Value:
+                return row - table.block_of(entry + i)
+
+            if bias:
+                with bias.for_each_near(num_blocks, block_distance) as (between, i):
+                    bias.pack_tile(between, i)
+            with k.loop(first, last, g.queries) as t:
+
+                def tile_mask(j: Value, entry: Value = entry, t: Value = t) -> Any:
+                    return table.tile_mask(g, entry, t - first, j)
+
+                at = (t - first) // g.queries
+                if bias:
+                    with bias.for_each_near(num_blocks, block_distance) as (between, i):
+                        bias.multiply(between, i, t - first, s["q"].at(at * g.transposed_units))
+                start = bias and partial(bias.start, block_distance)
+                online_softmax_step(
+                    k, g, s, at, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start
+                )
+        with k.loop(first, last, g.queries) as t:
+            at = (t - first) // g.queries
+            finish_softmax(k, g, s, to, lse.at((sequence * heads + head) * T), t, last, at, softmax_scale)
+
+
+def shape_of(op: Op) -> dict[str, Any]:
+    """Constants of the kernels: sizes, and those of the layout's tables."""
+    layout = op.layout
+    lists = {"block": layout.block, "lists": layout.heads * layout.rows, "entries": len(layout.keys)}
+    return size_constants(op) | lists | {"distances": op.distances if op.relative is not None else None}
+
+
+def vectors_of(op: Op) -> Any:
+    """The vectors of the position bias as an operand."""
+    return None if op.relative is None else weight_operand(op.relative)
+
+
+TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
+
+
+@lowering("layout_attention", views="q k v", also=TABLES)
+def lower_block_sparse_attention(op: Op, c: Lowering) -> None:
+    constants = shape_of(op)
+    g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)
+    c.thread_scratch(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
+    operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v, "relative": vectors_of(op)}
+    c.call(block_sparse_attention, operands | {"rows": op.rows, "masks": op.masks}, constants, writes="out lse")

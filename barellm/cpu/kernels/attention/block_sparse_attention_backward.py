@@ -1,0 +1,296 @@
+"""Block-sparse attention, backward.
+
+Shapes and formulas as in attention_backward.py, tables as in block_sparse_attention.py. Two schedules give the same bits, for every
+sum runs over the same blocks in the same order:
+
+    one pass     a work item is a head of keys: five GEMMs a block; dk and dv of a whole head accumulate in the thread's scratch
+    two passes   a work item is a row of the layout (dq), then a column (dk, dv): seven GEMMs, but more parallelism
+
+The run-time shape and the number of threads decide. A row has its blocks of keys packed into one tile, like the forward pass; a
+column has one block of keys and loops over the rows that list it.
+
+The gradient of the position bias is a sum over all queries. Rows of a layout form parts, whose number follows from the sequences
+and the heads; each part of each sequence has a partial sum, and these are added in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from math import sqrt
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands
+from barellm.cpu.kernels.attention.attention_mask import PLAIN
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    Geometry,
+    KeyBounds,
+    Rows,
+    clear,
+    offsets,
+    pack_left,
+    pack_tile,
+    runtime_size,
+)
+from barellm.cpu.kernels.attention.block_sparse_attention import (
+    TABLES,
+    Table,
+    blocks_per_pack,
+    gather,
+    geometry,
+    relative_bias_of,
+    shape_of,
+    vectors_of,
+)
+from barellm.cpu.kernels.attention.relative_position_bias import Distances, backward_units
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.reductions import add_chunks
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div
+from barellm.program.ops.base import Op
+from barellm.runtime.lowering import part
+
+PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: enough for any number of threads
+
+
+def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
+    """The blocks of scratch, in units; dk and dv of all `rows` of keys may accumulate there."""
+    packed = blocks_per_pack(block) * block
+    bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
+    return {
+        "rows": g.rows_units(g.queries),
+        "q_transposed": g.transposed_units,
+        "do_transposed": g.transposed_units,
+        "q": g.vnni_units(g.queries) + g.lanes,
+        "do": g.vnni_units(g.queries) + g.lanes,
+        "k_rows": g.rows_units(packed),
+        "v_rows": g.rows_units(packed),
+        "k": g.vnni_units(packed),
+        "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0,
+        "p": packed * g.queries // g.pair,
+        "ds": packed * g.queries // g.pair,
+        "ds_vnni": packed * g.queries // g.pair,
+        "out": g.queries * g.padded_D,
+        "dq": g.accumulator_units(block // g.queries),
+        "dk": rows * g.padded_D,
+        "dv": rows * g.padded_D,
+        **bias,
+    }
+
+
+class BlockSparseHead(BackwardHead):
+    """A head whose queries see what a layout lists. `query` (of its block) and `entry`, of a tile's row, are where masks are
+    looked up, and `gap` is how many blocks a packed block of keys lies before the queries. With `sums` it adds up the gradient of
+    its relative bias."""
+
+    def __init__(
+        self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
+        relative: Pointer | None, distances: Distances | None, *, sums: bool, **size_constants: Any,
+    ) -> None:  # fmt: skip
+        self.table, self.padded, self.distances = table, rows, distances
+        super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
+        self.query = self.entry = k.int(0)
+        self.block_distance: Callable[[Value], Value] = lambda i: i
+        self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, size_constants["heads"], distances)
+        self.sums = self.bias if sums else None
+
+    def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
+        return geometry(isa, dtype, D, self.table.block, tiles=self.distances is None)
+
+    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
+        return scratch_units(self.g, self.table.block, length, self.distances)
+
+    def start(self, j: Value) -> list[list[Value]] | None:
+        return self.bias and self.bias.start(self.block_distance, j)
+
+    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+        if self.sums:
+            self.sums.record_ds(j, ds)
+
+    def pack_bias(self, num_blocks: Value) -> None:
+        """Pack the vectors of the position bias of `num_blocks` packed blocks of keys."""
+        if self.bias:
+            with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
+                self.bias.pack_tile(block_distance, i)
+                if self.sums:
+                    self.bias.vnni_pack(i)
+
+    def bias_scores(self, num_blocks: Value) -> None:
+        """The bias of the packed group."""
+        if self.bias:
+            with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
+                self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
+
+    def tile_mask(
+        self, key: Value, t: Value, key_bounds: KeyBounds | None
+    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+        return self.table.tile_mask(self.g, self.entry, self.query, key)
+
+    def add_row(self, row: Value, begin: Value, end: Value, is_one_pass: Value) -> None:
+        """dq of a block of queries over the entries [begin, end), and where `both` their parts of dk and dv."""
+        k, g, s, block = self.k, self.g, self.s, self.table.block
+        first = row * block
+        last = k.min(first + block, self.T)
+        clear(k, s["dq"], block * g.acc_rows)
+        with k.loop(begin, end, blocks_per_pack(block)) as entry:
+            num_blocks = k.min(end - entry, blocks_per_pack(block))
+            gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, num_blocks, self.T)
+            pack_left(k, g, s["k_rows"], num_blocks * block, s["k"])
+            self.block_distance = lambda i, entry=entry: row - self.table.block_of(entry + i)
+            self.pack_bias(num_blocks)
+            with k.loop(first, last, g.queries) as t:
+                shift, deltas = self.pack_queries(t, vnni=True)
+                self.query, self.entry = t - first, entry
+                self.bias_scores(num_blocks)
+                self.probabilities(k.int(0), t, 0, num_blocks * block, shift, deltas, for_dkdv=True)
+                with k.when(is_one_pass), k.loop(0, num_blocks) as i:
+                    at = (self.table.block_of(entry + i) - i) * (block * g.padded_D)
+                    self.add_dkdv(i * block, (i + 1) * block, s["dk"].at(at), s["dv"].at(at))
+                dq = s["dq"].at((t - first) * g.acc_rows)
+                self.add_dq(0, num_blocks * block, dq)
+                if self.sums:
+                    with self.sums.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
+                        self.sums.backward(block_distance, i, t - first, dq)
+
+    def store_row(self, row: Value, keep: Value | None) -> None:
+        g, block = self.g, self.table.block
+        first = row * block
+        with self.k.loop(first, self.k.min(first + block, self.T), g.queries) as t:
+            self.store_dq(t, self.s["dq"].at((t - first) * g.acc_rows), keep)
+
+
+def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
+    """How many rows of a layout of `blocks` have a sum of the gradient of relative bias."""
+    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), runtime_size(k, batch) * kv_heads))
+
+
+@contextmanager
+def query_heads(k: KernelBuilder, group: int) -> Iterator[Value]:
+    """The heads of queries that share a head of keys, one after the other."""
+    with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+        yield member
+
+
+def block_sparse_attention_backward_rows(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials,
+    *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
+) -> None:  # fmt: skip
+    """Compute dq, and in one pass also dk and dv. `modes` and the six strides are those of q, k and v in that order. partials
+    (sequences, parts, M, heads * D) are the sums of the relative bias' gradient."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
+    table, T, group = Table(k, rows, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
+    keep = [k.keep(mode) for mode in modes]
+    per = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
+    parts = k.ceil_div(blocks, per)
+    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
+        index = k.select(is_one_pass, item, item // parts)
+        own = parts - 1 - item % parts
+        start, stop = k.select(is_one_pass, k.int(0), own), k.select(is_one_pass, parts, own + 1)
+        with query_heads(k, group) as member:
+            head, sequence = index % kv_heads * group + member, index // kv_heads
+            h = BlockSparseHead(
+                k, operands, sequence, head, table, padded, relative, distances,
+                sums=True, heads=heads, kv_heads=kv_heads, **shape,
+            )  # fmt: skip
+            with k.when(is_one_pass & member.equals(0)):
+                for name in ("dk", "dv"):
+                    clear(k, h.s[name], blocks * (block * g.padded_D))
+            if h.sums:
+                h.sums.clear_padding(blocks_per_pack(block))
+            with k.loop(start, stop) as place:
+                if h.sums:
+                    h.sums.clear()
+                with k.loop(place * per, k.min(place * per + per, blocks)) as row:
+                    h.add_row(row, *table.entries_of(head * (lists // heads) + row), is_one_pass)
+                    h.store_row(row, keep[0])
+                if h.sums:
+                    C, M = heads * h.g.D, distances[1] - distances[0] + 1
+                    to = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
+                    h.sums.store(Rows(to, C), 1 / sqrt(h.g.D))
+            with k.when(is_one_pass & member.equals(group - 1)):
+                h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (keep[1], keep[2]))
+
+
+def block_sparse_attention_backward_columns(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative,
+    *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
+) -> None:  # fmt: skip
+    """Compute dk and dv, unless one pass did."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
+    table, T, group = Table(k, columns, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    keep = [k.keep(mode) for mode in modes]
+    padded = lists // heads * block
+    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    items = k.select(use_one_pass(k, shared), k.int(0), shared * blocks)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:
+        index, column = item // blocks, item % blocks
+        with query_heads(k, group) as member:
+            head = index % kv_heads * group + member
+            h = BlockSparseHead(
+                k, operands, index // kv_heads, head, table, padded, relative, distances,
+                sums=False, heads=heads, kv_heads=kv_heads, **shape,
+            )  # fmt: skip
+            s, j0 = h.s, column * block
+            count = k.min(T - j0, block)
+            with k.when(member.equals(0)):
+                for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
+                    pack_tile(k, g, source.start(j0), count, block, s[name])
+                for name in ("dk", "dv"):
+                    clear(k, s[name], block * g.padded_D)
+            begin, end = table.entries_of(head * (lists // heads) + column)
+            with k.loop(begin, end) as entry:
+                first = table.block_of(entry) * block
+                h.block_distance = lambda i, entry=entry: table.block_of(entry) - column
+                h.pack_bias(k.int(1))
+                with k.loop(first, k.min(first + block, T), g.queries) as t:
+                    shift, deltas = h.pack_queries(t, vnni=True)
+                    h.query, h.entry = t - first, entry
+                    h.bias_scores(k.int(1))
+                    h.probabilities(k.int(0), t, 0, k.int(block), shift, deltas, for_dkdv=True)
+                    h.add_dkdv(0, k.int(block), s["dk"], s["dv"])
+            with k.when(member.equals(group - 1)):
+                h.store_dkdv(j0, count, s["dk"], s["dv"], (keep[1], keep[2]))
+
+
+def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
+    """drelative (size) = the sum over sequences and parts, in order."""
+    blocks = k.ceil_div(runtime_size(k, seq), block)
+    parts = k.ceil_div(blocks, rows_per_part(k, batch, kv_heads, blocks))
+    add_chunks(k, drelative, partials, runtime_size(k, batch) * parts, size, size, mode)
+
+
+@lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
+def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
+    shape, layout = shape_of(op), op.layout
+    shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
+    modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
+    g = geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
+    delta = c.workspace("delta", op.lse.nbytes)
+    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D")} | {"mask_spec": PLAIN}
+    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
+    operands: dict[str, Any] = {
+        **{"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "q": op.q, "keys": op.k, "values": op.v},
+        **{"dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32"), "rows": op.rows, "columns": op.columns},
+    }
+    operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
+    if op.relative is not None:
+        max_parts = int(op.out.shape[0]) + ceil_div(
+            PARTIAL_SUMS, op.kv_heads
+        )  # parts of any number of sequences, each rounded up
+        sums = c.workspace("partials", 4 * max_parts * op.relative.size)
+        operands["partials"] = (part(sums), "fp32")
+    c.thread_scratch(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
+    for emit in (block_sparse_attention_backward_rows, block_sparse_attention_backward_columns):
+        c.call(emit, operands, shape | {"modes": modes}, writes="dq dkeys dvalues partials")
+    if op.relative is not None:
+        added = {name: shape[name] for name in ("batch", "seq", "kv_heads", "block")}
+        added |= {"size": op.relative.size, "mode": op.modes["drelative"]}
+        c.call(add_relative_parts, operands | {"drelative": op.drelative}, added, writes="drelative")

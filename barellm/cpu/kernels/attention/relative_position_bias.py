@@ -1,0 +1,193 @@
+"""Relative position bias of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), a vector for each distance.
+
+A group of g.queries queries meets a block of keys at block + g.queries - 1 distances. Their vectors R are packed like keys, and R
+Q^T is a tile of [distance][query] whose diagonals are the keys: the bias of key j and query l of the group is in row block - 1 -
+j + l. The backward pass is the same skew: the gradient of row w and query l is that of key block - 1 - w + l, or 0 where the
+block has no such key. So both directions need one operation, and nothing of queries x keys is stored but for one group and the
+packed blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of neighbouring
+registers make a vector along a diagonal.
+
+Blocks beyond all distances of R cost a comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention.attention_microkernels import (
+    Geometry,
+    Rows,
+    accumulate_rows,
+    accumulate_transposed,
+    clear,
+    pack_tile,
+    pack_units,
+    round_up,
+    score_tile,
+    store_units,
+    unpack_tile,
+    vnni_pack,
+)
+from barellm.cpu.lang import Pointer, Value
+
+Distances = tuple[int, int]  # first and last that have a vector
+
+
+def forward_units(g: Geometry, block: int, packed: int) -> dict[str, int]:
+    """The blocks of scratch, in units, for `packed` blocks of keys."""
+    return {"r_rows": g.rows_units(packed * 2 * block), "bias": packed * (block + g.queries) * g.queries}
+
+
+def backward_units(g: Geometry, block: int, packed: int, distances: Distances) -> dict[str, int]:
+    window, rows = block + g.queries, distances[1] - distances[0] + 1
+    return forward_units(g, block, packed) | {
+        "r": g.vnni_units(packed * 2 * block),
+        "ds_padded": packed * (window + g.queries) * g.queries,  # fp32, with zeros before and behind each block's keys
+        "dbias": window * g.queries // g.pair,
+        "dterms_woven": window * g.queries // g.pair,
+        "dr": (rows + 2 * g.rows) * g.padded_D,  # a tile reaches beyond the first and the last row
+    }
+
+
+@dataclass(frozen=True)
+class RelativePositionBias:
+    """The bias of one head, whose vectors are the rows `table`. Blocks of keys are packed side by side, number i after number
+    i - 1; `gap` is the block of queries less that of keys, and `at` the place of a group in its block."""
+
+    k: KernelBuilder
+    g: Geometry
+    s: dict[str, Pointer]
+    block: int
+    table: Rows
+    distances: Distances
+
+    def near(self, block_distance: Value) -> Value:
+        """Whether some pair of the two blocks has a bias."""
+        first, last = self.distances
+        middle = block_distance * self.block
+        return (middle + (self.block - 1) >= first) & (middle - (self.block - 1) <= last)
+
+    @contextmanager
+    def for_each_near(
+        self, num_blocks: Value, block_distance: Callable[[Value], Value]
+    ) -> Iterator[tuple[Value, Value]]:
+        """Those of `num_blocks` packed blocks that have a bias: the block distance and the number of each."""
+        with self.k.loop(0, num_blocks) as i:
+            found = block_distance(i)
+            with self.k.when(self.near(found)):
+                yield found, i
+
+    def pack_tile(self, block_distance: Value, i: Value) -> None:
+        """The vectors of the distances from gap * block - (block - 1) on, 2 * block of them."""
+        k, g, rows = self.k, self.g, 2 * self.block
+        first, last = self.distances
+        number = block_distance * self.block - (self.block - 1 + first)  # of the row of the table
+        before = k.min(k.max(-number, 0), rows)
+        behind = k.max(k.min(k.int(last - first + 1) - number, rows), before)
+        to = self.s["r_rows"].at(i * (rows * g.row_units))
+        pack_tile(k, g, self.table, k.int(0), before, to)
+        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, to.at(before * g.row_units))
+
+    def vnni_pack(self, i: Value) -> None:
+        """The packed vectors in VNNI layout, for `backward`."""
+        rows = 2 * self.block
+        if self.g.pair == 2:
+            to = self.s["r"].at(i * self.g.vnni_units(rows))
+            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, to)
+
+    def window(self, block_distance: Value, at: Value) -> tuple[Value, Value, Value]:
+        """The distance of row 0 of a group's tile, and the rows [begin, end) that have a vector, as whole register tiles."""
+        k, g = self.k, self.g
+        rows, (first, last) = self.block + g.queries, self.distances
+        zero = block_distance * self.block - (self.block - 1) + at
+        begin, end = (k.min(k.max(k.int(n) - zero, 0), rows) for n in (first, last + 1))
+        return zero, begin & -g.rows, round_up(k, end, g.rows)
+
+    def multiply(self, block_distance: Value, i: Value, at: Value, transposed: Pointer) -> None:
+        """R Q^T of a group and a block of keys."""
+        k, g, rows = self.k, self.g, self.block + self.g.queries
+        _, begin, end = self.window(block_distance, at)
+        to, vectors = (
+            self.s["bias"].at(i * (rows * g.queries)),
+            self.s["r_rows"].at(i * (2 * self.block * g.row_units)),
+        )
+        clear(k, to, begin * g.queries)
+        with k.loop(begin, end, g.rows) as w:
+            for r, row in enumerate(score_tile(k, g, vectors, at + w, transposed)):
+                for v, x in enumerate(row):
+                    to.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
+        clear(k, to.at(end * g.queries), (k.int(rows) - end) * g.queries)
+
+    def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
+        """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
+        k, g, rows = self.k, self.g, self.block + self.g.queries
+        tile = [[k.var_vec(0.0) for _ in range(g.vectors)] for _ in range(g.rows)]
+        with k.when(self.near(block_distance(j // self.block))):
+            bias = self.s["bias"].at(j // self.block * (rows * g.queries))
+            found = diagonals(k, g, bias, k.int(self.block - 1) - j % self.block)
+            for to, values in zip(tile, found, strict=True):
+                for x, value in zip(to, values, strict=True):
+                    x.value = value
+        return [[x.value for x in row] for row in tile]
+
+    # --- gradients ---
+
+    def clear(self) -> None:
+        """Begin a sum of gradients."""
+        clear(self.k, self.s["dr"], (self.distances[1] - self.distances[0] + 1 + 2 * self.g.rows) * self.g.padded_D)
+
+    def clear_padding(self, packed: int) -> None:
+        clear(self.k, self.s["ds_padded"], packed * (self.block + 2 * self.g.queries) * self.g.queries)
+
+    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+        """Store dS of the tile of keys from packed row j on, for `backward`."""
+        g, rows = self.g, self.block + 2 * self.g.queries
+        to = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
+        for r, row in enumerate(ds):
+            for v, x in enumerate(row):
+                to.store(x, r * g.queries + v * g.lanes)
+
+    def backward(self, block_distance: Value, i: Value, at: Value, dq: Pointer) -> None:
+        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias."""
+        k, g, s = self.k, self.g, self.s
+        rows = self.block + 2 * g.queries
+        zero, begin, end = self.window(block_distance, at)
+        ds = s["ds_padded"].at(i * (rows * g.queries))
+        dbias, vnni = s["dbias"], s["dterms_woven" if g.pair == 2 else "dbias"]
+        with k.loop(begin, end, g.rows) as w:
+            tile = diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
+            for r, row in enumerate(tile):
+                store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
+            for r in range(0, g.rows, 2) if g.pair == 2 else ():
+                to = vnni.at(((w + r) >> 1) * g.queries)
+                for v in range(g.vectors):
+                    to.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
+        vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
+        accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
+        to = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
+        accumulate_rows(k, g, to, dbias, s["q"], begin, end)
+
+    def store(self, to: Rows, softmax_scale: float) -> None:
+        """Write the sum of gradients."""
+        count = self.k.int(self.distances[1] - self.distances[0] + 1)
+        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, to, softmax_scale)
+
+
+def diagonals(k: KernelBuilder, g: Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
+    """A register tile whose row r has, in lane l of the group, element l of row top - r + l of [row][g.queries]. Blends of rows
+    1, 2, 4 ... apart move each lane as far as the bits of its number say."""
+    tile: list[list[Value]] = [[] for _ in range(g.rows)]
+    for v in range(g.vectors):
+        below = rows.at((top - (g.rows - 1) + v * g.lanes) * g.queries + v * g.lanes)
+        window = [below.load(i * g.queries) for i in range(g.rows + g.lanes - 1)]
+        bit = 1
+        while bit < g.lanes:
+            order = [lane + (g.lanes if lane & bit else 0) for lane in range(g.lanes)]
+            window = [k.shuffle(a, b, order) for a, b in zip(window, window[bit:], strict=False)]
+            bit *= 2
+        for r, row in enumerate(reversed(window)):
+            tile[r].append(row)
+    return tile

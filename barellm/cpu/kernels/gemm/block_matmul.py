@@ -1,0 +1,188 @@
+"""Block-sparse GEMM (BSR weight), fprop and dgrad (program/ops/gemm/block_matmul.py).
+
+Protocol: the blocks of the weight are packed first, once, as B panels. A work item is a tile of tokens and a few segments: block
+columns of the layout in fprop, block rows in dgrad. A segment's blocks form one accumulation chain per element, so nothing is added
+to memory twice. The item's tokens, all of their depth, are copied into the thread's scratch (A), and stay in the L2 from segment to
+segment. Long segments are split (split-K), and their partial sums added in order.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.block_tile import Tiling, accumulate, broadcast, isa_of, new_tile
+from barellm.cpu.kernels.gemm.microkernel import prefetch_row
+from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
+from barellm.cpu.kernels.loops import added, shape_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.block_layouts import Lists
+from barellm.program.dtypes import PLANES
+from barellm.program.integers import ceil_div, round_up
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, weight_operand
+
+TILE_BYTES = 1 << 18  # of an item's tokens, which its segments share
+LEAST, MOST = 24, 96  # tokens of a work item
+SUMS_ROW = 4 * amx.NR  # bytes of a row of results that come from tiles
+WORK = 1 << 18  # multiply-adds of a work item, about
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block-sparse GEMM (tokens, C) @ (C, K) with square blocks; `slots`: partial sums of split segments a token."""
+
+    C: int
+    K: int
+    block: int
+    slots: int
+
+
+def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -> None:
+    """Pack each block of the weight as B panels of its columns, or where `transposed` of its rows."""
+    k.use(isa_of(k.isa, block))
+    tiling = Tiling.of(k.isa, weight.dtype, block)
+    strip = block // tiling.pair * tiling.nr
+    with k.parallel_for(count) as number:
+        source = weight.at(number * (block * block))
+        for i in range(tiling.strips):
+            to, col = packed.at((number * tiling.strips + i) * strip), k.int(i * tiling.nr)
+            shape = {"stride": block, "cols": block}
+            if transposed:
+                packing = pack_b_transposed(k, to, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
+            else:
+                packing = pack_b(k, to, source, col, block, width=tiling.nr, **shape)
+            packing.run()
+
+
+def tile_tokens(tiling: Tiling, width: int) -> int:
+    """MC: tokens of a work item, a multiple of MR."""
+    return max(LEAST, min(MOST, TILE_BYTES // (4 * width))) // tiling.rows * tiling.rows
+
+
+def own_stride(tiling: Tiling, width: int) -> int:
+    """Row stride of A in scratch: one cache line of padding, for at a power of two the rows of a tile would conflict in the L1."""
+    return round_up(width, 16 * tiling.pair) + 16 * tiling.pair
+
+
+def block_sparse_gemm(
+    k: KernelBuilder, out, partials, x, packed, table, segments, skipped, entries, grain,
+    *, dims, inner, shape: BlockShape, mode,
+) -> None:  # fmt: skip
+    """out (tokens, K) = x (tokens, C) @ the blocks that the table lists for each segment. In the table `skipped` numbers lie
+    between `segments` and `entries`. Partial sums of split segments go to `partials` (tokens, slots * block)."""
+    C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
+    k.use(isa_of(k.isa, block))
+    tiling = Tiling.of(k.isa, x.dtype, block)
+    rows = tiling.rows
+    others = segments * 4 + skipped
+    height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
+    total = k.ceil_div(tokens, height) * segments
+    wide, held = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
+    own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
+
+    def put(to: Pointer, values: list[Value], mode: str) -> None:
+        for v, value in enumerate(values):
+            to.store(added(k, to, v * k.lanes, None, value, mode), v * k.lanes)
+
+    sums = own.at(height * stride).as_dtype("fp32")  # of tiles
+    grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
+    with (
+        amx.tile_registers(k, tiling.tiles),
+        k.parallel_range(total, grain) as (begin, end),
+        k.loop(begin, end) as unit,
+    ):
+        number, segment = unit // segments, unit % segments
+        target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
+        row = number * height
+        count = k.min(tokens - row, height)
+        with k.when(held.value.differs(number)), k.loop(0, count) as t:
+            held.value = number
+            for c, mask in k.columns(C):
+                source, to = x.at((row + t) * C), own.at(t * stride)
+                if wide:
+                    to.store(source.load(c, mask), c, mask)
+                else:
+                    to.store_raw(source.load_raw(c, mask), c, mask)
+        with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
+            to = out.at((row + t) * K + target * block + i * tiling.nr)
+            for r in range(rows):
+                prefetch_row(k, to.at(r * K), tiling.nr, write=True)
+            acc = [] if tiling.tiles else new_tile(k, rows, tiling.vectors)
+            if tiling.tiles:
+                amx.load_accumulators(k, sums, None, row=SUMS_ROW)
+            with k.loop(first, last) as entry:
+                skip, block_number = table.get(others + entry) * block, table.get(others + entries + entry)
+                panel = packed.at((block_number * tiling.strips + i) * (block // tiling.pair * tiling.nr))
+                left = own.at(t * stride + skip)
+                if tiling.tiles:
+                    amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
+                else:
+                    operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
+                    accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
+
+            def finish(r: Any, values: list[Value], to: Pointer = to, t: Value = t, i: Value = i) -> None:
+                with k.when(slot < 0) if slots else nullcontext():
+                    put(to.at(r * K), values, mode)
+                if slots:
+                    with k.when(slot >= 0):
+                        at = (row + t + r) * (slots * block) + slot * block + i * tiling.nr
+                        put(partials.at(at), values, "store")
+
+            if tiling.tiles:
+                amx.store_accumulators(k, sums, row=SUMS_ROW)
+                with k.loop(0, k.min(count - t, rows)) as r:
+                    finish(r, [sums.load(r * tiling.nr + v * k.lanes) for v in range(tiling.vectors)])
+            for r, values in enumerate([[v.value for v in line] for line in acc]):
+                with k.when(t + r < count):
+                    finish(r, values)
+
+
+def add_partials(
+    k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode
+) -> None:
+    """Split segments: their partial sums, added in order."""
+    K, block, slots = shape.K, shape.block, shape.slots
+    tokens = k.num_elements(dims, inner)
+    with k.parallel_for(tokens) as row, k.loop(0, cuts) as i:
+        target, first, last = (table.get(segments * 4 + i * 3 + j) for j in range(3))
+        for c, mask in k.columns(block):
+            to, total = out.at(row * K + target * block), k.var_vec(0.0)
+            with k.loop(first, last) as slot:
+                total.value = total.value + partials.at(row * (slots * block) + slot * block).load(c, mask)
+            to.store(added(k, to, c, mask, total.value, mode), c, mask)
+
+
+def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+    layout, tiling = op.layout, Tiling.of(c.isa, given.dtype, op.layout.block)
+    block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
+    packed = c.workspace("packed", len(layout) * tiling.strips * block // tiling.pair * tiling.nr * 4)
+    c.thread_scratch(4 // tiling.pair * own_stride(tiling, C) * tile_tokens(tiling, C) + amx.MR * SUMS_ROW)
+    weights = {"packed": (part(packed), "fp32"), "weight": weight_operand(op.weight), "count": len(layout)}
+    c.call(pack_blocks, weights, {"block": block, "transposed": transposed}, writes="packed")
+    segments, slots = len(lists.segments), lists.slots
+    partials = None
+    if slots:
+        partials = (part(c.workspace("partials", 4 * given.size // C * slots * block)), "fp32")
+    constants = shape_of(given) | {"shape": BlockShape(C, K, block, slots), "mode": op.modes[out]}
+    numbers = {"segments": segments, "skipped": lists.cuts.size, "cuts": len(lists.cuts), "entries": len(layout)}
+    mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(tiling, C)
+    operands = numbers | {"out": op.outputs[out], "partials": partials, "table": table, "grain": ceil_div(WORK, mean)}
+    written = "out partials" if slots else "out"
+    c.call(block_sparse_gemm, operands | {"x": given, "packed": weights["packed"]}, constants, writes=written)
+    if slots:
+        c.call(add_partials, operands, constants, writes="out")
+
+
+@lowering("block_matmul", starts="y", also={"weight": PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
+def lower_block_matmul(op: Op, c: Lowering) -> None:
+    _append(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
+
+
+@lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
+def lower_block_matmul_dx(op: Op, c: Lowering) -> None:
+    _append(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)

@@ -1,0 +1,120 @@
+"""GEMM epilogues: bias, activation, residual and scaling, applied to the accumulators before they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from barellm.cpu.gemm_config import Tile
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm.microkernel import prefetch_row
+from barellm.cpu.kernels.loops import store_all
+from barellm.cpu.kernels.pointwise.activations import emitter_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.pointwise.elementwise import SLOPES
+
+
+class Epilogue:
+    """The epilogue of the columns of one panel, from `col` on. It reads and writes rows of C.
+
+    `epilogues` apply in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
+    `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
+    with an activation's slope at `other`.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
+        other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
+        bias_in_registers: bool, scale: Value | None = None, factor: float = 1.0, nontemporal: Value | None = None,
+    ) -> None:  # fmt: skip
+        """`strides`: row strides in elements, where not `cols`. `bias_in_registers`: bias and masks are loaded once. `nontemporal`
+        (i1): rows are stored past the caches; only where `store_row` may store whole cache lines."""
+        self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
+        self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
+        self.nr, self.nontemporal = tile.nr(k.isa), nontemporal
+        there = {"out": out, "second": second, "other": other}
+        self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
+        self.bias_in_registers = [self._bias_and_mask(v) for v in range(tile.vectors)] if bias_in_registers else []
+
+    def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
+        first = self.col + v * self.k.lanes
+        mask = self.k.mask_first(self.cols - first) if self.cols % self.nr else None
+        return None if self.bias is None else self.bias.load(first, mask), mask
+
+    def put(self, row: Value, v: Any, x: Value) -> None:
+        """Apply to vector v of a row and store it; v is a Python integer where `bias_in_registers`."""
+        at = self._at(row, v)
+        bias, mask = self.bias_in_registers[v] if self.bias_in_registers else self._bias_and_mask(v)
+        for name in self.epilogues:
+            x = self._apply(name, x, at, bias, mask)
+        if self.mode == "add":
+            x = x + self.out.load(at["out"], mask)
+        self.out.store(x, at["out"], mask)
+
+    def store_row(self, row: Value, sums: list[Value]) -> None:
+        """Apply to all vectors of a row and store it. 16-bit vectors go in pairs: a non-temporal store of half a cache line costs
+        as much as one of a whole line."""
+        if self.nontemporal is None:
+            for v, x in enumerate(sums):
+                self.put(row, v, x)
+            return
+        before: list[Value] = []
+        after = []
+        for v, x in enumerate(sums):
+            at, (bias, mask) = self._at(row, v), self._bias_and_mask(v)
+            for name in self.epilogues:
+                x = self._apply(name, x, at, bias, mask, before)
+            after.append(x)
+        at = self._at(row, 0)
+        if before:
+            store_all(self.k, self.second, before, at["second"], self.nontemporal)
+        store_all(self.k, self.out, after, at["out"], self.nontemporal)
+
+    def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
+        """The index in each operand of a row's vector v of the panel, or of the panel's first column."""
+        at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
+        if v is not None:
+            skipped = v * self.k.lanes
+            at = {stride: first + skipped for stride, first in at.items()}
+        return {name: at[stride] for name, stride in self.stride.items()}
+
+    def _apply(
+        self,
+        name: str,
+        x: Value,
+        at: dict[str, Value],
+        bias: Value | None,
+        mask: Value | None,
+        before: list | None = None,
+    ) -> Value:
+        """x after an epilogue. An activation adds its input to the list `before`, or stores it where there is none."""
+        if name == "bias":
+            return x + bias
+        if name == "rescale":
+            return x * self.factor
+        if name == "residual":
+            return self.other.load(at["other"], mask) + x
+        if name == "scaled":
+            return self.k.fma(self.other.load(at["other"], mask), self.scale, x)
+        if name == "times":
+            return x * self.scale
+        emitter = emitter_of(name)
+        assert emitter is not None, name
+        if name in SLOPES:
+            return x * emitter.slope(self.k, self.other.load(at["other"], mask), self.out.dtype)
+        if before is None:
+            self.second.store(x, at["second"], mask)
+        else:
+            before.append(x)
+        return emitter.value(self.k, x, self.out.dtype)
+
+    def prefetch(self, row: Value) -> None:
+        """Prefetch the lines of a row that `put` will read or write; not those of non-temporal stores."""
+        at = self._at(row)
+        if self.other is not None:
+            prefetch_row(self.k, self.other.at(at["other"]), self.nr, write=False)
+        with nullcontext() if self.nontemporal is None else self.k.otherwise(self.nontemporal):
+            for name, p in (("out", self.out), ("second", self.second)):
+                if p is not None:
+                    prefetch_row(self.k, p.at(at[name]), self.nr, write=True)

@@ -1,0 +1,309 @@
+"""The GEMM kernel, activations times a weight: y = x W^T (fprop) and dx = dy W (dgrad), on vector registers or AMX tiles.
+
+Shapes: a (rows, depth) row-major activations; weight (cols, depth) for fprop, (depth, cols) for dgrad; out (rows, cols).
+
+The loops are gemm_mainloop.py's. Between the multiply-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
+thread prefetches the lines of C that the epilogue will touch and packs a piece of the next B panel. An epilogue with GELU's slope
+is deferred: that of the tile before runs between them too, for its loads and table look-ups use other ports. GELU itself is slower
+so: its division stalls the multiplier wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsize
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.epilogue import Epilogue
+from barellm.cpu.kernels.gemm.gemm_mainloop import GemmMainloop
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
+from barellm.cpu.kernels.gemm.packing import LINE, can_overlap_packing, panel_bytes, uses_vnni
+from barellm.cpu.kernels.pointwise.activations import emitter_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.pointwise.elementwise import SLOPES
+
+NONTEMPORAL_BYTES = 1 << 20  # larger results of AMX tiles leave the caches: they are stored non-temporally
+DEFER_DEPTH = 512  # depth from which a micro-kernel is long enough to overlap another tile's epilogue
+
+
+class VectorGemm(GemmMainloop):
+    """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
+    where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
+
+    def __init__(
+        self, k: KernelBuilder, a: Pointer, *operands: Any, through_memory: bool, slope: bool, **sizes: Any
+    ) -> None:
+        """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
+        super().__init__(k, a, *operands, **sizes)
+        overlapped = self.config.overlap
+        self.vnni, self.prefetch = uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
+        self.overlap_packing = overlapped != "none" and can_overlap_packing(k.isa, a.dtype)
+        self.accumulators: Pointer | None = None
+        if self.k_blocks > 1:
+            self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")
+        elif through_memory:
+            self.accumulators = Pointer(k, k.alloca("float", self.tile.mr * self.nr), "fp32")
+        self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
+
+    def multiply_panel(self, panel: Pointer) -> None:
+        k, tile = self.k, self.tile
+        if self.overlap_packing:
+            self.pack_next(self.full_end - self.row_begin)
+        self.panel, self.a_rows = panel, self.a.at(self.k_block * self.kc)
+        with k.loop(self.row_begin, self.full_end, tile.mr) as row:
+            self._full_tile(row)
+        if self.deferred_epilogue:
+            any_tile = self.full_end > self.row_begin
+            with k.when(any_tile if self.is_last_k is None else any_tile & self.is_last_k), k.loop(0, tile.mr) as r:
+                self._epilogue_of_row(self.full_end - tile.mr, r)
+        if self.overlap_packing:
+            self.b_panels.commit()
+        small = tile.tail()
+        with k.loop(self.full_end, self.row_end, small.mr) as row:
+            self._partial_tile(row, small, k.min(self.row_end - row, small.mr))
+
+    def _full_tile(self, row: Value) -> None:
+        sums = self._microkernel(row, self.tile, None)
+        if self.accumulators is None:
+            self._epilogue_of_registers(row, sums)
+            return
+        self._store_accumulators(row, sums)
+        if not self.deferred_epilogue:
+            self._epilogue_of_rows(row, self.k.int(self.tile.mr))
+
+    def _partial_tile(self, row: Value, small: Tile, count: Value) -> None:
+        """`count` rows of the tile `small`; rows beyond the last recompute it."""
+        sums = self._microkernel(row, small, count)
+        if self.accumulators is None:
+            self._epilogue_of_registers(row, sums, count)
+            return
+        self._store_accumulators(row, sums)
+        self._epilogue_of_rows(row, count)
+
+    def _microkernel(self, row: Value, tile: Tile, count: Value | None) -> list[list[Value]]:
+        k = self.k
+        rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
+        left, tail = broadcast_a(
+            k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride
+        )
+        units = self.depth_here // 2 if self.vnni else self.depth_here
+        begun = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
+        overlapped = (
+            partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
+        )
+        return microkernel(
+            k,
+            tile,
+            left,
+            self.panel,
+            units,
+            self.vnni,
+            tail=tail,
+            prefetch=overlapped,
+            c_init=begun,
+            is_last_k=self.is_last_k,
+        )
+
+    def _overlapped(self, row: Value, r: Value) -> None:
+        """Overlapped with piece r of the micro-kernel at `row`: prefetch, the epilogue of the tile before, packing."""
+        k = self.k
+        with k.when(self.is_last_k) if self.is_last_k is not None else nullcontext():
+            if self.prefetch:
+                self.epilogue.prefetch(row + r)
+            if self.deferred_epilogue:
+                with k.when(row > self.row_begin):
+                    self._epilogue_of_row(row - self.tile.mr, r)
+        if self.prefetch and self.k_blocks > 1:
+            # The next tile's rows of A, each a stream too short for the hardware prefetcher.
+            for line in range(0, self.kc * self.a.itemsize, LINE):
+                k.prefetch(self.a_rows.at((row + self.tile.mr + r) * self.stride).bytes(line), near=False)
+        if self.overlap_packing:
+            self.b_panels.step()
+
+    def _accumulator_row(self, row: Value, r: Any) -> Pointer:
+        """Where the accumulators of row `row` + r are kept."""
+        assert self.accumulators is not None
+        if self.k_blocks == 1:
+            return self.accumulators.at(self.k.int(r) * self.nr)
+        return self.accumulators.at(
+            ((self.panel_index - self.first_panel) * self.mc + (row - self.row_begin) + r) * self.nr
+        )
+
+    def _store_accumulators(self, row: Value, sums: list[list[Value]]) -> None:
+        for r, values in enumerate(sums):
+            for v, x in enumerate(values):
+                self._accumulator_row(row, 0).store(x, r * self.nr + v * self.k.lanes)
+
+    def _epilogue_of_registers(self, row: Value, sums: list[list[Value]], count: Value | None = None) -> None:
+        """The epilogue of `count` rows, or all, from registers."""
+        k = self.k
+        for r, values in enumerate(sums):
+            with k.when(k.int(r) < count) if count is not None else nullcontext():
+                for v, x in enumerate(values):
+                    self.epilogue.put(row + r, v, x)
+
+    def _epilogue_of_rows(self, row: Value, many: Value) -> None:
+        """The epilogue of rows whose accumulators are in memory, after the last KC block."""
+        k = self.k
+        with k.loop(0, many if self.is_last_k is None else k.select(self.is_last_k, many, 0)) as r:
+            self._epilogue_of_row(row, r)
+
+    def _epilogue_of_row(self, row: Value, r: Any) -> None:
+        k = self.k
+
+        def put(v: Any) -> None:
+            self.epilogue.put(row + r, v, self._accumulator_row(row, r).load(v * k.lanes))
+
+        if self.deferred_epilogue:  # all of a row at once need more registers than the next tile leaves
+            with k.loop(0, self.tile.vectors) as v:
+                put(v)
+        else:
+            for v in range(self.tile.vectors):
+                put(v)
+
+
+class AmxGemm(GemmMainloop):
+    """GEMM on AMX tile registers (amx.MR x amx.NR a tile). A (KC, NR) panel of B stays in the L1 while all rows of the item pass;
+    the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
+
+    def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
+        super().__init__(k, *operands, **sizes)
+        self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
+        self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
+
+    def run(self) -> None:
+        amx.configure(self.k)
+        super().run()
+        amx.release(self.k)
+
+    def multiply_panel(self, panel: Pointer) -> None:
+        k, rows = self.k, self.tile.mr
+        amx.pad_panel(k, panel, self.depth_here)
+        self.pack_next((self.full_end - self.row_begin) // rows * (k.int(self.depth_here) // amx.TILE_K))
+        with k.loop(self.row_begin, self.full_end, rows) as row:
+            self._rows(panel, row, None)
+        self.b_panels.commit()
+        with k.loop(self.full_end, self.row_end, rows) as row:
+            self._rows(panel, row, k.min(self.row_end - row, rows))
+
+    def _rows(self, panel: Pointer, row: Value, count: Value | None) -> None:
+        """The micro-kernel for a tile of rows, or the first `count` of one, and after the last KC block its epilogue."""
+        k = self.k
+        a = self.a.at(row * self.stride + self.k_block * self.kc)
+        sums = self._accumulators_of(row)
+        rest = self.depth - (self.k_blocks - 1) * self.kc
+        how: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
+        if count is None:
+            how["overlap"] = partial(self._overlapped_step, row)
+
+        def multiply(depth: int) -> None:
+            amx.multiply_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **how)
+
+        if self.is_last_k is None or rest == self.kc:
+            multiply(self.kc if self.k_blocks > 1 else self.depth)
+        else:
+            with k.when(self.is_last_k):
+                multiply(rest)
+            with k.otherwise(self.is_last_k):
+                multiply(self.kc)
+        with (
+            nullcontext() if self.is_last_k is None else k.when(self.is_last_k),
+            k.loop(0, self.tile.mr if count is None else count) as r,
+        ):
+            self.epilogue.store_row(row + r, [sums.load(r * self.nr + v * k.lanes) for v in range(self.tile.vectors)])
+
+    def _overlapped_step(self, row: Value, step: Value) -> None:
+        """What overlaps a step of the tile at `row`: packing, and in the last KC block prefetches of C."""
+        k, each = self.k, self.tile.mr * amx.TILE_K // self.kc
+        self.b_panels.step()
+        with nullcontext() if self.is_last_k is None else k.when(self.is_last_k):
+            for i in range(max(each, 1)):
+                self.epilogue.prefetch(row + step * each + i)
+
+    def _accumulators_of(self, row: Value) -> Pointer:
+        """The accumulators of a tile of rows; one set for each panel where they wait for the next K group."""
+        at = (row - self.row_begin) // self.tile.mr
+        if self.k_groups > 1:
+            at = at + (self.panel_index - self.first_panel) * (self.mc // self.tile.mr)
+        return self.accumulators.at(at * (self.tile.mr * self.nr))
+
+
+def gemm(
+    k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
+    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
+    config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
+) -> None:  # fmt: skip
+    """out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py); "scaled" and "times" use `scale`, "rescale"
+    uses `factor`. Rows are [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`, pointers to the first of
+    them. `strides`: row strides, in elements, of operands that are views. A run with fewer rows than `least` does nothing."""
+    assert a.dtype == weight.dtype, "both operands of a GEMM have the program's compute dtype"
+    planned = k.num_elements(dims, inner)
+    rows = k.min(planned - row_begin, row_limit)
+    if least:
+        rows = k.select(planned < least, 0, rows)
+
+    def run(kind: type[GemmMainloop], *operands: Any, **sizes: Any) -> None:
+        kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
+
+    multiply(
+        k, (VectorGemm, AmxGemm), run, out, second, a, bias, other, cols=cols, depth=depth, epilogues=epilogues,
+        mode=mode, config=config, strides=dict(strides), scale=scale, factor=factor, rows=rows,
+    )  # fmt: skip
+
+
+def multiply(
+    k: KernelBuilder, kinds: tuple[type[VectorGemm], type[AmxGemm]], run: Callable[..., None], out, second, a, bias, other,
+    *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int],
+    scale: Value | None = None, factor: float = 1.0, rows: Value | None = None,
+) -> None:  # fmt: skip
+    """Calls `run(kind, make_epilogue, **sizes)` with the kind, VectorGemm or AmxGemm, that this ISA has for the dtype of a. `rows`:
+    given where results are rows of (rows, cols) that begin on a cache line."""
+    kc = kc_of(k.isa, a.dtype, depth, config)
+    long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
+    through_memory = bool(long)
+    use_amx = amx.uses_tiles(k.isa, a.dtype)
+    nontemporal = None
+    if use_amx and rows is not None and mode == "store" and cols % config.tile.nr(k.isa) == 0:
+        results = {"out": out, "second": second}
+        if not results.keys() & strides.keys():
+            nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
+
+    def make_epilogue(col: Value) -> Epilogue:
+        bias_in_registers = not use_amx and not through_memory and kc == depth
+        how: dict[str, Any] = {
+            "cols": cols,
+            "epilogues": epilogues,
+            "mode": mode,
+            "bias_in_registers": bias_in_registers,
+        }
+        how |= {"scale": scale, "strides": strides, "factor": factor, "nontemporal": nontemporal}
+        return Epilogue(k, col, config.tile, out, second, bias, other, **how)
+
+    sizes: dict[str, Any] = {"cols": cols, "depth": depth, "kc": kc, "config": config}
+    sizes["stride"] = strides.get("a", depth)
+    if use_amx:
+        run(kinds[1], make_epilogue, **sizes)
+    else:
+        slope = any(name in SLOPES for name in long)
+        run(kinds[0], make_epilogue, through_memory=through_memory, slope=slope, **sizes)
+
+
+def kc_of(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
+    """KC: the depth of a packed block."""
+    if amx.uses_tiles(isa, dtype):
+        return amx.kc_of(depth)
+    return config.kc or default_kc(isa, depth, packed_itemsize(isa, dtype))
+
+
+def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
+    """Scratch bytes of a thread: two packed B panels; the item's accumulators (vector registers: only with several KC blocks); the
+    zero-padded rows of A of AMX."""
+    kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
+    use_amx = amx.uses_tiles(isa, dtype)
+    sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0
+    return 2 * panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)

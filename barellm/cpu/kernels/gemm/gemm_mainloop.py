@@ -1,0 +1,157 @@
+"""GemmMainloop: one thread's loop over output tiles of a GEMM, dynamically scheduled; gemm.py has the micro-kernels.
+
+    parallel_for over (MC rows, NC columns):         work items; threads take them from a shared counter
+      for each group of KC blocks                    one KC block, or all of them where K is short
+        for each panel of NR columns of the item
+          for each KC block of the group             acquire: the packed B panel, (KC, NR)
+            for each tile of MR rows                 micro-kernel; between its steps the thread packs the next B panel
+
+Who packs: each thread its own B panels, in two buffers of its scratch (double-buffered, no barrier). Resident: a B panel in the
+L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.epilogue import Epilogue
+from barellm.cpu.kernels.gemm.microkernel import block_of_item
+from barellm.cpu.kernels.gemm.packing import LINE, PackTask, PanelBuffers, pack_b, pack_b_transposed, panel_bytes
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div
+
+
+class GemmMainloop(ABC):
+    """out (rows, cols) = epilogue(a (rows, depth) @ weight).
+
+    State of the loops: an item's rows are [row_begin, row_end), of which [row_begin, full_end) are full tiles; `panel_index` and
+    its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
+    number of KC blocks that one panel passes before the next panel does; there are `k_groups`.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], Epilogue],
+        *, cols: int, depth: int, stride: int, kc: int, transposed: bool, config: GemmConfig,
+    ) -> None:  # fmt: skip
+        """`stride`: lda, elements from a row of a to the next; `kc`: depth of a block; `transposed`: weight is (cols, depth)."""
+        self.k, self.a, self.weight, self.make_epilogue = k, a, weight, make_epilogue
+        self.cols, self.depth, self.stride, self.kc = cols, depth, stride, kc
+        self.transposed, self.config = transposed, config
+        self.tile, self.nr = config.tile, config.tile.nr(k.isa)
+        self.panels, self.k_blocks = ceil_div(cols, self.nr), ceil_div(depth, kc)
+        long_blocks = k.ceil_div(rows, config.long_mc)
+        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD
+        self.rows = rows
+        self.m_blocks = k.max(k.select(too_few, k.ceil_div(rows, config.mc), long_blocks), 0)
+        self.mc = even_rows(k, rows, self.m_blocks, self.tile)
+        self.use_amx = amx.uses_tiles(k.isa, a.dtype)
+        self.k_group = min(AMX_K_GROUP, self.k_blocks) if self.use_amx and transposed else 1
+        self.k_groups = ceil_div(self.k_blocks, self.k_group)
+        min_items = AMX_ITEMS_PER_THREAD if self.use_amx else ITEMS_PER_THREAD // 2
+        self.n_groups = panel_groups(k, self.panels, config.nc // self.nr, self.m_blocks, min_items)
+        self.scratch, self.panel_nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, a.dtype, kc, self.nr)
+
+    @abstractmethod
+    def multiply_panel(self, panel: Pointer) -> None:
+        """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
+
+    def run(self) -> None:
+        k = self.k
+        self.b_panels = PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
+        with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
+            row_block, group = self._block_of(self.item)
+            self.first_panel = group * self.panels // self.n_groups
+            self.last_panel = (group + 1) * self.panels // self.n_groups
+            self.row_begin = row_block * self.mc
+            self.row_end = k.min(self.row_begin + self.mc, self.rows)
+            self.full_end = self.row_end - (self.row_end - self.row_begin) % self.tile.mr
+            k_loop = k.loop(0, self.k_blocks, self.k_group) if self.k_groups > 1 else nullcontext(k.int(0))
+            with (
+                k_loop as self.k_begin,
+                k.loop(self.first_panel, self.last_panel) as self.panel_index,
+                self._k_blocks() as self.k_block,
+            ):
+                self.col = self.panel_index * self.nr
+                self.epilogue = self.make_epilogue(self.col)
+                self.is_last_k = (self.k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None
+                self.depth_here = self._kc_of(self.is_last_k)
+                self.panel_id = self.panel_index * self.k_blocks + self.k_block
+                self.multiply_panel(self.b_panels.acquire(self.panel_id))
+
+    def _k_blocks(self) -> Any:
+        """Loop over the KC blocks of a group."""
+        k = self.k
+        if self.k_group == 1:
+            return nullcontext(self.k_begin)
+        return k.loop(self.k_begin, k.min(self.k_begin + self.k_group, self.k_blocks))
+
+    def pack_next(self, calls: Value) -> None:
+        """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls: that of the next KC block of the
+        group, or the next panel, or the next group's first, or the next item's."""
+        k = self.k
+        _, after = self._block_of(self.item + 1)
+        wanted = self.item + 1 < self.m_blocks * self.n_groups
+        after = after * self.panels // self.n_groups * self.k_blocks
+        if self.k_groups > 1:
+            more = self.k_begin + self.k_group < self.k_blocks
+            wanted = wanted | more
+            after = k.select(more, self.first_panel * self.k_blocks + self.k_begin + self.k_group, after)
+        same = self.panel_index + 1 < self.last_panel
+        wanted, after = wanted | same, k.select(same, (self.panel_index + 1) * self.k_blocks + self.k_begin, after)
+        if self.k_group > 1:
+            within = self.k_block + 1 < k.min(self.k_begin + self.k_group, self.k_blocks)
+            wanted, after = wanted | within, k.select(within, self.panel_id + 1, after)
+        self.b_panels.pack_next(after, wanted, calls)
+
+    def _block_of(self, item: Value) -> tuple[Value, Value]:
+        return block_of_item(item, self.config, self.m_blocks, self.n_groups)
+
+    def _kc_of(self, is_last_k: Value | None) -> Any:
+        """The depth of a KC block; the last may be shorter."""
+        rest = self.depth - (self.k_blocks - 1) * self.kc
+        return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(rest), self.kc)
+
+    def _pack(self, into: Pointer, panel_id: Value) -> PackTask:
+        """Packs KC block panel_id % k_blocks of panel panel_id // k_blocks."""
+        k, k_blocks, kc = self.k, self.k_blocks, self.kc
+        col, p = panel_id // k_blocks * self.nr, panel_id % k_blocks
+        length = self._kc_of((p + 1).equals(k_blocks) if k_blocks > 1 else None)
+        if self.transposed:
+            even = kc % 8 == 0 and self.depth % 8 == 0
+            sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "nr": self.nr}
+            fetch = partial(self._prefetch, col + self.nr, p) if self.use_amx else None
+            return pack_b_transposed(k, into, self.weight.at(p * kc), col, fetch=fetch, **sizes)
+        ragged = self.cols if self.cols % self.nr else None
+        w = self.weight.at(p * (kc * self.cols))
+        return pack_b(k, into, w, col, length, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
+
+    def _prefetch(self, col: Value, p: Value, i: Value) -> None:
+        """With chunk i of the packing of KC block p: prefetch into the L2 lines of the next panel, from column `col` on, packed a
+        group later. In memory order, so that the hardware prefetcher sees a stream."""
+        k, each = self.k, self.k_group * self.kc * self.weight.itemsize // LINE
+        at = (p % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
+        piece = self.weight.at((col + at // each) * self.depth + p // self.k_group * (self.k_group * self.kc))
+        for line in range(4):
+            k.prefetch(piece.bytes((at % each + line) * LINE), near=False)
+
+
+def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, min_items: int) -> Value:
+    """The number of panel groups, the N side of work items: even, of at most `most` panels, a multiple of the thread count, and
+    `min_items` items a thread."""
+    if most == 1:
+        return k.int(panels)
+    wanted = k.max(k.ceil_div(k.threads * min_items, k.max(blocks, 1)), ceil_div(panels, most))
+    return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
+
+
+def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
+    """MC for `blocks` blocks as even as can be: a multiple of MR."""
+    many = k.max(blocks, 1) * tile.mr
+    return (rows + (many - 1)) // many * tile.mr

@@ -1,0 +1,110 @@
+"""The GEMM micro-kernel on vector registers: an MR x NR tile of C, updated by one outer product for each step of the depth.
+
+In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packing.py, in the L1), one broadcast element of A. With
+VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
+blocking (gemm_config.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from barellm.cpu.gemm_config import GemmConfig, Tile
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm.packing import LINE
+from barellm.cpu.lang import Pointer, Value, Var
+
+OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
+BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the depth) -> that element of A in all lanes
+
+
+def microkernel(
+    k: KernelBuilder, tile: Tile, load_a: BroadcastA, panel: Pointer, k_units: Any, vnni: bool, *, tail: BroadcastA | None = None,
+    prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
+    c_init: tuple[Value, Pointer] | None = None, is_last_k: Value | None = None,
+) -> list[list[Value]]:  # fmt: skip
+    """The accumulators (mr rows of vectors): A (mr, k_units) @ panel (k_units, nr). `tail` loads A for an odd last step, done where
+    `is_last_k`. `c_init`: (whether, from where) accumulators are loaded, not zeroed, for a later KC block. Software pipelining:
+    `prefetch(r)` is called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own
+    loads need), `overlap()` `overlap_calls` times, to pack."""
+    lanes = k.lanes
+    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+    if c_init is not None:
+        with k.when(c_init[0]):
+            for i, x in enumerate(x for row in acc for x in row):
+                x.value = c_init[1].load(i * lanes)
+
+    def step(u: Value, operand: BroadcastA) -> None:
+        rank1_update(k, acc, operand, panel, u, vnni)
+
+    if prefetch is None:
+        with k.loop(0, k_units) as u:
+            step(u, load_a)
+    else:
+        turn = (k_units + (tile.mr - 1)) // tile.mr
+        with k.loop(0, tile.mr) as r:
+            start = r * turn
+            prefetch(r)
+            if overlap is None:
+                with k.loop(start, k.min(start + turn, k_units)) as u:
+                    step(u, load_a)
+            else:
+                with k.loop(start, start + turn, OVERLAP_UNITS) as first:
+                    overlap()
+                    with k.loop(first, k.min(k.min(first + OVERLAP_UNITS, start + turn), k_units)) as u:
+                        step(u, load_a)
+    if tail is not None:
+        with k.when(is_last_k) if is_last_k is not None else nullcontext():
+            step(k.int(k_units), tail)
+    return [[x.value for x in row] for row in acc]
+
+
+def rank1_update(
+    k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool
+) -> None:
+    """acc (mr, nr) += outer product of A's column and the panel's row of step `u`; with VNNI of two columns and rows."""
+    vectors, lanes = len(acc[0]), k.lanes
+    right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
+    for r, row in enumerate(acc):
+        a = load_a(r, u)
+        for x, b in zip(row, right, strict=True):
+            x.value = k.dot(x.value, a, b) if vnni else k.fma(a, k.bitcast(b, k.vec), x.value)
+
+
+def overlap_calls(k: KernelBuilder, tile: Tile, k_units: Value) -> Value:
+    """How often `microkernel` calls `overlap`."""
+    return k.ceil_div(k.ceil_div(k_units, tile.mr), OVERLAP_UNITS) * tile.mr
+
+
+def broadcast_a(
+    k: KernelBuilder, a: Pointer, rows: list[Any], vnni: bool, *, depth: int, stride: int
+) -> tuple[BroadcastA, BroadcastA | None]:
+    """A read unpacked from row-major memory with row stride `stride`: (load of whole steps, load of an odd last one)."""
+    bases = [a.at(row * stride) for row in rows]
+    if not vnni:
+        return (lambda r, u: k.splat(bases[r].get(u))), None
+
+    def whole(r: int, u: Value) -> Value:
+        p = bases[r].bytes(u << 2)
+        return k.splat(k.op("i32", f"load i32, ptr {p.ref}, align 2"))
+
+    def half(r: int, u: Value) -> Value:
+        p = bases[r].bytes(u << 2)
+        return k.splat(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
+
+    return whole, half if depth % 2 else None
+
+
+def block_of_item(unit: Value, config: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a work item."""
+    if config.order == "rows":
+        return unit // column_blocks, unit % column_blocks
+    return unit % row_blocks, unit // row_blocks
+
+
+def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:
+    """Prefetch `count` elements from `p`."""
+    for line in range(0, count * p.itemsize, LINE):
+        k.prefetch(p.bytes(line), write=write)

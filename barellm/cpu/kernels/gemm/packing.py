@@ -1,0 +1,324 @@
+"""Packing of GEMM operands into the order in which the micro-kernel reads them, in a thread's scratch (BLIS's packm).
+
+A B panel of NR columns is [depth][NR]. With a bf16 dot-product instruction it is in VNNI layout, [depth / 2][NR][2]: pairs of rows
+interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose_groups
+from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div, round_up
+
+LINE = 64  # bytes of a cache line
+NEAR, FAR = 4, 64  # prefetch distances in chunks, into the L1 and the L2
+LEFT_NEAR = 8  # the same of A, several units of which are packed at a time
+
+
+def uses_vnni(isa: ISA, dtype: str) -> bool:
+    """Whether packed operands of `dtype` are in VNNI layout: bf16 pairs along the depth."""
+    return dtype == "bf16" and bool(isa.dot)
+
+
+def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
+    """The bytes of a packed block of `width` columns, a multiple of 64."""
+    if amx.uses_tiles(isa, dtype):
+        depth = amx.padded(depth)
+    nbytes = ceil_div(depth, 2) * width * 4 if uses_vnni(isa, dtype) else depth * width * 4
+    return round_up(nbytes, 64)
+
+
+class PackTask:
+    """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where its moves and shuffles use idle
+    ports and nothing waits for memory."""
+
+    def __init__(self, k: KernelBuilder, count: Any, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
+        """`chunk(i)` packs one of `count` chunks, `rest()` the partial one after them."""
+        self.k, self.count, self.chunk, self.pack_tail = k, k.int(count), chunk, rest
+
+    def run(self) -> None:
+        with self.k.loop(0, self.count) as i:
+            self.chunk(i)
+        self.pack_tail()
+
+    def spread(self, calls: Value, wanted: Value) -> None:
+        """Spread the chunks over `calls` calls of `step`; none unless `wanted`."""
+        self.count = self.k.select(wanted, self.count, 0)
+        self.done, self.per_call = self.k.var(0), (self.count + calls - 1) // self.k.max(calls, 1)
+
+    def step(self) -> None:
+        k = self.k
+        first = self.done.value
+        self.done.value = k.min(first + self.per_call, self.count)
+        with k.loop(first, self.done.value) as i:
+            self.chunk(i)
+
+
+def can_overlap_packing(isa: ISA, dtype: str) -> bool:
+    """Whether a micro-kernel leaves registers for packing and for another tile's epilogue."""
+    return isa.registers == 32 and not amx.uses_tiles(isa, dtype)
+
+
+class PanelBuffers:
+    """Double-buffered packed panels in a thread's scratch: the micro-kernel reads one while the thread packs the other, piecewise.
+    Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). No other thread reads them: no barrier.
+    `pack(to, number)` packs panel `number`; -1: none."""
+
+    def __init__(self, k: KernelBuilder, at: Pointer, nbytes: int, pack: Callable[[Pointer, Value], PackTask]) -> None:
+        self.k, self.at, self.nbytes, self.pack = k, at, nbytes, pack
+        self.offset, self.current, self.ready = k.var(0), k.var(-1), k.var(-1)
+
+    def _other(self) -> Pointer:
+        return self.at.bytes(self.nbytes - self.offset.value)
+
+    def acquire(self, number: Value) -> Pointer:
+        """The packed panel `number`; packs it now unless `commit` has."""
+        k = self.k
+        with k.when(self.current.value.differs(number)):
+            with k.when(self.ready.value.differs(number)):
+                self.pack(self._other(), number).run()
+            self.offset.value = self.nbytes - self.offset.value
+            self.current.value, self.ready.value = number, -1
+        return self.at.bytes(self.offset.value)
+
+    def pack_next(self, number: Value, wanted: Value, calls: Value) -> None:
+        """Start packing the next panel, if `wanted`, in the next `calls` calls of `step`; `commit` must follow."""
+        self.next, self.wanted = number, wanted & (calls > 0) & number.differs(self.current.value)
+        self.packing = self.pack(self._other(), number)
+        self.packing.spread(calls, self.wanted)
+
+    def step(self) -> None:
+        self.packing.step()
+
+    def commit(self) -> None:
+        with self.k.when(self.wanted):
+            self.packing.pack_tail()
+            self.ready.value = self.next
+
+
+def pack_b_transposed(
+    k: KernelBuilder,
+    panel: Pointer,
+    w: Pointer,
+    col: Value,
+    *,
+    cols: int,
+    stride: int,
+    depth: Any,
+    even: bool,
+    nr: int,
+    fetch: Callable[[Value], None] | None = None,
+) -> PackTask:
+    """Pack a B panel from a transposed B: columns `col`... of w (cols, stride), `depth` of each; `even`: only whole chunks. A chunk
+    is 4 units (fp32 or VNNI pairs) of `lanes` columns, transposed 4 x 4 in each 128-bit group. Columns beyond the last repeat
+    it and are never stored. `fetch(i)` prefetches what is packed later, with chunk i."""
+    pair = uses_vnni(k.isa, w.dtype)
+    lanes, elements = k.lanes, 8 if pair else 4
+    hangs_over = cols % nr != 0
+    out = panel.as_dtype("i32")
+    each = depth // elements
+
+    def row(i: Any) -> Pointer:
+        return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
+
+    def fetch_ahead(i: Value) -> None:
+        for lead, near in ((NEAR, True), (FAR, False)):
+            j = i + lead
+            later = w.at((col + j // each * lanes + i % 4 * (lanes // 4)) * stride + j % each * elements)
+            for r in range(lanes // 4):  # a line has four chunks: each prefetches a quarter of the lines
+                k.prefetch(later.at(r * stride), near=near)
+
+    def chunk(i: Value) -> None:
+        c, d = i // each * lanes, i % each * elements
+        (fetch or fetch_ahead)(i)
+        four = [k.concat([_units(k, row(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
+        for u, vector in enumerate(transpose_groups(k, four)):
+            out.store_raw(vector, (d // (elements // 4) + u) * nr + c)
+
+    def rest() -> None:
+        if even:
+            return
+        with k.loop(0, nr) as c, k.loop(each * elements, depth, 2 if pair else 1) as d:
+            p = row(c).at(d)
+            if not pair:
+                value = k.op("i32", f"bitcast float {p.get().ref} to i32")
+            else:
+                half = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
+                with k.when(d + 1 < depth):
+                    half.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
+                value = half.value
+            target = out.at((d // (2 if pair else 1)) * nr + c)
+            k.line(f"store {value.typed}, ptr {target.ref}, align 4")
+
+    return PackTask(k, each * (nr // lanes), chunk, rest)
+
+
+def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
+    """4 units of the packed form as i32: VNNI pairs of bf16, contiguous in memory, or fp32."""
+    if pair or p.dtype == "fp32":
+        return k.op("<4 x i32>", f"load <4 x i32>, ptr {p.ref}, align {p.itemsize}")
+    half = k.op("<4 x i16>", f"load <4 x i16>, ptr {p.ref}, align 2")
+    return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
+
+
+def pack_b(
+    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
+    columns_next: bool = False,
+) -> PackTask:  # fmt: skip
+    """Pack a B panel from row-major B: rows 0... of b (depth, stride), columns `col`... + width. A chunk is a row, or with VNNI
+    an interleaved pair of rows. `cols`: the number of columns where the panel may exceed it (zero-padded), else None.
+    `columns_next`: the next columns are packed after these, not the next rows."""
+    pair = uses_vnni(k.isa, b.dtype)
+    lanes = k.lanes
+    depth = k.int(depth)
+    vectors = range(0, width, lanes)
+    interleave = [x for i in range(lanes) for x in (i, lanes + i)]
+
+    def load(row: Any, v: int) -> Value:
+        mask = None if cols is None else k.mask_first(cols - (col + v))
+        p = b.at(row * stride + col)
+        return p.load_raw(v, mask) if pair else p.load(v, mask)
+
+    def fetch(row: Value) -> None:
+        far = row * stride + col + width if columns_next else (row + FAR) * stride + col
+        for at, near in (((row + NEAR) * stride + col, True), (far, False)):
+            for line in range(0, width * b.itemsize, LINE):
+                k.prefetch(b.at(at).bytes(line), near=near)
+
+    def put(d: Value, v: int, even: Value, odd: Value) -> None:
+        vnni = k.bitcast(k.shuffle(even, odd, interleave), k.ivec)
+        block.as_dtype("i32").store_raw(vnni, (d >> 1) * width + v)
+
+    def chunk(i: Value) -> None:
+        if not pair:
+            fetch(i)
+            for v in vectors:
+                block.as_dtype("fp32").store(load(i, v), i * width + v)
+            return
+        d = i << 1
+        fetch(d)
+        fetch(d + 1)
+        for v in vectors:
+            put(d, v, load(d, v), load(d + 1, v))
+
+    def rest() -> None:
+        if pair:
+            with k.when((depth & 1).differs(0)):
+                for v in vectors:
+                    put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+
+    return PackTask(k, depth >> 1 if pair else depth, chunk, rest)
+
+
+class PackedA:
+    """A of a weight gradient, packed from A^T: columns of b (depth, cols) as [columns / mr][units][mr] in thread scratch, a unit
+    being a row of b or with VNNI a pair of rows. A micro-kernel reads its tile sequentially. Tiles that share cache lines of b are
+    packed together, as a group; the next group is packed while the micro-kernel first reads the current one."""
+
+    def __init__(
+        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, cols: int, stride: int, most: Value, inside: bool,
+        block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
+    ) -> None:  # fmt: skip
+        """`rows`: MR; `most`: the greatest depth of a block. `block(number)`: (b, first column, last, depth) of block `number`.
+        `inside`: no tile hangs over the last of the `cols` columns; else it is zero-padded."""
+        self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
+        self.cols, self.stride = cols, stride
+        self.pair = uses_vnni(k.isa, dtype)
+        self.slot = (most + 1) >> 1 if self.pair else most
+        self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside
+        self.current, self.group, self.unit = (
+            k.var(-1),
+            k.var(0),
+            k.var(0),
+        )  # packed groups, and packed units of the next one
+
+    def acquire(self, number: Value, calls: Value) -> None:
+        """Make block `number` current; `step` is called `calls` times in each micro-kernel."""
+        k = self.k
+        with k.when(self.current.value.differs(number)):
+            self.current.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
+        self.b, self.first, self.last, self.depth = self.block(number)
+        self.whole = self.depth >> 1 if self.pair else self.depth
+        self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)
+        self.per_call = (self.whole + calls * self.tiles - 1) // (calls * self.tiles)
+
+    def tile(self, column: Value) -> Pointer:
+        """The packed tile that starts `column` columns after the block's first."""
+        k = self.k
+        with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
+            self._pack_until(self.whole)
+        return self.at.at(column * self.slot)
+
+    def step(self) -> None:
+        k = self.k
+        with k.when(self.group.value < self.groups):
+            self._pack_until(k.min(self.unit.value + self.per_call, self.whole))
+
+    def _pack_until(self, end: Value) -> None:
+        """Pack the next group's units up to `end`."""
+        k, group = self.k, self.group.value
+        columns = self._columns(group)
+        hangs = columns[-1] + self.rows > self.cols
+        if not self.inside:
+            with k.when(hangs), k.loop(self.unit.value, end) as u:
+                self._pack(columns, u, masked=True)
+        with nullcontext() if self.inside else k.otherwise(hangs), k.loop(self.unit.value, end) as u:
+            self._pack(columns, u)
+        ends = end.equals(self.whole)
+        if self.pair:
+            with k.when(ends & (self.depth & 1).differs(0)):
+                for col in columns:
+                    self._put(col, self.whole, masked=not self.inside, half=True)
+        self.group.value, self.unit.value = k.select(ends, group + 1, group), k.select(ends, 0, end)
+
+    def _columns(self, group: Value) -> list[Value]:
+        """Where in b the tiles of a group start; beyond the last tile the last one is packed once more."""
+        start = self.first + group * (self.tiles * self.rows)
+        end = self.first + (self.last - self.first - 1) // self.rows * self.rows
+        return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
+
+    def _pack(self, columns: list[Value], u: Value, *, masked: bool = False) -> None:
+        """Pack unit u of a group's tiles and prefetch later ones. A group may begin inside a cache line and end in another: the L2
+        has the first from the group before, so only the last is prefetched at distance FAR. After the last unit come those of the
+        next group: a few hundred tokens are not many times FAR."""
+        k, each = self.k, 2 if self.pair else 1
+        first, last, near, far = columns[0], columns[-1] + (self.rows - 1), u + LEFT_NEAR, u + FAR
+        beyond = far >= self.whole
+        far = k.select(beyond, far - self.whole, far)
+        there = k.select(beyond, last + self.tiles * self.rows, last)
+        for unit, col in ((near, first), (near, last), (far, there)):
+            for r in range(each):
+                k.prefetch(self.b.at((unit * each + r) * self.stride + col), near=unit is near)
+        for col in columns:
+            self._put(col, u, masked=masked)
+
+    def _put(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
+        """Pack unit u of the tile at `col`; `masked`: it may hang over; `half`: the first row of a pair without a second."""
+        k, b, rows = self.k, self.b, self.rows
+        item = "i16" if b.itemsize == 2 else "float"
+        tile = self.at.at((col - self.first) * self.slot + u * rows)
+
+        for v in range(0, rows, k.lanes):
+            n = min(rows - v, k.lanes)
+
+            def load(row: Value, v: int = v, n: int = n) -> Value:
+                p = b.at(row * self.stride + col + v)
+                if not masked:
+                    return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
+                return k.shuffle(p.load_raw(0, k.mask_first(self.cols - (col + v))), None, list(range(n)))
+
+            x = load(u << 1 if self.pair else u)
+            if b.itemsize == 2 and not self.pair:
+                x = k.widen16(x, b.dtype)
+            if self.pair:
+                other = k.const(0, f"<{n} x i16>") if half else load((u << 1) + 1)
+                x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")
+            k.line(f"store {x.typed}, ptr {tile.at(v).ref}, align 4")

@@ -1,0 +1,374 @@
+"""Skinny GEMM (M <= 64; GEMV at M = 1): decoding at memory bandwidth. Each weight is read once, so the roofline is bandwidth.
+
+Nothing is packed. A row of the weight, which is a column of the result, is read in place, sequentially. An element of the result is
+one accumulation chain along the depth in the lanes of a vector, reduced at the end, so results are batch-invariant: their bits do
+not depend on M. Several columns at a time hide the latency of the multiply-adds. With more rows than one the micro-tile is 4 rows x
+6 columns on 32 registers: 10 loads for 24 multiply-adds. The loop over M is inside the loop over N, in KC blocks of the depth: the
+columns of a KC block stay in the L1 while all rows pass. Accumulators wait in the thread's scratch from one KC block to the next.
+
+Bandwidth depends on how many lines are in flight. Where the hardware prefetcher does not run far enough ahead, the kernel
+prefetches the next columns while it multiplies the current ones, in the order of use and evenly over all tiles.
+
+Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm import skinny_gemm_amx
+from barellm.cpu.kernels.gemm.epilogue import Epilogue
+from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
+from barellm.cpu.kernels.gemm.skinny_gemm_amx import scratch_bytes
+from barellm.cpu.lang import Pointer, Value, Var
+from barellm.cpu.lang.vector import sums_of_lanes
+from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div, round_up
+
+FEW = 64  # rows at most
+MIN_PANEL = 24  # columns of a work item, at least
+KC_BYTES = 30 << 10  # of the columns of a KC block, which every tile of rows reads again
+COPIED = 8  # rows up to which columns are read in place even where they conflict in the L1
+LOW = 2  # rows of the last, smaller tile
+PAGE = 4096  # bytes of an L1 way: lines so far apart share a set
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiling on an ISA: `columns` at a time for a GEMV, a micro-tile of `rows` x `wide` columns for M > 1."""
+
+    columns: int
+    rows: int
+    wide: int
+    lanes: int
+
+    @classmethod
+    def of(cls, isa: ISA, dtype: str) -> Tiling:
+        if isa.registers == 32:
+            halves = dtype == "bf16" and not isa.dot and not isa.masked  # which wait in registers of their own
+            return cls(8, 4, 4 if halves else 6, isa.lanes)
+        n = 6 if isa.fma else 4  # without fma the product needs a register
+        return cls(n, 2, n, isa.lanes)
+
+    @property
+    def nr(self) -> int:
+        return round_up(MIN_PANEL, lcm(self.columns, self.wide, self.lanes))
+
+
+def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGemmConfig]:
+    """The configs to tune over, the default first. Processors with AMX prefetch by themselves, faster than software prefetches,
+    each of which occupies a line-fill buffer. Zen 4 is fastest with prefetches into its L2, Zen 3 into its L1."""
+    on_tiles = skinny_gemm_amx.fits(isa, dtype, cols, depth)
+    unrolls = (
+        skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
+    )
+    most = max(1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8)
+    ways = [SkinnyGemmConfig(n, t, f) for n in (1, 2, 4) if n <= most for t in unrolls for f in PREFETCH_LEVELS]
+    first = SkinnyGemmConfig(1, unrolls[0], 0 if isa.tiles else 2 if isa.masked else 1)
+    return [first, *(way for way in ways if way != first)]
+
+
+def skinny_gemm_scratch_bytes(isa: ISA, depth: int) -> int:
+    """Scratch bytes of a thread: an item's results, accumulators between two KC blocks, copies of columns, and what AMX needs."""
+    return _result_bytes(isa) + _accumulator_bytes(isa) + _copies_bytes(isa) + scratch_bytes(isa, depth)
+
+
+def panel_width(isa: ISA, dtype: str, cols: int, depth: int) -> int:
+    """Columns of a panel, the N side of a work item."""
+    return skinny_gemm_amx.NR if skinny_gemm_amx.fits(isa, dtype, cols, depth) else Tiling.of(isa, dtype).nr
+
+
+def _result_bytes(isa: ISA) -> int:
+    tiling = Tiling.of(isa, "fp32")  # the span of every dtype
+    return 4 * FEW * (max(tiling.nr, skinny_gemm_amx.NR) + tiling.lanes)
+
+
+def _accumulator_bytes(isa: ISA) -> int:
+    tiling = Tiling.of(isa, "fp32")  # the span of every dtype
+    return 4 * FEW * tiling.nr * tiling.lanes
+
+
+def _copies_bytes(isa: ISA) -> int:
+    """An upper bound: KC is such that a block comes nearest to KC_BYTES, rounded up to full vectors."""
+    return 3 * KC_BYTES // 2 + 2 * LINE * Tiling.of(isa, "fp32").wide
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of KC block `k_block`, [first, last) of the depth: their addresses, and the index of the first in its panel.
+    `tiles`: how many tiles of rows use it. `ahead`: the first byte to prefetch, of the next block, whose columns have `run`
+    bytes each, `apart` bytes between them."""
+
+    columns: list[Pointer]
+    column: Value
+    k_block: Value
+    first: Value
+    last: Value
+    tiles: Value
+    ahead: Pointer
+    run: int = 0
+    apart: int = 0
+
+
+class SkinnyGemm:
+    """One thread's loop over panels of a skinny GEMM, M <= FEW."""
+
+    def __init__(
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int,
+        config: SkinnyGemmConfig,
+    ) -> None:  # fmt: skip
+        """`stride`: elements from a row of a to the next."""
+        self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
+        self.cols, self.depth, self.stride = cols, depth, stride
+        self.tiling, self.dot = Tiling.of(k.isa, a.dtype), uses_vnni(k.isa, a.dtype)
+        self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
+        self.itemsize = itemsize(a.dtype)
+        self.nr = panel_width(k.isa, a.dtype, cols, depth)
+        self.width = self.nr + k.lanes  # of a row of sums, whose last vector may hang over
+        self.sums = k.thread_scratch()
+        scratch = self.sums.bytes(_result_bytes(k.isa))
+        self.accumulators, copies = scratch, scratch.bytes(_accumulator_bytes(k.isa))
+        self.tiles = None
+        if skinny_gemm_amx.fits(k.isa, a.dtype, cols, depth):
+            sizes = {"cols": cols, "depth": depth, "stride": stride}
+            self.tiles = skinny_gemm_amx.SkinnyGemmAmx(
+                k, a, weight, rows, copies.bytes(_copies_bytes(k.isa)), config=config, **sizes
+            )
+        k_blocks = max(1, round(self.tiling.wide * depth * self.itemsize / KC_BYTES))
+        self.kc = round_up(ceil_div(depth, k_blocks), self.unit)
+        self.k_blocks = ceil_div(depth, self.kc)
+        # Columns a multiple of a page apart conflict in the L1, and rows of x do too. Copies are contiguous.
+        self.pitch = self.kc * self.itemsize + LINE
+        apart = depth * self.itemsize % PAGE == 0
+        self.copies = [copies.bytes(i * self.pitch).as_dtype(a.dtype) for i in range(self.tiling.wide)] if apart else []
+
+    def run(self, finish: Callable[[Value], Epilogue]) -> None:
+        """`finish(column)` makes the epilogue of a panel."""
+        k, nr, tiles = self.k, self.nr, self.tiles
+        if tiles:
+            tiles.begin()
+        with k.parallel_range(ceil_div(self.cols, nr), self.config.panels) as (begin, end), k.loop(begin, end) as at:
+            column = at * nr
+            if tiles:
+                tiles.multiply(column, self.sums, self.width)
+            else:
+                self._multiply_vectors(column)
+            epilogue = finish(column)
+            with k.loop(0, self.rows) as row:
+                for v in range(nr // k.lanes):
+                    epilogue.put(row, v, self.sums.load(row * self.width + v * k.lanes))
+        if tiles:
+            tiles.end()
+
+    def _multiply_vectors(self, column: Value) -> None:
+        one = self.rows.equals(1)
+        with self.k.when(one):
+            self._gemv(column)
+        with self.k.otherwise(one):
+            self._blocks(column)
+
+    def _gemv(self, column: Value) -> None:
+        k, wide = self.k, self.config.unroll
+        with k.loop(0, self.tiling.nr, wide) as c:
+            columns = self._columns(column + c, wide, k.int(0))
+            ahead = columns[0].at(wide * self.depth)
+            chains = self._chains(1, wide)
+            block = Block(columns, c, k.int(0), k.int(0), k.int(self.depth), k.int(1), ahead)
+            self._multiply([self.a], block, columns, chains, k.int(0))
+            self._reduce_lanes(chains[0], self.sums.at(c))
+
+    def _blocks(self, column: Value) -> None:
+        """M > 1: for each KC block, for each micro-tile's columns of the panel, all tiles of rows."""
+        k, tiling = self.k, self.tiling
+        high = (self.rows + 1) // tiling.rows * tiling.rows  # rows of high tiles, the last of which may have a row less
+        tiles = high // tiling.rows + k.ceil_div(self.rows - high, LOW)
+        with k.loop(0, self.k_blocks) as p, k.loop(0, tiling.nr, tiling.wide) as c:
+            first = p * self.kc
+            columns = self._columns(column + c, tiling.wide, first)
+            last = k.min(first + self.kc, self.depth)
+            block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c, p))
+            near = self._copied(block) if self.copies else columns
+            with k.loop(0, high, tiling.rows) as row:
+                self._micro_tile(block, near, row, tiling.rows, row // tiling.rows)
+            if tiling.rows > LOW:
+                with k.when(high < self.rows):
+                    self._micro_tile(block, near, high, LOW, tiles - 1)
+
+    def _next(self, at: Pointer, c: Value, p: Value) -> dict[str, Any]:
+        """Where to prefetch during the block at column c and KC block p, whose first column is `at`: the next columns, or the
+        first ones of the next KC block, or of the next panel."""
+        k, tiling = self.k, self.tiling
+        beside = tiling.wide * self.depth
+        if self.k_blocks == 1:
+            return {"ahead": at.at(beside)}
+        back = k.select(
+            p.equals(self.k_blocks - 1), beside - p * self.kc, self.kc - (tiling.nr - tiling.wide) * self.depth
+        )
+        ahead = at.at(k.select(c.equals(tiling.nr - tiling.wide), back, beside))
+        return {"ahead": ahead, "run": self.kc * self.itemsize, "apart": (self.depth - self.kc) * self.itemsize}
+
+    def _copied(self, block: Block) -> list[Pointer]:
+        """Where to read a block's columns: from copies without L1 conflicts, if there are enough rows to pay for copying."""
+        k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
+        whole = (block.last - block.first) // self.unit * self.unit
+        with k.when(many), k.loop(0, whole, self.unit) as d:
+            for column, copy in zip(block.columns, self.copies, strict=True):
+                value = k.op(bits, f"load {bits}, ptr {column.at(d).ref}, align {self.itemsize}")
+                k.line(f"store {value.typed}, ptr {copy.at(d).ref}, align {self.itemsize}")
+        pairs = zip(self.copies, block.columns, strict=True)
+        texts = [f"select {many.typed}, ptr {copy.ref}, ptr {column.ref}" for copy, column in pairs]
+        return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
+
+    def _micro_tile(self, block: Block, columns: list[Pointer], row: Value, rows: int, tile_number: Value) -> None:
+        """The micro-kernel of tile number `turn`, `rows` rows from `row` on; rows beyond the last recompute it."""
+        k, tiling = self.k, self.tiling
+        numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
+        chains = self._chains(rows, tiling.wide)
+        kept = self.accumulators.at((block.column * FEW + row * tiling.wide) * k.lanes)
+        each = [chain for of_row in chains for chain in of_row]
+        if self.k_blocks > 1:
+            with k.when(block.k_block > 0):
+                for i, chain in enumerate(each):
+                    chain.value = kept.load(i * k.lanes)
+        left = [self.a.at(r * self.stride + block.first) for r in numbers]
+        self._multiply(left, block, columns, chains, tile_number)
+        ends = block.k_block.equals(self.k_blocks - 1)
+        if self.k_blocks > 1:
+            with k.otherwise(ends):
+                for i, chain in enumerate(each):
+                    kept.store(chain.value, i * k.lanes)
+        with k.when(ends):
+            for r, of_row in zip(numbers, chains, strict=True):
+                self._reduce_lanes(of_row, self.sums.at(r * self.width + block.column))
+
+    def _chains(self, rows: int, columns: int) -> list[list[Var]]:
+        return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
+
+    def _columns(self, first: Value, count: int, depth: Value) -> list[Pointer]:
+        """`count` rows of the weight, from element `depth` on; beyond the last row that one."""
+        k = self.k
+        at = [k.min(first + i, self.cols - 1) if self.cols % self.tiling.nr else first + i for i in range(count)]
+        return [self.weight.at(c * self.depth + depth) for c in at]
+
+    def _multiply(
+        self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], tile_number: Value
+    ) -> None:
+        """Adds the products of rows, each given where the block's part of the depth begins, with the block's columns to the chains.
+        Meanwhile so many bytes of the next block are fetched that all tiles, of which this is number `turn`, fetch it all. Whole
+        units are read from `columns`."""
+        k, unit, size = self.k, self.unit, block.last - block.first
+        whole, each = size // unit * unit, len(columns) * unit * self.itemsize
+        step = k.int(each) // block.tiles
+        begin, run = tile_number * (whole // unit) * step, block.run
+        place = k.var(begin // run * (run + block.apart) + begin % run if run else begin)
+        left_over = k.var(run - begin % run) if run else None
+        with k.loop(0, whole, unit) as d:
+            if self.config.prefetch:
+                self._prefetch(block.ahead.bytes(place.value), each, step, one=len(left) == 1)
+                place.value = place.value + step
+                if left_over:
+                    rest = left_over.value - step
+                    ends = rest <= 0
+                    place.value = k.select(ends, place.value + block.apart, place.value)
+                    left_over.value = k.select(ends, rest + run, rest)
+            self._multiply_unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
+        if not self.depth % unit:
+            return
+        with k.when(block.last.equals(self.depth)):
+            rest = self.depth % unit
+            for u in range(0, rest, k.lanes):
+                mask, at = None if rest - u >= k.lanes else k.mask_first(rest - u), whole + u
+                xs = [x.load(at, mask) for x in left]
+                for c, w in enumerate(block.columns):
+                    self._fma_column(xs, w.load(at, mask), chains, c)
+
+    def _multiply_unit(self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]]) -> None:
+        k = self.k
+        if self.dot:
+            xs = [_load_pairs(k, x) for x in left]
+            for c, w in enumerate(right):
+                y = _load_pairs(k, w)
+                for x, of_row in zip(xs, chains, strict=True):
+                    of_row[c].value = k.dot(of_row[c].value, x, y)
+        elif self.a.dtype == "bf16":
+            for half in (_even_elements, _odd_elements):
+                xs = [half(k, x) for x in left]
+                for c, w in enumerate(right):
+                    self._fma_column(xs, half(k, w), chains, c)
+        else:
+            xs = [x.load() for x in left]
+            for c, w in enumerate(right):
+                self._fma_column(xs, w.load(), chains, c)
+
+    def _prefetch(self, at: Pointer, most: int, count: Value, *, one: bool) -> None:
+        """Prefetch `count` bytes (at most `most`) from `at` on, or up to twice as many lines: a well-predicted branch costs
+        less than a loop. All `most` for a GEMV (`one`)."""
+        k, first = self.k, 0
+        while first * LINE < most:
+            last = min(max(1, 2 * first), ceil_div(most, LINE))
+            with nullcontext() if one or not first else k.when(count > first * LINE):
+                for line in range(first, last):
+                    k.prefetch(at.bytes(line * LINE), near=self.config.prefetch == 1)
+            first = last
+
+    def _fma_column(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:
+        for x, of_row in zip(xs, chains, strict=True):
+            of_row[column].value = self.k.fma(x, w, of_row[column].value)
+
+    def _reduce_lanes(self, chains: list[Var], out: Pointer) -> None:
+        """Reduce the lanes of each accumulator and store the sums."""
+        k = self.k
+        values = [chain.value for chain in chains]
+        for first in range(0, len(values), k.lanes):
+            some = values[first : first + k.lanes]
+            out.store(sums_of_lanes(k, some + [k.to(0.0, k.vec)] * (k.lanes - len(some))), first)
+
+
+def _load_pairs(k: KernelBuilder, p: Pointer) -> Value:
+    """2 `lanes` bf16 as lanes of 32 bits. A row of an odd depth, or of odd columns of a wider tensor, begins at an odd element: no
+    more than the alignment of one element may be stated, though the type's own is larger."""
+    return k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align {p.itemsize}")
+
+
+def _even_elements(k: KernelBuilder, p: Pointer) -> Value:
+    """Elements 0, 2, 4, ... of 2 `lanes` bf16 as fp32: a shift."""
+    return k.bitcast(_load_pairs(k, p) << 16, k.vec)
+
+
+def _odd_elements(k: KernelBuilder, p: Pointer) -> Value:
+    """Elements 1, 3, 5, ...: a mask. They are loaded as lanes of 16 bits, so that LLVM does not see that `_lower` loads the same
+    bytes: it would keep them in a register that is not there."""
+    half = f"<{2 * k.lanes} x i16>"
+    raw = k.op(half, f"load {half}, ptr {p.ref}, align {p.itemsize}")
+    mask = Value(k, half, "<" + ", ".join(["i16 0, i16 -1"] * k.lanes) + ">")
+    return k.bitcast(raw & mask, k.vec)
+
+
+def skinny_gemm(
+    k: KernelBuilder, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
+    epilogues: tuple[str, ...], mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
+) -> None:  # fmt: skip
+    """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more."""
+    rows, apart = k.num_elements(dims, inner), dict(strides)
+    vectors = panel_width(k.isa, a.dtype, cols, depth) // k.lanes
+
+    def finish(col: Value) -> Epilogue:
+        how: dict[str, Any] = {
+            "cols": cols,
+            "epilogues": epilogues,
+            "mode": mode,
+            "bias_in_registers": False,
+            "strides": apart,
+        }
+        return Epilogue(k, col, Tile(1, vectors), out, second, bias, other, factor=factor, **how)
+
+    with k.when(rows <= FEW):
+        sizes = {"cols": cols, "depth": depth, "stride": apart.get("a", depth)}
+        SkinnyGemm(k, a, weight, rows, config=config, **sizes).run(finish)

@@ -1,0 +1,215 @@
+"""Symmetric rank-k updates (SYRK): x x^T, x^T x, and a polynomial of a symmetric matrix, for Newton-Schulz steps. One triangle is
+computed and stored twice.
+
+Shapes: out (n, n); x (n, depth) where its rows are multiplied with each other, (depth, n) where its columns are; a (n, n).
+
+A work item is a panel of NR columns of the result and a block of MC rows, of which only those on and below the diagonal are
+computed: for each KC block, the packed B panel stays in the L1 while the micro-kernel passes over the rows of A, which are read
+unpacked (x x^T) or packed in panels of their own (x^T x). The thread packs both next panels inside the micro-kernel. Sums stay in
+its scratch to the end of the depth; the epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its
+mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from barellm.cpu.gemm_config import MC, Tile, default_kc, default_tile
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
+from barellm.cpu.kernels.gemm.packing import (
+    PackTask,
+    PanelBuffers,
+    can_overlap_packing,
+    pack_b,
+    pack_b_transposed,
+    panel_bytes,
+    uses_vnni,
+)
+from barellm.cpu.kernels.numbers import bits, number
+from barellm.cpu.kernels.optim.muon import each_matrix
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose
+from barellm.program.ops.base import Op
+
+
+def symmetric_gemm(
+    k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
+) -> None:  # fmt: skip
+    """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (bits of numbers, for
+    all Newton-Schulz steps share the code), linear x + square x x of a symmetric x."""
+    polynomial = linear is not None
+    vnni, lanes, nr = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
+    kc = default_kc(k.isa, depth, 2 if vnni else 4)
+    k_blocks, panels, m_blocks = -(-depth // kc), -(-n // nr), -(-n // MC)
+    overlap = can_overlap_packing(k.isa, x.dtype)
+    factors = (k.splat(number(k, linear)), k.splat(number(k, square))) if polynomial else None
+    scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, x.dtype, kc, nr)
+    a_width = a_panel_width(k.isa, tile)
+    a_nbytes = panel_bytes(k.isa, x.dtype, kc, a_width) if columns else 0
+    accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
+
+    def kc_of(p: Value) -> Any:
+        return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
+
+    def pack_b_panel(into: Pointer, number: Value) -> PackTask:
+        """Packs the B panel of KC block number % k_blocks of panel number // k_blocks."""
+        col, p = number // k_blocks * nr, number % k_blocks
+        if columns or polynomial:
+            ragged = n if n % nr else None
+            return pack_b(k, into, x.at(p * (kc * n)), col, kc_of(p), stride=n, width=nr, cols=ragged)
+        even = kc % 8 == 0 and depth % 8 == 0
+        return pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
+
+    def pack_a(into: Pointer, number: Value) -> PackTask:
+        """Packs the A panel: the same KC block of the `a_width` columns of x from number // k_blocks on."""
+        p = number % k_blocks
+        return pack_b(k, into, x.at(p * (kc * n)), number // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
+
+    b_panels = PanelBuffers(k, scratch, nbytes, pack_b_panel)
+    a_panels = PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
+
+    def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
+        """The micro-kernel of the tile at row `row`; `a_panel`: rows of A packed from `base` on."""
+        k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
+        tail, is_last_k = None, None
+        if a_panel is None:
+            rows = [k.min(row + r, n - 1) for r in range(tile.mr)]
+            load_a, tail = broadcast_a(k, x.at(p * kc), rows, vnni, depth=depth, stride=depth)
+            is_last_k = (p + 1).equals(k_blocks) if k_blocks > 1 else None
+        else:
+            at = a_panel.at(row - base)
+
+            def load_a(r: int, u: Value) -> Value:
+                type_ = "i32" if vnni else "float"
+                return k.splat(k.op(type_, f"load {type_}, ptr {at.at(u * a_width + r).ref}, align 4"))
+
+        def pack_step(_: Value) -> None:
+            b_panels.step()
+            if a_panel is not None:
+                a_panels.step()
+
+        to = accumulators.at((row - first) * nr)
+        c_init = (p > 0, to) if k_blocks > 1 else None
+        sums = microkernel(
+            k,
+            tile,
+            load_a,
+            panel,
+            k_units,
+            vnni,
+            tail=tail,
+            prefetch=pack_step if overlap else None,
+            c_init=c_init,
+            is_last_k=is_last_k,
+        )
+        for i, value in enumerate(value for values in sums for value in values):
+            to.store(value, i * lanes)
+
+    with k.parallel_for(panels * m_blocks) as item:
+        panel_index, block = item % panels, item // panels
+        col = panel_index * nr
+        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)
+        with k.when(first < last), k.loop(0, k_blocks) as p:
+            panel = b_panels.acquire(panel_index * k_blocks + p)
+            if overlap:
+                more = p + 1 < k_blocks
+                after = k.select(more, panel_index * k_blocks + p + 1, (panel_index + 1) % panels * k_blocks)
+                b_panels.pack_next(
+                    after, more | (item + 1 < panels * m_blocks), k.ceil_div(last - first, tile.mr) * tile.mr
+                )
+            if columns:
+                with k.loop(first, last, a_width) as base:
+                    a_panel = a_panels.acquire(base * k_blocks + p)
+                    more_rows = base + a_width < last
+                    if overlap:
+                        a_panels.pack_next((base + a_width) * k_blocks + p, more_rows, k.int(a_width))
+                    with k.loop(base, k.min(base + a_width, last), tile.mr) as row:
+                        multiply(row, base, first, panel, p, a_panel)
+                    if overlap:
+                        a_panels.commit()
+            else:
+                with k.loop(first, last, tile.mr) as row:
+                    multiply(row, first, first, panel, p, None)
+            if overlap:
+                b_panels.commit()
+        with k.when(first < last):
+            _store(k, out, x, accumulators, n, first, last, col, nr, factors)
+
+
+def _store(
+    k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None
+) -> None:
+    """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror."""
+    lanes = k.lanes
+
+    def block(row: Value, at: Value, masked: bool) -> None:
+        """Store the square at (row, at) and its transpose; `masked`: it may hang over."""
+        there = k.mask_first(n - at) if masked else None
+        values = []
+        for r in range(lanes):
+            value = accumulators.load((row - first + r) * nr + (at - col))
+            if factors is not None:
+                linear, square = factors
+                value = k.fma(x.load(k.min(row + r, n - 1) * n + at, there), linear, value * square)
+            values.append(value)
+        for r, value in enumerate(values):
+            put(row + r, at, value, last if masked else None, n - at)
+        for r, value in enumerate(transpose(k, values)):
+            put(at + r, row, value, k.int(n) if masked else None, last - row)
+
+    def put(row: Value, at: Value, value: Value, end: Value | None, width: Value) -> None:
+        """Store a vector of a row; with an `end`, only if the row is before it, and `width` elements."""
+        if end is None:
+            out.store(value, row * n + at)
+            return
+        with k.when(row < end):
+            out.store(value, row * n + at, k.mask_first(width))
+
+    with k.loop(first, last, lanes) as row, k.loop(col, k.min(col + nr, n), lanes) as at:
+        inside = (row + (lanes - 1) < last) & (at + (lanes - 1) < n)
+        with k.when(inside):
+            block(row, at, False)
+        with k.otherwise(inside):
+            block(row, at, True)
+
+
+def a_panel_width(isa: ISA, tile: Tile) -> int:
+    """Columns of x in a packed A panel: full tiles and full vectors."""
+    return lcm(tile.mr, isa.lanes)
+
+
+def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
+    """The micro-tile in vector registers; AMX is not used."""
+    return default_tile(replace(isa, tiles=False), dtype, n)
+
+
+def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
+    """Scratch bytes of a thread: two B panels, two A panels, the sums of a block; a last tile and a last square may exceed it."""
+    kc = default_kc(isa, depth, 2 if uses_vnni(isa, dtype) else 4)
+    a_nbytes = panel_bytes(isa, dtype, kc, a_panel_width(isa, tile)) if columns else 0
+    rows = MC + tile.mr + isa.lanes
+    return 2 * panel_bytes(isa, dtype, kc, tile.nr(isa)) + 2 * a_nbytes + rows * tile.nr(isa) * 4
+
+
+def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:
+    n = int(out.shape[1])
+    tile = tile_of(c.isa, x.dtype, n)
+    c.thread_scratch(thread_scratch_bytes(c.isa, x.dtype, depth, tile, columns=columns))
+    constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
+    for one in each_matrix(op, out=out, x=x):
+        operands = {**one, "linear": factors.get("linear"), "square": factors.get("square")}
+        c.call(symmetric_gemm, operands, constants, writes="out")
+
+
+@lowering("gram")
+def gram(op: Op, c: Lowering) -> None:
+    _lower(op, c, op.a, op.x, depth=max(op.one(op.x)), columns=op.is_tall(op.x))
+
+
+@lowering("gram_polynomial")
+def gram_polynomial(op: Op, c: Lowering) -> None:
+    _lower(op, c, op.b, op.a, depth=int(op.a.shape[1]), linear=bits(op.linear), square=bits(op.square))

@@ -1,0 +1,235 @@
+"""Attention, forward (FlashAttention: Dao et al. 2022, Dao 2023): causal or over all keys, with an online softmax. No T x T matrix
+is in memory, no block above the diagonal of a causal mask is visited. Also what the backward pass (attention_backward.py) shares
+with it.
+
+Shapes: q, out (B, T, H * D), k, v (B, T, G * D), lse (B, H, T) fp32; the head size D is padded to DP, a power of two. Grouped-query
+attention: GROUP_SIZE = H / G query heads that follow one another share a KV head. q, k and v are read where they lie, with row
+strides of their own: three tensors, or columns of one.
+
+Sliding windows and document masks (attention_mask.py) skip blocks of keys that none of a program's queries sees. Paired heads
+(modded-nanogpt) are one sequence of twice the length, FOLD = 2 positions for each token: T, H and C are those of that one.
+
+Groups of constants that the kernels of attention take (tuples; None or -1: not there):
+
+    HEADS    H, GROUP_SIZE, D, DP                 STRIDES  elements from a row to the next, of q, k, v
+    DROPOUT  threshold of a random word, 1 / (1 - rate)                   OFFSETS  k and v behind q, if they are in one tensor
+    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; the place of a run-time scale
+    MASKING  causal, local (windows or documents), the place of the run-time window, FOLD
+
+Protocol of a program: a block of BM queries stays in registers (in shared memory where tensor cores want it there), as do its
+accumulators (BM, DP) and the running maximum and sum of each row. Blocks of BN keys and values are loaded by all warps with
+cp.async, `num_stages` in flight; Triton places the waits and the block's two barriers for each.
+
+Over the P = T (T + 1) / 2 pairs of a head, or T^2, it does 4 P D operations. It moves q, k, v, out and lse once, and keys and
+values T / BM times from L2."""
+
+from __future__ import annotations
+
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cuda import attention_config, tuning
+from barellm.cuda.attention_config import AttentionConfig, padded_head_size
+from barellm.cuda.kernel import Lowering, lowering
+from barellm.cuda.kernels.attention import hopper_attention
+from barellm.cuda.kernels.attention.attention_mask import (
+    LOWEST,
+    MASK_CAUSAL,
+    MASK_LENGTH,
+    MASK_NONE,
+    apply_mask,
+    first_visible_key,
+    mask_constants,
+    softmax_scale_of,
+)
+from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.pointwise.random import calls, sample_key, words
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.integers import ceil_div
+from barellm.program.ops.pointwise.random import keep_scale, threshold
+from barellm.program.tensor import Tensor
+
+LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
+
+
+@device
+def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
+    """Which of the probabilities (BM, BN) from (m0, n0) dropout keeps."""
+    k0, k1 = key
+    row = (m0 + tl.arange(0, BM)) * H + head
+    zeros = tl.zeros((BM,), tl.uint32)
+    if BN == 16:  # one word of each call
+        first, second = calls(k0 + zeros, k1 + zeros, row, n0 // 32 * 16, BM, BN)
+        word = tl.where(n0 % 32 == 0, first, second)
+    else:
+        word = words(k0 + zeros, k1 + zeros, row, n0, BM, BN)
+    return word >= THRESHOLD
+
+
+@device
+def attend_keys(
+    acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [begin, end): acc (BM, DP), row_sum and row_max (BM). `first_key` (BM): the first visible key of
+    each query, None where all before it are."""
+    H: tl.constexpr = HEADS[0]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    for n0 in range(begin, end, BN):
+        k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = apply_mask(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
+        if first_key is not None:
+            s = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        p = tl.math.exp2(s * scale_log2 - new_max[:, None])
+        rescale = tl.math.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        if DROPOUT[0] > 0:
+            p = tl.where(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]), p * DROPOUT[1], 0.0)
+        v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@device
+def attention_forward(
+    out, lse, q, k, v, starts, scalars, seq, stream,
+    SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr,
+    MASKING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program is a block of BM queries of one head; the last block has the most keys and starts first. Only keys from the block's
+    first query on need the mask. Where all keys are seen every block has one, for keys beyond the last: ptxas waits for each
+    matmul of a loop over whole blocks with a second one for the rest."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    CAUSAL: tl.constexpr = MASKING[0]
+    WINDOW: tl.constexpr = MASKING[2]
+    FOLD: tl.constexpr = MASKING[3]
+    C: tl.constexpr = H * D
+    PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
+    token, shared = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
+    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    key = (0, 0)
+    if DROPOUT[0] > 0:
+        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    scale_log2 = SCALES[0]
+    if SCALES[1] >= 0:
+        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
+    acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
+    begin, first_key = 0, None
+    if MASKING[1]:
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+        first_key = first_visible_key(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
+        row_max = tl.full((BM,), LOWEST, tl.float32)
+    else:
+        row_max = tl.full((BM,), float("-inf"), tl.float32)
+    stop = seq
+    if CAUSAL:
+        acc, row_sum, row_max = attend_keys(
+            acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+        )  # fmt: skip
+        begin, stop = m0, min(m0 + BM, seq)
+    acc, row_sum, row_max = attend_keys(
+        acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+    )  # fmt: skip
+    m = m0 + tl.arange(0, BM)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
+    to = out + sequence.to(tl.int64) * seq * C + head * D
+    store_rows(to, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)
+
+
+def head_sizes(op: Any) -> tuple[int, int, int]:
+    """H, D, DP; paired heads are half as many."""
+    D = int(op.out.shape[-1]) // op.heads
+    return op.heads // getattr(op, "fold", 1), D, padded_head_size(D)
+
+
+def constants_of(op: Any) -> dict[str, Any]:
+    """The groups of constants of an attention op."""
+    H, D, DP = head_sizes(op)
+    return {
+        "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
+        "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), **mask_constants(op, log2(e) / sqrt(D)),
+        "DROPOUT": (threshold(op.rate), keep_scale(op.rate)),
+    }  # fmt: skip
+
+
+def offset_from_q(q: Tensor, x: Tensor) -> int | None:
+    """How many elements behind q's columns those of k or v begin, if they are of one tensor. Then one pointer serves all three, and
+    their addresses share registers, of which wide heads have none to spare."""
+    return x.first_column - q.first_column if x.base is q.base and x.first_column >= q.first_column else None
+
+
+def operands_of(op: Any) -> dict[str, Any]:
+    """q, k and v, of which those that lie behind q are absent, and the starts of documents."""
+    three = {"q": op.q} | {
+        name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))
+    }
+    return three | {"starts": op.starts}
+
+
+def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
+    """The grid: blocks of a sequence, heads of all sequences, chunks of the head size."""
+    fold = op.fold
+    return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), chunks)
+
+
+def sequence_length(op: Any) -> Any:
+    """The length of a sequence, as a size."""
+    return twice if op.paired else seq
+
+
+def twice(s: Any) -> int:
+    return 2 * s.seq
+
+
+def seq(s: Any) -> int:
+    return s.seq
+
+
+def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
+    """The configuration of a kernel: tuned for these sizes, else the default. Local masks are not tuned: their windows change."""
+    batch, length, C = (int(n) for n in op.out.shape)
+    if op.window is not None or op.starts is not None:
+        return attention_config.select_masked_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
+    heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
+    sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
+    t = tuning.select_config(c.target, tuning.AttentionKey(role, op.q.dtype, batch, *sizes))
+    if t.warp_specialized and not op.causal:  # that kernel is causal
+        return attention_config.select_attention_config(
+            role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch
+        )
+    return t
+
+
+def options(t: AttentionConfig) -> dict[str, Any]:
+    return {"warps": t.num_warps, "stages": t.num_stages, "registers": t.max_registers}
+
+
+@lowering("attention", views="q k v", also={"starts": "i32"})
+def lower_attention(op: Any, c: Lowering) -> None:
+    constants = constants_of(op)
+    t = config_of(op, c, "forward")
+    if t.warp_specialized:
+        return hopper_attention.launch_forward(op, c, t, constants["SCALES"][0])
+    c.launch(
+        attention_forward,
+        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": sequence_length(op), "stream": int(op.stream)},
+        constants | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op, op.heads, t.queries), writes="out lse", **options(t),
+    )  # fmt: skip

@@ -1,0 +1,375 @@
+"""Attention, backward (Dao 2023): dq, dk and dv from recomputed scores. Shapes and groups of constants as in attention.py; dq and
+dout like q, dk and dv like k.
+
+Three kernels. attention_stats has lse and delta = sum(dout * out) of each query, which both others read. attention_dkv keeps a
+block of keys and values and their gradients (BN, DC) in registers and streams blocks of queries past them; attention_dq keeps a
+block of queries and streams keys. No program adds to another's sums, so no atomics and one order of additions. Streamed blocks are
+loaded with cp.async, `num_stages` in flight; Triton places the waits and barriers.
+
+Over the P visible pairs of a head it does 14 P D operations: 4 P D compute scores again, and 2 P D the matmul dout v^T a second
+time."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from barellm.cuda import attention_config
+from barellm.cuda.attention_config import HEAD_SIZE_CHUNK, MAX_HEAD_SIZE_DKV, AttentionConfig
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.attention.attention import (
+    LOG2_E,
+    blocks,
+    config_of,
+    constants_of,
+    head_sizes,
+    kept,
+    operands_of,
+    options,
+    sequence_length,
+)
+from barellm.cuda.kernels.attention.attention_mask import (
+    MASK_CAUSAL,
+    MASK_LENGTH,
+    MASK_NONE,
+    apply_mask,
+    first_visible_key,
+    softmax_scale_of,
+    visible_queries_end,
+)
+from barellm.cuda.kernels.attention.attention_tiles import (
+    dot_over_columns,
+    kv_pointer,
+    load_columns,
+    load_rows,
+    store_rows,
+)
+from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_backward
+from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.pointwise.random import sample_key
+from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
+
+
+@device
+def attention_stats(
+    stats, out, dout, lse, starts, scalars, seq, HEADS: tl.constexpr, MASKING: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """For each query lse / ln 2, and delta, the sum of dout * out over a head's columns. With a local mask also the first visible
+    key: fp32 holds it exactly up to 2^24."""
+    H: tl.constexpr = HEADS[0]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    WINDOW: tl.constexpr = MASKING[2]
+    FOLD: tl.constexpr = MASKING[3]
+    C: tl.constexpr = H * D
+    m0 = tl.program_id(0) * BM
+    row = tl.program_id(1).to(tl.int64) * seq
+    start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
+    a, b = load_rows(out + start, m0, seq, C, BM, D, DP), load_rows(dout + start, m0, seq, C, BM, D, DP)
+    m = m0 + tl.arange(0, BM)
+    to = stats + STATS * (row + m)
+    tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
+    tl.store(to + 1, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=m < seq)
+    if MASKING[1]:
+        if starts is not None:
+            starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
+        first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
+        tl.store(to + 2, first_key.to(tl.float32), mask=m < seq)
+
+
+@device
+def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
+    """(BM,) each, zeros beyond `count`: lse, delta, and the first visible key as i32 if LOCAL. One load of as many elements as the
+    program has threads; of fewer, Triton would have each thread load all that its scores need: 16 of a block of 64, and twice."""
+    m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
+    used = (m < count)[:, None] & (i < 2 + LOCAL)[None, :]
+    both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
+    tops, deltas = tl.split(tl.reshape(both, (BM, STATS // 2, 2)))
+    top, first_key = tl.split(tops)
+    return top, tl.split(deltas)[0], first_key.to(tl.int32)
+
+
+@device
+def add_queries(
+    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, scale_log2, key, head,
+    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
+    PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from m0 on contribute to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed,
+    (BN, BM), so no operand of a matmul must change its layout. Queries beyond `count` are zeros, and so is what they add."""
+    H: tl.constexpr = HEADS[0]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    C: tl.constexpr = H * D
+    m = m0 + tl.arange(0, BM)
+    if DC == DP:
+        q = load_rows(q_rows, m0, count, STRIDES[0], BM, D, DP, PAIR_STRIDES[0])
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    else:
+        q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
+        s = dot_over_columns(
+            k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC
+        )
+    top, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
+    p = tl.math.exp2(s * scale_log2 - top[None, :])
+    if CAUSAL:
+        p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
+    if LOCAL:
+        p = tl.where(first_key[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
+    if DC == DP:
+        do = load_rows(dout, m0, count, C, BM, D, DP)
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+    else:
+        do = load_columns(dout + first, m0, count, D - first, C, BM, DC)
+        dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
+    p_dropped = p
+    if DROPOUT[0] > 0:
+        keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
+        p_dropped, dp = tl.where(keeps, p * DROPOUT[1], 0.0), tl.where(keeps, dp * DROPOUT[1], 0.0)
+    dv = tl.dot(p_dropped.to(do.dtype), do, dv, input_precision="ieee")
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@device
+def attention_dkv(
+    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
+    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DKV_MODES: tl.constexpr,
+    DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program is a block of BN keys of one KV head; it visits the queries from the block's first key on, those of the diagonal
+    with the mask, or all queries with no mask: what keys beyond the last one get is not written. Of a large head size it does DC
+    columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers.
+
+    Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop would
+    keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So it is with a local mask: its
+    loop is short."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    CAUSAL: tl.constexpr = MASKING[0]
+    LOCAL: tl.constexpr = MASKING[1]
+    WINDOW: tl.constexpr = MASKING[2]
+    FOLD: tl.constexpr = MASKING[3]
+    C: tl.constexpr = H * D
+    G: tl.constexpr = H // GROUP_SIZE
+    n0 = tl.program_id(0) * BN
+    sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
+    K_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * G * D
+    PAIR_STRIDES: tl.constexpr = ((FOLD - 1) * C, K_PAIR_STRIDE)
+    token = sequence.to(tl.int64) * (seq // FOLD)
+    first = 0
+    if DC < DP:
+        first = tl.program_id(2) * DC
+    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + group * D
+    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D
+    q += token * STRIDES[0] + group * (GROUP_SIZE * D)
+    dout += sequence.to(tl.int64) * seq * C + group * (GROUP_SIZE * D)
+    stats += STATS * (tl.program_id(1).to(tl.int64) * GROUP_SIZE * seq)
+    key = (0, 0)
+    if DROPOUT[0] > 0:
+        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    scale_log2 = SCALES[0]
+    if SCALES[1] >= 0:
+        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    keys, values = None, None
+    if DC == DP:
+        keys = load_rows(k, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
+        values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP, K_PAIR_STRIDE)
+    k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
+    begin, stop = 0, seq
+    if CAUSAL:
+        begin = n0 // BM * BM
+    if LOCAL:
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        stop = visible_queries_end(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
+    if LOCAL and GROUP_SIZE == 1:
+        for m0 in range(begin, stop, BM):
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
+                True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+            )  # fmt: skip
+    elif GROUP_SIZE == 1:
+        clear = 0
+        if CAUSAL:
+            clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
+            for m0 in range(begin, clear, BM):
+                k_sum, v_sum = add_queries(
+                    k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
+                    True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                )  # fmt: skip
+        for m0 in range(clear, seq, BM):
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
+                False, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+            )  # fmt: skip
+    else:
+        count = tl.cdiv(stop - begin, BM)
+        for i in range(0, GROUP_SIZE * count):
+            served, m0 = i // count, begin + i % count * BM
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
+                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + served,
+                CAUSAL, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+            )  # fmt: skip
+    softmax_scale = SOFTMAX_SCALE
+    if SCALES[1] >= 0:
+        softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
+    at = group * D + first
+    store_rows(
+        dk + token * DKV_STRIDES[0] + at, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0], DKV_STRIDES[0],
+        BN, DC, K_PAIR_STRIDE,
+    )  # fmt: skip
+    store_rows(
+        dv + token * DKV_STRIDES[1] + at,
+        n0,
+        seq,
+        v_sum,
+        D - first,
+        scalars,
+        DKV_MODES[1],
+        DKV_STRIDES[1],
+        BN,
+        DC,
+        K_PAIR_STRIDE,
+    )
+
+
+@device
+def add_keys(
+    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, first_key, scale_log2, key, head,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [begin, end) contribute to dq (BM, DP)."""
+    H: tl.constexpr = HEADS[0]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    for n0 in range(begin, end, BN):
+        k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
+        v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
+        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - top[:, None])
+        p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
+        if first_key is not None:
+            p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        if DROPOUT[0] > 0:
+            dp = tl.where(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
+        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@device
+def attention_dq(
+    dq, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
+    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DQ_MODE: tl.constexpr,
+    DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program is a block of BM queries of one head, as in the forward pass."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    CAUSAL: tl.constexpr = MASKING[0]
+    LOCAL: tl.constexpr = MASKING[1]
+    WINDOW: tl.constexpr = MASKING[2]
+    FOLD: tl.constexpr = MASKING[3]
+    C: tl.constexpr = H * D
+    Q_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * C
+    PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
+    token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
+    shared = head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
+    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    key = (0, 0)
+    if DROPOUT[0] > 0:
+        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    scale_log2 = SCALES[0]
+    if SCALES[1] >= 0:
+        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
+    do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
+    top, delta, first = stats_of(stats + STATS * row, m0, seq, LOCAL, BM)
+    total = tl.zeros((BM, DP), tl.float32)
+    begin, first_key = 0, None
+    if LOCAL:
+        first_key = first
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+    stop = seq
+    if CAUSAL:
+        total = add_keys(
+            total, queries, do, k, v, top, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+        )  # fmt: skip
+        begin, stop = m0, min(m0 + BM, seq)
+    total = add_keys(
+        total, queries, do, k, v, top, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+    )  # fmt: skip
+    softmax_scale = SOFTMAX_SCALE
+    if SCALES[1] >= 0:
+        softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
+    dq = dq + token * DQ_STRIDE + head * D
+    store_rows(dq, m0, seq, total * softmax_scale, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP, Q_PAIR_STRIDE)
+
+
+@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
+def lower_attention_backward(op: Any, c: Lowering) -> None:
+    constants = constants_of(op)
+    stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
+    rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
+    operands = {"stats": stats, "dout": op.dout, "seq": sequence_length(op)}
+    c.launch(
+        attention_stats,
+        operands | {"out": op.out, "lse": op.lse, "starts": op.starts},
+        {"HEADS": constants["HEADS"], "MASKING": constants["MASKING"], "BM": rows},
+        grid=blocks(op, op.heads, rows), writes="stats",
+    )  # fmt: skip
+    constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
+    operands |= operands_of(op) | {"stream": int(op.stream)}
+    t = select(op, c, "keys", "dk", "dv")
+    if t.warp_specialized:
+        launch_backward(op, c, t, stats, constants["SCALES"][0], keys=True)
+    else:
+        launch_dkv(op, c, t, operands, constants)
+    t = select(op, c, "queries", "dq")
+    if t.warp_specialized:
+        return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
+    written = {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride}
+    c.launch(
+        attention_dq,
+        operands | {"dq": op.dq},
+        constants | written | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
+    )  # fmt: skip
+
+
+def select(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
+    """The configuration of dk and dv, or dq. The warp-specialized kernel only stores: where a result is added to, it is the
+    default."""
+    t = config_of(op, c, role)
+    if t.warp_specialized and any(op.modes[name] != "store" for name in results):
+        role = "shared keys" if role == "keys" and op.heads != op.kv_heads else role
+        return attention_config.select_attention_config(role, head_sizes(op)[2], op.q.dtype, c.target.arch)
+    return t
+
+
+def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Append dk and dv without warp specialization."""
+    _, _, D, DP = constants["HEADS"]
+    DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
+    written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
+    c.launch(
+        attention_dkv,
+        operands | {"dk": op.dk, "dv": op.dv},
+        constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
+        grid=blocks(op, op.kv_heads, t.keys, ceil_div(D, DC)), writes="dk dv", **options(t),
+    )  # fmt: skip

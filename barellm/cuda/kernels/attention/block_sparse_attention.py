@@ -1,0 +1,146 @@
+"""Block-sparse attention, forward: only the blocks of keys that a layout lists for each block of queries (a block mask;
+`program/layouts.py` has the tables). Also what the backward pass shares with it. Shapes and groups of constants as in attention.py.
+
+A program is BM queries of one row of the layout, and loops over the entries of its list. BM and BN divide the layout's BLOCK, so a
+tile lies in one block and has one kind: all of kind 0 is visible, of any other kind the bits of a mask are looked up. It does 4
+BLOCK^2 D operations for each listed block."""
+
+from __future__ import annotations
+
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cuda import attention_config
+from barellm.cuda.attention_config import AttentionConfig, padded_head_size
+from barellm.cuda.kernel import Count, Lowering, lowering
+from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, offset_from_q, options
+from barellm.cuda.kernels.attention.attention_mask import LOWEST
+from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.attention.relative_position_bias import add_terms
+from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.lowering import weight_operand
+
+
+@device
+def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
+    """Of part i of the entries' blocks, PART positions each: its first position, its place in the block, and the block's kind."""
+    BLOCK: tl.constexpr = LAYOUT[0]
+    entry, place = i // (BLOCK // PART), i % (BLOCK // PART) * PART
+    at = table + LAYOUT[1] + 1 + entry
+    return tl.load(at) * BLOCK + place, place, tl.load(at + LAYOUT[2])
+
+
+@device
+def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """The parts of the entries of a row of all heads' rows."""
+    return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
+
+
+@device
+def seen(masks, kind, query, key, BLOCK: tl.constexpr):
+    """Which queries see which keys, for places in a block that broadcast to a tile. Of kind 0 nothing is loaded; a branch would
+    make each wgmma wait for the one before."""
+    WORDS: tl.constexpr = (BLOCK + 31) // 32
+    at = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
+    return (tl.load(at, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0
+
+
+@device
+def block_sparse_attention_forward(
+    out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
+    OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program is BM queries of one head; the last of a sequence, whose lists are the longest if any are, start first."""
+    H: tl.constexpr = HEADS[0]
+    GROUP_SIZE: tl.constexpr = HEADS[1]
+    D: tl.constexpr = HEADS[2]
+    DP: tl.constexpr = HEADS[3]
+    BLOCK: tl.constexpr = LAYOUT[0]
+    C: tl.constexpr = H * D
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
+    token, shared = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
+    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
+    acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
+    row_max = tl.full((BM,), LOWEST, tl.float32)
+    query = m0 % BLOCK + tl.arange(0, BM)
+    begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
+    for i in range(begin, end):
+        n0, place, kind = block_of(rows, i, LAYOUT, BN)
+        s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
+        if TERMS[1] > 0:
+            s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
+        sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
+        s = tl.where(sees, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * SCALE_LOG2)
+        p = tl.math.exp2(s * SCALE_LOG2 - new_max[:, None])
+        rescale = tl.math.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
+        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    m = m0 + tl.arange(0, BM)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
+    store_rows(out + token * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
+
+
+def constants_of(op: Any) -> dict[str, Any]:
+    """The groups of constants: those of attention.py, and LAYOUT: positions of a block, lists, their entries; TERMS: the first
+    distance that has a relative term, and how many have one."""
+    (H, D, DP), layout, (first, last) = head_sizes(op), op.layout, op.distances
+    return {
+        "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
+        "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), "SCALE_LOG2": log2(e) / sqrt(D),
+        "LAYOUT": (layout.block, layout.heads * layout.rows, len(layout.keys)), "TERMS": (first, last + 1 - first),
+    }  # fmt: skip
+
+
+def operands_of(op: Any) -> dict[str, Any]:
+    """q, k and v, of which those that lie behind q are absent, the masks, the vectors of relative terms, and the length."""
+    relative = None if op.relative is None else weight_operand(op.relative)
+    kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": axis_size(op.q, 1)}
+
+
+def axis_size(t: Tensor, axis: int) -> Count:
+    """A run's size of one axis."""
+    n = t.shape[axis]
+    return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
+
+
+def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
+    """The tile of attention in windows, made smaller until it divides the layout's blocks. With relative terms it is a square of
+    32, or of 16 and four warps in fp32: others spill, and ptxas has the wgmmas of 64 wait for one another."""
+    t = attention_config.select_masked_config(
+        role, padded_head_size(int(op.out.shape[-1]) // op.heads), op.q.dtype, c.target.arch
+    )
+    most, warps = op.layout.block & -op.layout.block, t.num_warps
+    if op.relative is not None:
+        size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.num_warps)
+        most = min(most, t.queries, t.keys, size)
+    return AttentionConfig(min(t.queries, most), min(t.keys, most), warps, t.num_stages)
+
+
+def grid_of(op: Any, heads: int, size: int) -> Any:
+    """Blocks of a sequence, heads of all sequences."""
+    batch, length = axis_size(op.q, 0), axis_size(op.q, 1)
+    return lambda s: (ceil_div(length(s), size), batch(s) * heads)
+
+
+TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
+
+
+@lowering("layout_attention", views="q k v", also=TABLES)
+def lower_layout_attention(op: Any, c: Lowering) -> None:
+    t = config_of(op, c, "forward")
+    c.launch(
+        block_sparse_attention_forward,
+        operands_of(op) | {"out": op.out, "lse": op.lse, "rows": op.rows},
+        constants_of(op) | {"BM": t.queries, "BN": t.keys},
+        grid=grid_of(op, op.heads, t.queries), writes="out lse", **options(t),
+    )  # fmt: skip

@@ -1,0 +1,257 @@
+"""Warp-specialized causal attention on Hopper, forward (FlashAttention-3: Shah et al. 2024).
+
+Shapes: q, out (B, T, H * D), k, v (B, T, G * D), D 64 or 128; lse (B, H, T) fp32; GROUP_SIZE = H / G query heads share a KV head. A
+tile is BLOCK queries of one head, 64 for each of two consumer warpgroups. A thread block is persistent: it does every (number of
+blocks)-th tile, and the next tile's operands are loaded during this one's epilogue.
+
+    warps                   registers  what they do
+    2 consumer warpgroups   240        `consumer`: scores and output accumulators (64, D), row maxima and sums in registers
+    1 producer warp         24         `producer`: TMA loads of queries, keys and values into every free stage
+
+In shared memory, with mbarriers:
+
+    q_ring (2 x 2, 64, D)            q_full[t]: a tile's queries are loaded; q_empty[t]: both consumers are done with them
+    k_ring, v_ring (S, BLOCK, D)     k_full, v_full[s]: a block is loaded; k_empty, v_empty[s]: both consumers' wgmma have read it
+    pingpong[h]                      consumer h may issue its wgmmas: each arrives at the other's after issuing its own (FA3's
+                                     pingpong scheduling), so that the softmax of one overlaps the matmuls of the other
+
+Keys are visited from the diagonal back, so that the first block has the mask and no later one. In each step a consumer has Q K^T of
+the next keys and P V of these keys in flight together, then computes the softmax of the next scores while P V is multiplied. Tensor
+maps end with the batch and not with a sequence: beyond a last, partial block lie the next sequence's keys, whose probability is
+zero, so they must be finite.
+
+It computes what attention.py does, with the online softmax rescaled at other blocks of keys, so that bits differ.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import Any
+
+from barellm.cuda.attention_config import AttentionConfig
+from barellm.cuda.kernel import Lowering, TensorMap
+from barellm.cuda.kernels.gemm.hopper_warp_specialized import WG_M
+from barellm.cuda.lang import constant, gl, gluon, hopper
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, view_stride
+
+BLOCK = constant(128)  # queries of a tile, keys of a step
+LN_2 = constant(1 / log2(e))
+LOWEST = constant(-1e30)  # of a score that is not seen; every query sees a key of its first block
+
+
+@gluon
+def tile_at(w, seq):
+    """The tile scheduler: head, of all sequences', and first query of work item w. The heads of one sequence are done together, so
+    that their keys stay in L2; each begins at another tile, or some thread blocks would have only long ones."""
+    tiles = gl.cdiv(seq, BLOCK)
+    head = w // tiles
+    return head, (tiles - 1 - (w + head) % tiles) * BLOCK
+
+
+@gluon
+def producer(
+    q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr
+):
+    """TMA loads into every free stage: also of the next tile."""
+    q_ring, q_full, q_empty = queries
+    k_ring, k_full, k_empty = keys
+    v_ring, v_full, v_empty = values
+    STAGES: gl.constexpr = k_ring.shape[0]
+    i, t = 0, 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        head, m0 = tile_at(w, seq)
+        row = head // H * seq
+        ready = q_full.index(t % 2)
+        hopper.mbarrier.wait(q_empty.index(t % 2), (t // 2 & 1) ^ 1)
+        hopper.mbarrier.expect(ready, 2 * q_map.block_type.nbytes)
+        for half in gl.static_range(2):
+            at = [row + m0 + half * WG_M, head % H * D]
+            hopper.tma.async_copy_global_to_shared(q_map, at, ready, q_ring.index(2 * (t % 2) + half))
+        for n in range(0, m0 + BLOCK, BLOCK):
+            s, phase = i % STAGES, (i // STAGES & 1) ^ 1
+            at = [row + m0 - n, head % H // GROUP_SIZE * D]
+            hopper.mbarrier.wait(k_empty.index(s), phase)
+            hopper.mbarrier.expect(k_full.index(s), k_map.block_type.nbytes)
+            hopper.tma.async_copy_global_to_shared(k_map, at, k_full.index(s), k_ring.index(s))
+            hopper.mbarrier.wait(v_empty.index(s), phase)
+            hopper.mbarrier.expect(v_full.index(s), v_map.block_type.nbytes)
+            hopper.tma.async_copy_global_to_shared(v_map, at, v_full.index(s), v_ring.index(s))
+            i += 1
+        t += 1  # noqa: SIM113
+
+
+@gluon
+def consumer(
+    out, lse, queries, keys, values, pingpong, seq, items,
+    WG: gl.constexpr, SCALE_LOG2: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """WG_M queries of each tile. `i` counts blocks of keys, `t` tiles."""
+    q_ring, q_full, q_empty = queries
+    k_ring, k_full, k_empty = keys
+    v_ring, v_full, v_empty = values
+    STAGES: gl.constexpr = k_ring.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    i, t = 0, 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        head, m0 = tile_at(w, seq)
+        first = m0 + WG * WG_M
+        q = q_ring.index(2 * (t % 2) + WG)
+        hopper.mbarrier.wait(q_full.index(t % 2), t // 2 & 1)
+        hopper.mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
+        s = start_qk(q, k_ring.index(i % STAGES), SCORES)
+        s = hopper.warpgroup_mma_wait(0, deps=(s,))
+        hopper.mbarrier.arrive(k_empty.index(i % STAGES))
+        m = gl.expand_dims(first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES)), 1)
+        n = gl.expand_dims(m0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
+        s = gl.where(m >= n, s, LOWEST)
+        row_max = gl.max(s, 1) * SCALE_LOG2
+        p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(row_max, 1))
+        row_sum = gl.sum(p, 1)
+        weights = register_operand(p, v_ring.dtype, SUMS)
+        hopper.mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
+        acc = gl.zeros((WG_M, D), gl.float32, SUMS)
+        for _ in range(0, m0, BLOCK):
+            next_i = i + 1
+            hopper.mbarrier.wait(pingpong.index(WG), (i - t & 1) ^ (1 - WG))
+            hopper.mbarrier.wait(k_full.index(next_i % STAGES), next_i // STAGES & 1)
+            s = start_qk(q, k_ring.index(next_i % STAGES), SCORES)
+            sums = hopper.warpgroup_mma(weights, v_ring.index(i % STAGES), acc, is_async=True)
+            hopper.mbarrier.arrive(pingpong.index(1 - WG))
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            hopper.mbarrier.arrive(k_empty.index(next_i % STAGES))
+            new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
+            p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
+            rescale = gl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + gl.sum(p, 1)
+            row_max = new_max
+            # The next block of values. Here, since ptxas puts the wait for P V before all exponentials if nothing lies between,
+            # and a wait for a barrier begins another basic block.
+            hopper.mbarrier.wait(v_full.index(next_i % STAGES), next_i // STAGES & 1)
+            acc, p = hopper.warpgroup_mma_wait(0, deps=(sums, p))
+            weights = register_operand(
+                p, v_ring.dtype, SUMS
+            )  # not before: the wgmma reads the last ones from registers
+            hopper.mbarrier.arrive(v_empty.index(i % STAGES))
+            acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, SUMS), assert_trivial=True), 1)
+            i += 1
+        hopper.mbarrier.arrive(q_empty.index(t % 2))
+        sums = hopper.warpgroup_mma(weights, v_ring.index(i % STAGES), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=(sums,))
+        hopper.mbarrier.arrive(v_empty.index(i % STAGES))
+        write_tile(out, lse, acc, row_sum, row_max, head, first, seq, SCORES, SUMS, H, D)
+        i += 1
+        t += 1  # noqa: SIM113
+
+
+@gluon
+def start_qk(q, k, SCORES: gl.constexpr):
+    """Issue the wgmma q (64, D) k^T."""
+    KEYS: gl.constexpr = k.shape[0]
+    none = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
+    return hopper.warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon
+def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
+    """Probabilities as a register operand of wgmma; in these layouts they are there already."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+
+
+@gluon
+def write_tile(
+    out,
+    lse,
+    acc,
+    row_sum,
+    row_max,
+    head,
+    first,
+    seq,
+    SCORES: gl.constexpr,
+    SUMS: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Epilogue: divide by the row sums, write those queries of a consumer that are in the sequence."""
+    m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
+    gl.store(lse + head * seq + m, (row_max + gl.log2(row_sum)) * LN_2, mask=m < seq)
+    scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, SUMS), assert_trivial=True)
+    to = out + gl.cast(head // H * seq, gl.int64) * (H * D) + head % H * D
+    store_rows(to, acc * gl.expand_dims(scale, 1), first, seq, D, H * D)
+
+
+@gluon
+def store_rows(to, y, first, seq, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Write the rows of y (WG_M, D), from `first` on, that are in the sequence; STRIDE: elements from a row of the matrix to the
+    next."""
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    y = gl.convert_layout(y.to(to.dtype.element_ty), STORE_LAYOUT)
+    m = gl.expand_dims(first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, STORE_LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, STORE_LAYOUT)), 0)
+    gl.store(to + m * STRIDE + column, y, mask=(m < seq) & (column < D))
+
+
+@gluon
+def hopper_attention(
+    out, lse, q_map, k_map, v_map, seq, heads, SCALE_LOG2: gl.constexpr, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """`heads`: of all sequences."""
+    q_ring = gl.allocate_shared_memory(q_map.dtype, [4, WG_M, D], q_map.layout)
+    k_ring = gl.allocate_shared_memory(k_map.dtype, [STAGES, BLOCK, D], k_map.layout)
+    v_ring = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, D], v_map.layout)
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for s in gl.static_range(2):
+        hopper.mbarrier.init(q_full.index(s), count=1)
+        hopper.mbarrier.init(q_empty.index(s), count=2)
+        hopper.mbarrier.init(pingpong.index(s), count=1)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        hopper.mbarrier.init(k_full.index(s), count=1)
+        hopper.mbarrier.init(k_empty.index(s), count=2)
+        hopper.mbarrier.init(v_full.index(s), count=1)
+        hopper.mbarrier.init(v_empty.index(s), count=2)
+    hopper.fence_async_shared()
+
+    queries = (q_ring, q_full, q_empty)
+    keys = (k_ring, k_full, k_empty)
+    values = (v_ring, v_full, v_empty)
+    items = heads * gl.cdiv(seq, BLOCK)
+    gl.warp_specialize([
+        (consumer, (out, lse, queries, keys, values, pingpong, seq, items, 0, SCALE_LOG2, H, D)),
+        (consumer, (out, lse, queries, keys, values, pingpong, seq, items, 1, SCALE_LOG2, H, D)),
+        (producer, (q_map, k_map, v_map, queries, keys, values, seq, items, H, GROUP_SIZE, D)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: float) -> None:
+    """Append the forward pass of an op with this configuration: causal over complete sequences, heads of 64 or 128
+    columns of 16-bit numbers, without dropout."""
+    D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
+    assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
+    assert (tile.queries, tile.keys) == (BLOCK.value, BLOCK.value), tile
+    maps = {
+        f"{name}_map": head_tensor_map(c, op.inputs[name], WG_M.value if name == "q" else BLOCK.value, D)
+        for name in "qkv"
+    }
+    c.launch(
+        hopper_attention,
+        maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},
+        {"SCALE_LOG2": scale_log2, "H": op.heads, "GROUP_SIZE": share, "D": D, "STAGES": tile.num_stages},
+        grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * op.heads),),
+        writes="out lse", warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
+    """The tensor map of q, k or v, where they lie, with boxes of `rows` of one head."""
+    return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

@@ -1,0 +1,271 @@
+"""Warp-specialized causal attention on Hopper, backward (FlashAttention-3): one kernel, for dk and dv (DKV) or for dq.
+
+Shapes as in attention_backward.py, whose sums it computes in the same order. A tile is BLOCK keys of one KV head (DKV), or as many
+queries of a head, 64 for each of two consumer warpgroups; blocks of STREAM_ROWS rows of the other kind stream past it. With x, y
+for the stationary and a, b for the streamed operands (k, v and q, dout; or q, dout and k, v), a step of a consumer is
+
+    s = x a^T,  g = y b^T,  p = exp2(s scale - lse),  dv += p b (DKV only),  dk or dq += (p (g - delta)) a
+
+with s, g, p and the sums (64, D) in registers (240 of a thread), and in shared memory, with mbarriers:
+
+    x_ring, y_ring (2 x 2, 64, D)           tile_full[t]: a tile is loaded; tile_empty[t]: both consumers are done with it
+    a_ring, b_ring (S, STREAM_ROWS, D)      full[s]: a block is loaded; empty[s]: both consumers' wgmma have read it; with DKV:
+    stats_ring (S, STREAM_ROWS, 4)          lse and delta of the streamed queries
+
+One producer warp (24 registers) issues all TMA loads, into every free stage, also of the next tile. The softmax is recomputed while
+g is multiplied, and ds while dv is. The last wgmma is waited for in its own step: it reads registers, and ptxas serializes all
+wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that dq's last block has the mask and dk's first. Blocks
+beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
+the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
+
+Groups of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: rows of dx and dy.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from barellm.cuda.attention_config import AttentionConfig
+from barellm.cuda.kernel import Lowering, TensorMap
+from barellm.cuda.kernels.attention.hopper_attention import (
+    BLOCK,
+    head_tensor_map,
+    register_operand,
+    start_qk,
+    store_rows,
+    tile_at,
+)
+from barellm.cuda.kernels.gemm.hopper_warp_specialized import WG_M
+from barellm.cuda.lang import constant, gl, gluon, hopper
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part
+
+STATS = constant(4)  # numbers of a query in the scratch, of which two are used, or three where queries are bounded
+STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
+
+
+@gluon
+def streamed_rows(tile_row, seq, DKV: gl.constexpr):
+    """The rows that stream past the tile at `tile_row`: from its first key to the last query, or from the first key to its last
+    query."""
+    if DKV:
+        return tile_row, seq
+    else:
+        return 0, tile_row + BLOCK
+
+
+@gluon
+def producer(
+    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
+    DKV: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """TMA loads into every free stage: also of the next tile."""
+    H: gl.constexpr = HEADS[0]
+    GROUP_SIZE: gl.constexpr = HEADS[1]
+    D: gl.constexpr = HEADS[2]
+    x_ring, y_ring, tile_full, tile_empty = tile_pipeline
+    a_ring, b_ring, stats_ring, full, empty = stream_pipeline
+    STAGES: gl.constexpr = a_ring.shape[0]
+    TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
+    NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + (stats_map.block_type.nbytes if DKV else 0)
+    i, t = 0, 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        head, tile_row = tile_at(w, seq)
+        sequence, group = head // TILE_HEADS, head % TILE_HEADS
+        row = sequence * seq
+        ready = tile_full.index(t % 2)
+        hopper.mbarrier.wait(tile_empty.index(t % 2), (t // 2 & 1) ^ 1)
+        hopper.mbarrier.expect(ready, 4 * x_map.block_type.nbytes)
+        for half in gl.static_range(2):
+            at = [row + tile_row + half * WG_M, group * D]
+            hopper.tma.async_copy_global_to_shared(x_map, at, ready, x_ring.index(2 * (t % 2) + half))
+            hopper.tma.async_copy_global_to_shared(y_map, at, ready, y_ring.index(2 * (t % 2) + half))
+        begin, stop = streamed_rows(tile_row, seq, DKV)
+        for served in range(GROUP_SIZE if DKV else 1):
+            other = group * GROUP_SIZE + served if DKV else group // GROUP_SIZE
+            for n in range(begin, stop, STREAM_ROWS):
+                s = i % STAGES
+                loaded = full.index(s)
+                hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
+                hopper.mbarrier.expect(loaded, NBYTES)
+                at = [row + n, other * D]
+                hopper.tma.async_copy_global_to_shared(a_map, at, loaded, a_ring.index(s))
+                hopper.tma.async_copy_global_to_shared(b_map, at, loaded, b_ring.index(s))
+                if DKV:
+                    at = [(sequence * H + other) * seq + n, 0]
+                    hopper.tma.async_copy_global_to_shared(stats_map, at, loaded, stats_ring.index(s))
+                i += 1
+        t += 1  # noqa: SIM113
+
+
+@gluon
+def consumer(
+    dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
+    WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
+):  # fmt: skip
+    """WG_M rows of each tile. `i` counts streamed blocks, `t` tiles."""
+    H: gl.constexpr = HEADS[0]
+    GROUP_SIZE: gl.constexpr = HEADS[1]
+    D: gl.constexpr = HEADS[2]
+    x_ring, y_ring, tile_full, tile_empty = tile_pipeline
+    a_ring, b_ring, stats_ring, full, empty = stream_pipeline
+    STAGES: gl.constexpr = a_ring.shape[0]
+    TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM_ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    i, t = 0, 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        head, tile_row = tile_at(w, seq)
+        first = tile_row + WG * WG_M
+        x = x_ring.index(2 * (t % 2) + WG)
+        y = y_ring.index(2 * (t % 2) + WG)
+        x_sum = gl.zeros((WG_M, D), gl.float32, SUMS)
+        y_sum = gl.zeros((WG_M, D), gl.float32, SUMS)
+        row = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
+        if not DKV:
+            to = stats + STATS * (head * seq + row)
+            lse_row = gl.expand_dims(gl.load(to, mask=row < seq, other=0.0), 1)
+            delta = gl.expand_dims(gl.load(to + 1, mask=row < seq, other=0.0), 1)
+        hopper.mbarrier.wait(tile_full.index(t % 2), t // 2 & 1)
+        begin = first if DKV else 0
+        stop = seq if DKV else first + WG_M
+        for _ in range(GROUP_SIZE if DKV else 1):
+            if DKV and WG == 1:
+                i = skip_block(full, empty, i)
+            for n in range(begin, stop, STREAM_ROWS):
+                s = i % STAGES
+                hopper.mbarrier.wait(full.index(s), i // STAGES & 1)
+                p = start_qk(x, a_ring.index(s), SCORES)
+                g = start_qk(y, b_ring.index(s), SCORES)
+                p = hopper.warpgroup_mma_wait(1, deps=(p,))
+                if DKV:
+                    lse_row = query_stat(stats_ring.index(s), 0, SCORES)
+                p = gl.exp2(p * SCALES[0] - lse_row)
+                if n == first or (DKV and n + STREAM_ROWS > seq):
+                    own_rows = gl.expand_dims(row, 1)
+                    others = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
+                    if DKV:
+                        p = gl.where((others >= own_rows) & (others < seq), p, 0.0)
+                    else:
+                        p = gl.where(own_rows >= others, p, 0.0)
+                if DKV:
+                    weights = register_operand(p, b_ring.dtype, SUMS)
+                    y_sum = hopper.warpgroup_mma(weights, b_ring.index(s), y_sum, is_async=True)
+                    g = hopper.warpgroup_mma_wait(1, deps=(g,))
+                    delta = query_stat(stats_ring.index(s), 1, SCORES)
+                else:
+                    g, p = hopper.warpgroup_mma_wait(0, deps=(g, p))
+                weights = register_operand(p * (g - delta), a_ring.dtype, SUMS)
+                x_sum = hopper.warpgroup_mma(weights, a_ring.index(s), x_sum, is_async=True)
+                if DKV:
+                    x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))
+                else:
+                    x_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum,))
+                hopper.mbarrier.arrive(empty.index(s))
+                i += 1
+            if not DKV and WG == 0:
+                i = skip_block(full, empty, i)
+        hopper.mbarrier.arrive(tile_empty.index(t % 2))
+        at = gl.cast(head // TILE_HEADS * seq, gl.int64)
+        store_rows(dx + at * DKV_STRIDES[0] + head % TILE_HEADS * D, x_sum * SCALES[1], first, seq, D, DKV_STRIDES[0])
+        if DKV:
+            store_rows(dy + at * DKV_STRIDES[1] + head % TILE_HEADS * D, y_sum, first, seq, D, DKV_STRIDES[1])
+        t += 1  # noqa: SIM113
+
+
+@gluon
+def skip_block(full, empty, i):
+    """Release the i-th block, which only the other consumer needs. Not before it is full: then the other consumer has released the
+    stage's last block, and the two arrivals for this block are not counted with those for that one."""
+    STAGES: gl.constexpr = empty.shape[0]
+    hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+    hopper.mbarrier.arrive(empty.index(i % STAGES))
+    return i + 1
+
+
+@gluon
+def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
+    """A statistic of each streamed query, (1, STREAM_ROWS), in the registers of its scores: lse (0) or delta (1)."""
+    STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [STREAM_ROWS, 1],
+    )
+    found = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
+    return gl.expand_dims(gl.convert_layout(found, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
+
+
+@gluon
+def hopper_attention_backward(
+    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
+    DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dx is dk and dy dv, or dx is dq and dy None. `heads`: of the tiles, of all sequences. `stats` are for dq, `stats_map` for dk
+    and dv: the same matrix."""
+    D: gl.constexpr = HEADS[2]
+    x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
+    y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
+    a_ring = gl.allocate_shared_memory(a_map.dtype, [STAGES, STREAM_ROWS, D], a_map.layout)
+    b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, STREAM_ROWS, D], b_map.layout)
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for s in gl.static_range(2):
+        hopper.mbarrier.init(tile_full.index(s), count=1)
+        hopper.mbarrier.init(tile_empty.index(s), count=2)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(s), count=1)
+        hopper.mbarrier.init(empty.index(s), count=2)
+    hopper.fence_async_shared()
+
+    tile_pipeline = (x_ring, y_ring, tile_full, tile_empty)
+    stream_pipeline = (a_ring, b_ring, None, full, empty)
+    if DKV:
+        stats_ring = gl.allocate_shared_memory(stats_map.dtype, [STAGES, STREAM_ROWS, STATS], stats_map.layout)
+        stream_pipeline = (a_ring, b_ring, stats_ring, full, empty)
+    items = heads * gl.cdiv(seq, BLOCK)
+    gl.warp_specialize([
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, HEADS, DKV_STRIDES)),
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, HEADS, DKV_STRIDES)),
+        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, HEADS)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def launch_backward(
+    op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool
+) -> None:
+    """Append dk and dv (`keys`), or dq, of an op with this configuration: causal over complete sequences, heads of 64 or
+    128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: of attention_stats."""
+    D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
+    assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
+    assert (tile.queries, tile.keys) == (
+        (STREAM_ROWS.value, BLOCK.value) if keys else (BLOCK.value, STREAM_ROWS.value)
+    ), tile
+    queries, kv = (op.q, op.dout), (op.k, op.v)
+    stationary, streamed = (kv, queries) if keys else (queries, kv)
+    maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}
+    maps |= {f"{name}_map": head_tensor_map(c, x, STREAM_ROWS.value, D) for name, x in zip("ab", streamed, strict=True)}
+    box = TensorMap(
+        part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value
+    )
+    results = {"dx": op.dk, "dy": op.dv} if keys else {"dx": op.dq, "dy": None}
+    heads = op.kv_heads if keys else op.heads
+    c.launch(
+        hopper_attention_backward,
+        maps | results | {
+            "stats": None if keys else stats, "stats_map": box if keys else None, "seq": lambda s: s.seq,
+            "heads": lambda s: s.batch * heads,
+        },
+        {
+            "DKV": keys, "SCALES": (scale_log2, 1 / sqrt(D)), "HEADS": (op.heads, share, D), "STAGES": tile.num_stages,
+            "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
+        },
+        grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),
+        writes="dx dy" if keys else "dx", warps=tile.num_warps,
+    )  # fmt: skip

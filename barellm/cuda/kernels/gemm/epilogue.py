@@ -1,0 +1,75 @@
+"""GEMM epilogues, done on the accumulators: bias, an activation or its slope, the residual.
+
+Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_STRIDE, PRE_STRIDE and OTHER_STRIDE are the elements
+from a row of a view to the next, None where rows lie side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.pointwise.activations import SLOPES, slope_of, value_of
+from barellm.cuda.lang import device, tl
+
+
+@device
+def row_offsets(at, row, N, STRIDE: tl.constexpr):
+    """The offsets of elements `at` of a matrix (M, N), in rows `row`, in one whose rows lie ROW elements apart (None: N
+    elements)."""
+    if STRIDE is not None:
+        at += row.to(tl.int64)[:, None] * (STRIDE - N)
+    return at
+
+
+@device
+def epilogue_tile(
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
+    EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Store the accumulators of the tile at (m0, n0), the element `at` of a matrix (M, N), with what the fusion table adds to a
+    GEMM: in SUBTILES, one after the other, so that what is added finds registers."""
+    if SUBTILES > 1:
+        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+        half = acc.shape[1] // 2
+        epilogue_tile(
+            out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, SUBTILES // 2,
+            OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
+        )  # fmt: skip
+        epilogue_tile(
+            out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, SUBTILES // 2,
+            OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
+        )  # fmt: skip
+    else:
+        epilogue_subtile(
+            out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
+        )
+
+
+@device
+def epilogue_subtile(
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+):  # fmt: skip
+    m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    n_in = n < N - n0
+    mask = (m < M - m0)[:, None] & n_in[None, :]
+    at += m[:, None] * N + n[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
+    if pre is not None:
+        tl.store(pre + row_offsets(at, m0 + m, N, PRE_STRIDE), acc, mask=mask)
+        acc = value_of(acc, EPILOGUE)
+    elif other is not None:
+        read = tl.load(other + row_offsets(at, m0 + m, N, OTHER_STRIDE), mask=mask, other=0.0).to(tl.float32)
+        if EPILOGUE == "residual":
+            acc += read
+        else:
+            acc *= slope_of(read, EPILOGUE)
+    store_or_add(out + row_offsets(at, m0 + m, N, OUT_STRIDE), mask, acc, scalars, MODE)
+
+
+def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
+    """The matrix that an epilogue writes besides the result (an activation's input), and the one that it reads (a slope's input, or
+    a residual)."""
+    return (None, pre) if epilogue in SLOPES else (pre, residual)

@@ -1,0 +1,228 @@
+"""GEMM on Hopper: wgmma with operands of bf16 or fp16 and fp32 accumulators, every byte moved by the tensor memory accelerator
+(TMA).
+
+Shapes: out (M, N) = a b over depth K, row-major, by gemm_kind (BLAS's transposes of a and b):
+
+    nt  a (M, K)  b stored (N, K)    forward (fprop): M tokens
+    nn  a (M, K)  b stored (K, N)    input gradient (dgrad)
+    tn  a stored (K, M)  b stored (K, N)    weight gradient (wgrad): K tokens, split-K, slices added in order afterwards
+
+A persistent thread block of 384 threads does tiles of 128 x TILE_N one after the other, warp-specialized: the protocol of its warps
+is in hopper_warp_specialized.py. Operands lie in shared memory as in global memory, with 128-byte swizzle; what is stored along the
+other dimension is read transposed by wgmma. Edges need no masks: TMA loads beyond a matrix give zeros, stores beyond it are
+dropped. What it should reach, by arithmetic: docs/cuda_gemm.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda import gemm_config, tuning
+from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
+from barellm.cuda.kernels.gemm.epilogue import epilogue_operands
+from barellm.cuda.kernels.gemm.hopper_warp_specialized import ONES_N, TILE_K, TILE_M, WG_M, consumer, load_c, producer
+from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
+from barellm.cuda.lang import gl, gluon, hopper
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import Region, part, view_stride
+
+
+@gluon
+def hopper_gemm(
+    out_map, pre_map, a_map, b_map, c_map, bias, sums, scalars, M, N, K, k_per_split, group,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
+    TILE_N: gl.constexpr, STAGES: gl.constexpr, EPI_STAGES: gl.constexpr,
+):  # fmt: skip
+    """out (M, N) = a (M, K) times b (K, N), or split-K slice p of K, `k_per_split` long, into rows p M onwards. `sums`, if given:
+    (slices, M), the row sums of a over each slice."""
+    a_ring = gl.allocate_shared_memory(
+        a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
+    )
+    b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, b_map.block_shape[0], b_map.block_shape[1]], b_map.layout)
+    c_buffers = gl.allocate_shared_memory(
+        out_map.dtype, [2 * EPI_STAGES, out_map.block_shape[0], out_map.block_shape[1]], out_map.layout
+    )
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    c_full = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
+    c_empty = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(s), count=1)
+        hopper.mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2 * EPI_STAGES):
+        hopper.mbarrier.init(c_full.index(s), count=1)
+        hopper.mbarrier.init(c_empty.index(s), count=1)
+    stagger = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    hopper.mbarrier.init(stagger.index(0), count=1)
+    rows_to = (sums, None)
+    if sums is not None:
+        ROWS_OF_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES_N, TILE_K], ROWS_OF_128)
+        ones.index(0).store(
+            gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+        )
+        rows_to = (sums, ones)
+    hopper.fence_async_shared()
+
+    sizes = (M, N, K, k_per_split, group)
+    pipeline = (a_ring, b_ring, full, empty)
+    c_pipeline = (c_buffers, c_full, c_empty)
+    # Constants stand where they are passed: one that is put into a variable or a tuple is none any more.
+    if c_map is None:
+        gl.warp_specialize([
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
+            (load_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
+            (load_c, (c_map, scalars, c_pipeline, sizes, 1, EPILOGUE, TILE_N)),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
+
+
+HALF_DTYPES = ("bf16", "fp16")  # dtypes of operands
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def operand_of(value: Any) -> tuple[Region, str]:
+    """An operand, a Tensor or (Region, dtype), as the latter."""
+    return value if isinstance(value, tuple) else (part(value), value.dtype)
+
+
+def fits(
+    c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, most: int, N: int, K: int,
+    residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
+) -> bool:  # fmt: skip
+    """Whether `launch_gemm` takes this GEMM, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of a
+    multiple of 16 bytes, at most one matrix that the epilogue reads, and at least half a wave of small tiles."""
+    operands = [operand_of(v) for v in (out, a, b, residual, pre) if v is not None]
+    if not c.target.hopper or operands[1][1] not in HALF_DTYPES or operands[2][1] != operands[1][1]:
+        return False
+    if (
+        any(region.start % 16 for region, _ in operands)
+        or any(
+            (view_stride(v) or 0) * ITEMSIZE[operand_of(v)[1]] % 16 for v in (out, a, b, residual, pre) if v is not None
+        )
+        or N % 8
+        or K % 8
+        or any(d != operands[0][1] for _, d in operands[3:])
+    ):
+        return False
+    if (
+        operands[0][1] not in ("fp32", operands[1][1])
+        or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1
+    ):
+        return False
+    rows, cols, depth = _sizes(gemm_kind, most, N, K)
+    tiles = ceil_div(rows, TILE_M.value) * ceil_div(cols, 128)
+    if gemm_kind == "tn":
+        tiles *= gemm_config.max_splits(tiles, depth)
+        return operands[0][1] == "fp32" and N % WG_M.value == 0 and 2 * tiles >= gemm_config.WAVE
+    return 2 * tiles >= gemm_config.WAVE
+
+
+def launch_gemm(
+    c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
+    bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
+    dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
+) -> None:  # fmt: skip
+    """Append one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
+    the tiles that are multiplied."""
+    height, width, depth = _sizes(gemm_kind, most, N, K)
+    usual = gemm_config.select_tile_n(gemm_kind, height, width, depth)
+    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, usual)  # of the default: bits do not depend on tuning
+    slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
+    written, other = epilogue_operands(pre, residual, epilogue)
+    if not epilogue and mode != MODES["store"] and slices == 1:
+        other, epilogue = out, "add" if mode == MODES["add"] else "start"
+    f = tuning.select_config(
+        c.target, tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
+    )
+    M: Size | int = height if gemm_kind == "tn" else rows
+    target, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
+    split = None
+    if slices > 1:
+        split = SplitK(rows, tiles)
+        target, out_rows, k_per_split = (
+            c.scratch("partials", (slices, height, width)),
+            _Times(split.count, height),
+            split,
+        )
+    sums = c.scratch("sums", (slices, height)) if dbias is not None else None
+    c.launch(
+        hopper_gemm,
+        {
+            "out_map": _map(target, out_rows, width, _block(target)),
+            "pre_map": _map(written, out_rows, width, _block(written)) if written is not None else None,
+            "a_map": _map(a, rows, N if gemm_kind == "tn" else depth, (WG_M.value, TILE_K.value)),
+            "b_map": _map(b, rows, width, (TILE_K.value, f.tile_n)) if gemm_kind == "tn" else _map(
+                b, N, K, (f.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, f.tile_n)
+            ),
+            "c_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
+            "bias": bias, "sums": sums, "M": M, "N": width, "K": rows if gemm_kind == "tn" else depth, "k_per_split": k_per_split,
+            "group": f.group_m,
+        },
+        {
+            "A_TRANSPOSED": gemm_kind == "tn", "B_TRANSPOSED": gemm_kind == "nt", "EPILOGUE": epilogue,
+            "TILE_N": f.tile_n, "STAGES": f.num_stages, "EPI_STAGES": f.epilogue_stages,
+        },
+        grid=_Grid(c.target.sms, M, ceil_div(width, f.tile_n), split.count if split else None),
+        writes="out_map pre_map sums",
+    )  # fmt: skip
+    if split is not None:
+        reduce_splits(c, out, target, split.count, height * width, mode)
+    if sums is not None:
+        reduce_splits(c, dbias, sums, split.count if split else 1, height, dbias_mode)
+
+
+def _sizes(gemm_kind: str, most: int, N: int, K: int) -> tuple[int, int, int]:
+    """Rows, columns and depth of the result, at most."""
+    return {"nt": (most, N, K), "nn": (most, K, N), "tn": (N, K, most)}[gemm_kind]
+
+
+def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> TensorMap:
+    region, dtype = operand_of(value)
+    return TensorMap(region, dtype, rows, columns, box, view_stride(value) or columns)
+
+
+def _block(value: Any) -> tuple[int, int]:
+    """The TMA box of what the epilogue stores or loads: 128 bytes wide, an epilogue buffer."""
+    return WG_M.value, 128 // ITEMSIZE[operand_of(value)[1]]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """A `Size` times a number."""
+
+    size: Size
+    factor: int
+
+    def __call__(self, sizes: Any) -> int:
+        return self.size(sizes) * self.factor
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A grid of one block per multiprocessor, or per tile where those are fewer."""
+
+    sms: int
+    rows: Size | int
+    n_tiles: int
+    slices: Size | None
+
+    def __call__(self, sizes: Any) -> tuple[int, ...]:
+        rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
+        return (
+            min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),
+        )
