@@ -4,7 +4,7 @@ what compute-sanitizer looks at; it makes them 10 to 100 times slower."""
 from __future__ import annotations
 
 from barellm.assembly.build import open_model
-from barellm.bench.gemms import Product, append, fill
+from barellm.bench.gemms import Gemm, append, fill
 from barellm.config import Config
 from barellm.plans.devices import open_session
 from barellm.profiling.step import SEED, StepBench
@@ -34,7 +34,7 @@ def steps() -> None:
 def programs(*, N: int, K: int, tokens: int) -> list[Program]:
     made = [Program(Store(), compute="bf16") for _ in PRODUCTS]
     for program, (op, mode) in zip(made, PRODUCTS, strict=True):
-        append(program, Product("", op, N, K, tokens, mode), 0)
+        append(program, Gemm("", op, N, K, tokens, mode), 0)
     return made
 
 
