@@ -34,7 +34,7 @@ def steps() -> None:
 def programs(*, N: int, K: int, tokens: int) -> list[Program]:
     made = [Program(Store(), compute="bf16") for _ in PRODUCTS]
     for program, (op, mode) in zip(made, PRODUCTS, strict=True):
-        append(program, Product("", op, N, K, tokens, mode), 0)
+        append(program, Gemm("", op, N, K, tokens, mode), 0)
     return made
 
 

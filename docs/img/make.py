@@ -88,10 +88,7 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], *, be
 # Folder -> its colour and what it holds, in two lines.
 ROOMS: dict[str, tuple[str, str]] = {
     "cli": (SAND, "one module per command,\nimported when it runs"),
-    "bench": (SKY, "benchmarks beside\nother programs"),
-    "profiling": (SKY, "steps and traces,\nop by op"),
-    "inspect": (SKY, "machine code\nof kernels"),
-    "plans": (SKY, "memory, operations,\nbounds"),
+    "tools": (SKY, "plan, inspect,\nprofile, bench"),
     "interop": (SKY, "Hugging Face,\nllm.c"),
     "native": (SKY, "a run as a program\nwithout Python"),
     "training": (SKY, "run, loop, schedule,\nmetrics, stopping"),
@@ -118,12 +115,14 @@ def imports() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for path in PACKAGE.rglob("*.py"):
         folder = path.relative_to(PACKAGE).parts[0]
+        if folder == "config":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = (
                 [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             )
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names = {m.split(".")[1] for m in modules if m.startswith("barellm.")}
+            names = {m.split(".")[1] for m in modules if m.startswith("barellm.")} - {"config"}  # values: for all
             found |= {(folder, name) for name in names if name != folder}
     return {(a, b) for a, b in found if (PACKAGE / a).is_dir() and (PACKAGE / b).is_dir()}
 

@@ -384,7 +384,7 @@ def test_the_sanitizer_sees_steps_and_every_kind_of_product(monkeypatch, capsys)
 def test_its_products_are_large_enough_for_hopper_s_kernels():
     for op, mode in small_step.PRODUCTS:
         program = Program(Store(), compute="bf16")
-        append(program, Product("", op, 640, 640, 2048, mode), 0)
+        append(program, Gemm("", op, 640, 640, 2048, mode), 0)
         names = [call.spec.name for call in lower_and_plan({"p": program}, Target()).calls["p"]]
         assert names[0] == "hopper_gemm", op
 

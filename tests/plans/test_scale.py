@@ -32,7 +32,7 @@ def sent(config, rank: int, count: int) -> dict[str, int]:
     programs = build_programs(config, ranks=Planned(rank, count))
     for op in (*programs["forward_backward"].ops, *programs["optimizer_step"].ops):
         if op.name in ("start_all_to_all", "all_to_all", "all_gather"):
-            kind = op.name.removeprefix("begin_")
+            kind = op.name.removeprefix("start_")
             for (name, t), to in zip(op.inputs.items(), op.attrs["to"], strict=True):
                 nbytes = operand_bytes(t) if name in op.rounded else t.nbytes
                 found[kind] = found.get(kind, 0) + nbytes * len(to)
