@@ -21,7 +21,7 @@ IDENTIFIERS = {
     "told", "workplace",
 }  # fmt: skip
 # Folders in which these words still stand.
-UNFINISHED = {"asked": ("assembly", "bench", "cpu", "cuda", "runtime"), "told": ("bench", "cuda", "kernels", "runtime")}
+UNFINISHED = {"asked": ("assembly", "tools", "cpu", "cuda", "runtime"), "told": ("tools", "cuda", "kernels", "runtime")}
 HELP = (
     "products?", "matrix products?", "few bits", "how bold", "side by side", "held back", "go(es)? on", "anew", "at best", "turns?",
     "company", "rival", "whole one", "for ever",

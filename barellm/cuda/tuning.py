@@ -178,7 +178,8 @@ def from_entry(entry: Any, key: Key, arch: int) -> Config:
     default."""
     kind, name = key.kind, NAMES[key.kind]
     try:
-        config = kind(**{OLD_FIELDS.get(field, field): value for field, value in entry[name].items()})
+        fields: dict[str, Any] = {OLD_FIELDS.get(field, field): value for field, value in entry[name].items()}
+        config = kind(**fields)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected {name} ({error!r})") from error
     known = key.configs(arch)

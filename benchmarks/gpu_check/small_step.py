@@ -6,7 +6,7 @@ from __future__ import annotations
 from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.program.builder import Program, Store
-from barellm.tools.bench.gemms import Product, append, fill
+from barellm.tools.bench.gemms import Gemm, append, fill
 from barellm.tools.plan.devices import open_session
 from barellm.tools.profile.step import SEED, StepBench
 from benchmarks.gpu_check.correct import model

@@ -144,7 +144,7 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     """What the ranks exchange in a step: bytes by rank, and what may hide them."""
     from barellm.optim.powersgd import TRAVELS, Compression
-    from barellm.optim.sharding import TOGETHER
+    from barellm.optim.sharding import BUCKET_ELEMENTS
     from barellm.program.dtypes import FORMATS, itemsize
     from barellm.program.ops.optim.optimizer import CHUNK
 
@@ -163,7 +163,7 @@ def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     for t in params:
         planes = FORMATS[t.dtype].planes
         weights += t.nbytes if t in store.exact or not planes else FORMATS[planes[0]].nbytes(t.size)
-    rounds = ceil(elements / ranks / TOGETHER)
+    rounds = ceil(elements / ranks / BUCKET_ELEMENTS)
     return [
         Collective("gradients", 4 * elements, rounds, early=True),
         Collective("partial sums of the norm", 4 * ceil(elements / CHUNK)),
