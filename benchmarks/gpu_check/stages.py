@@ -165,5 +165,11 @@ def rehearsed_on(gpu: Any, patch: Any) -> None:
     nccl = Nccl(lambda: gpu)
     patch.setattr("barellm.cuda.nccl.bindings", lambda: nccl)
     tiles = {"fp32": (16, 16, 16, 4), "bf16": (16, 16, 16, 4)}
-    for name, value in {"NBYTES": 32 * bench.BLOCK, "TURNS": 1, "TRIALS": 1, "REPEATS": 1, "TILES": tiles}.items():
+    for name, value in {
+        "BANDWIDTH_BYTES": 32 * bench.BLOCK,
+        "ITERATIONS": 1,
+        "TRIALS": 1,
+        "REPEATS": 1,
+        "TILES": tiles,
+    }.items():
         patch.setattr(bench, name, value)

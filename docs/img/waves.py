@@ -18,14 +18,14 @@ INK, SOFT, OURS, FIXED, SPLIT = "#1f2933", "#52606d", "#5b8def", "#9aa5b1", "#3f
 SMS = 132
 
 
-def by_us(M: int, N: int, K: int) -> dict[str, waves.Cut]:
-    """How the backend cuts the product and its gradients, by role."""
-    built = devices.lower({"product": waves.one_product(M, N, K, "bf16")}, Target())
-    return {cut.role: cut for cut in waves.products(built, ["product"], Sizes(batch=M))}
+def by_us(M: int, N: int, K: int) -> dict[str, waves.Tiling]:
+    """The tilings of the GEMM and its gradients, by transpose mode."""
+    built = devices.lower({"gemm": waves.one_gemm(M, N, K, "bf16")}, Target())
+    return {tiling.transpose_mode: tiling for tiling in waves.gemms(built, ["gemm"], Sizes(batch=M))}
 
 
 def fixed(M: int, N: int) -> float:
-    """What tiles of 128 x 256 and no parts would leave of the card."""
+    """What tiles of 128 x 256 without split-K would leave of the card."""
     tiles = ceil_div(M, 128) * ceil_div(N, 256)
     return M * N / (128 * 256) / (SMS * ceil_div(tiles, SMS))
 
@@ -36,18 +36,18 @@ def main() -> None:
     sizes = range(256, 8193, 64)
     left.plot(sizes, [100 * fixed(n, n) for n in sizes], color=FIXED, linewidth=1, label="always 128 x 256")
     left.plot(
-        sizes, [100 * by_us(n, n, n)["nt"].efficiency for n in sizes], color=OURS, linewidth=1.2, label="as cut here"
+        sizes,
+        [100 * by_us(n, n, n)["nt"].efficiency for n in sizes],
+        color=OURS,
+        linewidth=1.2,
+        label="tiling chosen here",
     )
-    left.set(title="M = N = K", xlabel="size", ylabel="% of the card, at best", ylim=(0, 103))
+    left.set(title="M = N = K", xlabel="size", ylabel="% of the card (estimate)", ylim=(0, 103))
     tokens = [2**i * 256 for i in range(10)]
     cuts = [by_us(t, 2304, 768) for t in tokens]
-    right.plot(
-        tokens, [100 * fixed(2304, 768)] * len(tokens), color=FIXED, marker=".", label="weight gradient in one part"
-    )
-    right.plot(
-        tokens, [100 * c["tn"].efficiency for c in cuts], color=SPLIT, marker="s", markersize=4, label="weight gradient"
-    )
-    right.plot(tokens, [100 * c["nt"].efficiency for c in cuts], color=OURS, marker="o", markersize=4, label="forward")
+    right.plot(tokens, [100 * fixed(2304, 768)] * len(tokens), color=FIXED, marker=".", label="wgrad without split-K")
+    right.plot(tokens, [100 * c["tn"].efficiency for c in cuts], color=SPLIT, marker="s", markersize=4, label="wgrad")
+    right.plot(tokens, [100 * c["nt"].efficiency for c in cuts], color=OURS, marker="o", markersize=4, label="fprop")
     right.set(title="gpt2-124m's qkv: 2304 from 768", xlabel="tokens", xscale="log")
     right.set_xticks(tokens[::2], [f"{t:,}" for t in tokens[::2]])
     right.minorticks_off()

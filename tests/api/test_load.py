@@ -385,7 +385,7 @@ def test_a_refused_opening_leaves_the_model_alive(on_cpu, monkeypatch):
         on_cpu.loss(many, many)
     assert (on_cpu.logits(TOKENS) == logits).all() and on_cpu._session is session
     with monkeypatch.context() as patch:
-        patch.setattr("barellm.api.enter", lambda *words: 1 // 0)
+        patch.setattr("barellm.api.on_step", lambda *words: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             on_cpu.loss(TOKENS, TARGETS)
     assert (on_cpu.logits(TOKENS) == logits).all()

@@ -202,7 +202,7 @@ def test_numbers_of_numpy_are_keys_of_a_run(tiny, tmp_path):
     )
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
     made = replace(models.preset("default").train, micro_batch_size=np.int32(3), signal_grace_period=np.float64(1))
-    assert (type(made.batch), type(made.grace), made.batch) == (int, float, 3)
+    assert (type(made.micro_batch_size), type(made.signal_grace_period), made.micro_batch_size) == (int, float, 3)
     assert repr(run) == f"<barellm.Run {tmp_path / 'a'}: 4 steps, finished, {run.val_nats:.4f} nats on validation>"
 
 

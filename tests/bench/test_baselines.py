@@ -348,7 +348,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     model = twin.Speedrun(a)
     programs = build_programs(chosen)
     session = ReferenceSession(programs, dtype="float64")
-    training_schedule.enter(session, chosen, 0, chosen.train.steps)
+    training_schedule.on_step(session, chosen, 0, chosen.train.steps)
     ours = {name: tuple(map(int, t.shape)) for name, t in session.tensors.items() if t.role == "parameter"}
     assert ours == {name: tuple(model[name].shape) for name in model.names} and list(ours) == model.names
     rng = np.random.default_rng(1)
@@ -369,7 +369,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     assert all(
         np.linalg.norm(found[name].numpy() - session.read(f"{name}.grad")) < 2e-4 * found[name].norm() for name in ours
     )
-    steps = training_schedule.own(chosen)
+    steps = training_schedule.model_schedule(chosen)
     assert steps
     (_, scalars), ((adam, more),) = steps.step(0, 400).updates[0], steps.step(1, 400).updates
     rates = {"lr": twin.RATE, "momentum": twin.MOMENTUM}

@@ -344,7 +344,7 @@ def test_a_run_samples_and_evaluates_with_weights_of_few_bits(trained, text, cap
             str(trained),
             "--prompt",
             "12 squared",
-            "--tokens",
+            "--max_new_tokens",
             "9",
             "--weights",
             "int4",

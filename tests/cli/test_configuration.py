@@ -19,7 +19,7 @@ def resolved(*words: str) -> Config:
 def test_every_key_is_explained():
     known = overrides.every_key()
     assert set(known) == {key for name in presets() for key in overrides.known_keys(preset(name))}
-    assert all(entry.says for owners in known.values() for entry in owners.values())
+    assert all(entry.help for owners in known.values() for entry in owners.values())
 
 
 def test_no_words_give_the_default():

@@ -108,7 +108,7 @@ def test_a_stage_has_bars_and_no_more_than_it_can_do(name, monkeypatch):
     assert found["bars"] and passed({name: {"status": "done", **found}})
     for scale in (Scale(small=True, mock=True), Scale(small=False, mock=False)):
         cases = craft.CASES[name](scale)
-        assert all(case.against and case.peer["op"] for case in cases)
+        assert all(case.against and case.baseline["op"] for case in cases)
         assert len({case.name for case in cases}) == len(cases)
     assert {s.name for s in STAGES if s.module == "craft"} == set(craft.CASES)
 
@@ -121,7 +121,7 @@ def test_pytorch_has_what_it_is_asked_for(name, monkeypatch):
     monkeypatch.syspath_prepend(apart.baseline_script("torch_kernels.py").parent)
     calls = __import__("torch_kernels").calls
     for one in craft.CASES[name](Scale(small=True, mock=False)):
-        made = calls(device="cpu", **one.peer)
+        made = calls(device="cpu", **one.baseline)
         for way in one.against:
             call = made["run" if way == "peer" else f"run {way}"]
             assert way == "flex" or call() is not None
@@ -147,8 +147,10 @@ def test_what_is_measured_and_asked_for():
     """Of sparse kernels a time of their density and a little; of rows the longest."""
     cases = craft.block_products(Scale(small=False, mock=False))
     assert {one.against["dense"] for one in cases} == {round(1 / (density + 0.08), 2) for density in (1 / 16, 1 / 4)}
-    windows = [one.peer["window"] for one in craft.attentions(Scale(small=False, mock=False))]
+    windows = [one.baseline["window"] for one in craft.attentions(Scale(small=False, mock=False))]
     flexed = ["flex" in one.against for one in craft.attentions(Scale(small=False, mock=False))]
     assert windows == [256, 256, 0, 0, 0, 0] and flexed == [window > 0 for window in windows]
-    rows = [(one.peer["backward"], one.peer["columns"]) for one in craft.long_rows(Scale(small=False, mock=False))]
+    rows = [
+        (one.baseline["backward"], one.baseline["columns"]) for one in craft.long_rows(Scale(small=False, mock=False))
+    ]
     assert rows == [(False, 32768)] * 3 + [(True, 16384)] * 3  # as many as each has in registers

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from barellm.cli import main
-from barellm.cuda import cublaslt, kernels
+from barellm.cuda import cublaslt
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.kernel import LibraryGemm, Target
+from barellm.cuda.kernels import gemm
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.errors import UserError
 from barellm.models import preset
@@ -56,7 +57,7 @@ def library(request, monkeypatch):
         return
     made = MockCublas(request.getfixturevalue("gpu"))
     made.install(monkeypatch)
-    monkeypatch.setattr(kernels.cublaslt, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
+    monkeypatch.setattr(gemm.cublaslt, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
     yield made
     assert not made.failures, made.failures[0]
 

@@ -139,8 +139,8 @@ def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, mo
     assert not found.look(100.0)
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(ranks[0], "Z")
-    found._ends.wait(10)
-    monkeypatch.setattr(found._ends, "status", lambda process: status)
+    found._exit_order.wait(10)
+    monkeypatch.setattr(found._exit_order, "status", lambda process: status)
     assert [found.look(1.0) for _ in range(looks)] == [False] * (looks - 1) + [True]
     said = f"rank 0 (process {ranks[0]}) has been gone for 11 s: the run is ended"
     assert found.words == (said if looks == 11 else "")
@@ -155,8 +155,8 @@ def test_it_waits_for_nobody_after_a_failure_where_the_launcher_does_not_either(
     assert not found.look(100.0)
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(ranks[0], "Z")
-    found._ends.wait(10)
-    monkeypatch.setattr(found._ends, "status", lambda process: status)
+    found._exit_order.wait(10)
+    monkeypatch.setattr(found._exit_order, "status", lambda process: status)
     assert found.look(0.01) == ends
     if ends:
         wait_for(ranks[1], "Z")
