@@ -257,7 +257,7 @@ def _(path: Path, draw: random.Random) -> None:
     if draw.random() < 0.5:
         with pytest.MonkeyPatch.context() as patch:  # of a folder that somebody made the checksums agree
             patch.setattr(checkpoint, "problem", lambda path, optimizer=True: None)
-            run.resume_from(step.parents[1], preset=None, asked=lambda config: {}, console=Silent())  # pyright: ignore
+            run.resume_from(step.parents[1], preset=None, requested=lambda config: {}, console=Silent())  # pyright: ignore
         return
     quantized.stored_scheme(step, found)
     card.text(of_checkpoint(step), dtype="fp32", licence=None)

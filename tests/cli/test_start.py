@@ -46,7 +46,7 @@ def test_sampling_imports_nothing_of_training(trained, monkeypatch, tmp_path):
         name for name in loaded if name.startswith(("barellm.training", "barellm.evaluation", "barellm.interop"))
     }
     assert not loaded & {"matplotlib", "rich", "tokenizers", "torch", "triton", "barellm.cpu.tuner"}
-    assert len([name for name in loaded if name.startswith("barellm.")]) < 250
+    assert len([name for name in loaded if name.startswith("barellm.")]) < 270
 
 
 def test_sampling_plans_and_compiles_one_program(trained):

@@ -87,7 +87,7 @@ def test_products_of_blocks_compile_for_other_machines(isa, block, instruction):
     p.backward(p.output("loss", p.classifier(h, head, p.input("targets", shape), valid_vocab=9)))
     multiply = 0
     for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs:
-        if spec.name in ("pack_blocks", "block_product", "pack_strips", "block_gradient"):
+        if spec.name in ("pack_blocks", "block_sparse_gemm", "pack_strips", "block_sparse_wgrad"):
             module = jit.module(spec.ir(isa), isa)
             assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec
             multiply += instruction in jit.target_machine(isa).emit_assembly(module)

@@ -105,7 +105,7 @@ def test_depth_in_parts(isa, dtype, panels, monkeypatch):
 
     def wider(*shape):
         config = select_config(*shape)
-        return replace(config, columns=panels * config.tile.nr(isa))
+        return replace(config, nc=panels * config.tile.nr(isa))
 
     monkeypatch.setattr(linear, "select_config", wider)
     x, dy, weight = operands((1, 29, 213, 139), dtype)
@@ -306,7 +306,7 @@ def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, mon
             def select_config(*shape, kc=kc, overlap=overlap):
                 usual = real(*shape)
                 used.add((kc, overlap))
-                return replace(usual, kc=kc, overlap=overlap, columns=2 * usual.tile.nr(isa))
+                return replace(usual, kc=kc, overlap=overlap, nc=2 * usual.tile.nr(isa))
 
             monkeypatch.setattr(linear, "select_config", select_config)
             got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]

@@ -90,7 +90,7 @@ def test_an_input_is_what_it_was_when_it_was_written(open_session):
 def test_micro_batches_of_other_sizes_add_up(monkeypatch, recompute):
     """18 tokens start the gradients, in several chunks of classifier and weight gradient; 3, then 17, are added."""
     monkeypatch.setattr(classifier, "CHUNK", 8)
-    changed(monkeypatch, gemm_config, CHUNKS={16: 4, 32: 4})
+    changed(monkeypatch, gemm_config, TOKEN_CHUNKS={16: 4, 32: 4})
     model = replace(MODEL, max_seq=17)
     sessions = []
     for open_session in (CpuSession, ReferenceSession):

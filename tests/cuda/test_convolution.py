@@ -87,10 +87,10 @@ def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
 @pytest.mark.parametrize(
     "algorithm, kernels",
     [
-        ("auto", "conv_product conv_weight_gradient add_parts"),
-        ("fft", "fft_filters fft_tiles multiply_positions fft_images fft_gradient"),
-        ("winograd2", "winograd_filters winograd_tiles multiply_positions winograd_images winograd_gradient"),
-        ("winograd4", "winograd_filters winograd_tiles multiply_positions winograd_images winograd_gradient"),
+        ("auto", "conv_implicit_gemm conv_wgrad split_k_reduce"),
+        ("fft", "fft_filters fft_tiles batched_gemm fft_images fft_wgrad"),
+        ("winograd2", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
+        ("winograd4", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
     ],
 )
 def test_the_kernels_of_each_algorithm(algorithm, kernels):

@@ -212,7 +212,7 @@ def test_products_are_measured_beside_it(gpu, library, monkeypatch):
     config = preset("gpt2-124m")
     config = replace(config, model=MODEL, train=replace(config.train, dtype="bf16"))
     rows = gemms.measure(config, tokens=[9], rounds=1, report=lambda row: None, device="cuda", baseline="cublaslt")
-    assert rows["peer"] == "cuBLASLt" and rows["matmul"] == "own"
+    assert rows["peer"] == "cuBLASLt" and rows["matmul"] == "barellm"
     assert len(rows["products"]) == 20 and all(row["times_peer_cold"] > 0 for row in rows["products"])
     assert {line.split()[1] for line in library.done} == {"none"}
 
@@ -227,6 +227,6 @@ class FakeBench:
 
 def test_a_mistake_is_one_line(capsys):
     assert main.main(["train", "--matmul", "mkl", "--steps", "1"]) == 2
-    assert "train.gemm_backend is 'mkl', expected own or cublaslt" in capsys.readouterr().err
+    assert "train.gemm_backend is 'mkl', expected barellm or cublaslt" in capsys.readouterr().err
     assert main.main(["bench", "gemm", "--peers", "cublaslt"]) == 2
     assert "--peers cublaslt is for bench gemm --device cuda" in capsys.readouterr().err

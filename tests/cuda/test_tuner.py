@@ -173,7 +173,7 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
 
 def test_a_shipped_form_that_does_not_exist_is_ignored_with_a_line(monkeypatch, capsys):
     at = tuning.entry_name(HOPPER, GELU.tuning_key)
-    group = tuning.to_entry(replace(GELU.default(90), group=3))
+    group = tuning.to_entry(replace(GELU.default(90), group_m=3))
     for entry in ({"form": {"cols": 512, "stages": 1, "slots": 2}}, {"tile": {}}, {"form": 3}, group):
         monkeypatch.setattr(tuning, "shipped", lambda entry=entry: {at: entry})
         tuning.database()._told.clear()

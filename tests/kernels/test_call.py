@@ -333,9 +333,9 @@ def test_an_out_that_is_read_only_is_refused():
 
 def test_options_are_taken_as_they_are_given():
     """The least number is allowed; of two integers the first is for rows."""
-    assert options.real("layernorm", "eps", 0, least=0.0) == 0.0
-    assert options.whole_or_pair("conv2d", "stride", [2, 3]) == (2, 3)
-    assert options.whole_or_pair("conv2d", "stride", np.int64(2)) == 2
+    assert options.number("layernorm", "eps", 0, least=0.0) == 0.0
+    assert options.integer_or_pair("conv2d", "stride", [2, 3]) == (2, 3)
+    assert options.integer_or_pair("conv2d", "stride", np.int64(2)) == 2
 
 
 @pytest.mark.parametrize("what", [*CASES, "quantize", "dequantize", "vjp_fn", "out"])

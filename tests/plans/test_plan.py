@@ -195,7 +195,7 @@ def test_which_parameter_gets_which_optimizer(capsys):
     assert rows["h.*.ln_1.weight"]["count"] == 4 and rows["h.*.ln_1.weight"]["options"]["weight_decay"] == 0
     qkv = rows["h.*.attn.c_attn.weight"]
     assert (qkv["optimizer"], qkv["shape"], qkv["count"]) == ("Muon", [384, 128], 4)
-    assert qkv["rate"] == pytest.approx(0.03) and qkv["options"]["iteration"] == "polar-express"
+    assert qkv["rate"] == pytest.approx(0.03) and qkv["options"]["orthogonalization"] == "polar-express"
     assert sum(row["count"] for row in rows.values()) == 2 + 4 * 6 + 1
     assert main.main(command) == 0
     table = capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_nothing_that_is_there_is_touched(valley, command, refused, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("*")}
     assert "rates is not empty" in refused(*run(command))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("*")} == before
-    assert "--find-lr begins anew" in refused(*run(command), "--resume")
+    assert "--find-lr is a test from the start" in refused(*run(command), "--resume")
 
 
 def test_what_has_no_answer_is_refused_and_leaves_no_file(fake, command, refused, tmp_path):

@@ -269,7 +269,7 @@ def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, caps
     fake.before_run = stop
     assert main(command("run", "--train.signal_grace_period", "5")) == 143
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"
-    assert "stopped after step 6; go on with" in capsys.readouterr().out
+    assert "stopped after step 6; resume with" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_an_old_checkpoint_cannot_be_removed(fake, command, tmp_path, monkeypatch, capsys):
