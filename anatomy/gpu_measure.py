@@ -20,8 +20,8 @@ from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Sizes, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
-from barellm.inspect import device_code
 from barellm.runtime.lowering import Region
+from barellm.tools.inspect import device_code
 
 assert gpu and GPU_RUNGS
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}

@@ -17,13 +17,13 @@ import numpy as np
 
 from anatomy import cpu, memory
 from anatomy.rung import RUNGS, Rung
-from barellm.bench.peers import machine
 from barellm.cpu import isa as isas
 from barellm.cpu import jit, processor
 from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.inspect import machine_code
+from barellm.tools.bench.peers import machine
+from barellm.tools.inspect import machine_code
 
 assert cpu and RUNGS
 TILES = 96  # a multiple of all tiles' rows and columns

@@ -16,17 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from barellm import overrides
-from barellm.aliases import accepts_old_names
 from barellm.assembly.build import check_device, opened, resolved
 from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
-from barellm.config import Config
+from barellm.config import Config, overrides
+from barellm.config.aliases import accepts_old_names
+from barellm.config.fields import converted, path_of
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError, shown
-from barellm.fields import converted, path_of
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.generation.writing import Written, unseen, write

@@ -13,14 +13,14 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from barellm import aliases, models, overrides
-from barellm.aliases import PRESETS
+from barellm import models
 from barellm.api import Model, load
 from barellm.assembly import build
 from barellm.checkpoint.folder import RunFolder
-from barellm.config import Config
+from barellm.config import Config, aliases, overrides
+from barellm.config.aliases import PRESETS
+from barellm.config.fields import converted, path_of
 from barellm.errors import UserError, shown
-from barellm.fields import converted, path_of
 from barellm.interop.sources import open_weights
 from barellm.training import metrics, run
 from barellm.training.console import Console

@@ -25,13 +25,13 @@ from typing import Any
 
 from barellm.assembly.build import open_model
 from barellm.config import Config
+from barellm.config.overrides import changed
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.models.course import own
 from barellm.models.stages import Stage, table
-from barellm.overrides import changed
 from barellm.training.run import with_vocabulary
 
 ROOT = Path(__file__).parents[1]

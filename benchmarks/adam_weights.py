@@ -15,9 +15,9 @@ from statistics import mean
 
 import ablation
 
+from barellm.config.overrides import changed
 from barellm.cpu.backend import default_dtype, describe
 from barellm.data.sources import prepare
-from barellm.overrides import changed
 from barellm.training.run import with_vocabulary
 
 FILE = Path(__file__).parent / "results" / "adam-weights-speedrun-small.json"

@@ -22,7 +22,7 @@ from barellm.cpu.isa import host
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.binary import pack
+from barellm.program.ops.pointwise.binary import pack
 from barellm.program.tensor import Dim
 
 SIZES = ((2048, 2048, 2048), (1024, 1024, 1024), (512, 512, 512), (64, 4096, 4096), (1024, 1000, 777))

@@ -19,9 +19,9 @@ import numpy as np
 
 from barellm import models
 from barellm.assembly.build import open_model
-from barellm.bench.decoding import weight_bytes
 from barellm.cpu.backend import Bench, describe
 from barellm.cpu.processor import name as processor
+from barellm.tools.bench.decoding import weight_bytes
 
 FIRST = 32  # position of the first token that is timed
 

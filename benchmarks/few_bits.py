@@ -24,9 +24,9 @@ import numpy as np
 
 from barellm import models
 from barellm.assembly.build import CompiledModel, open_model
-from barellm.bench.decoding import weight_bytes
 from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
+from barellm.tools.bench.decoding import weight_bytes
 
 POSITIONS, FIRST = 256, 32
 PEER = Path(__file__).parent / "peers" / "llamacpp_decode.py"

@@ -26,8 +26,8 @@ from barellm.cpu import jit
 from barellm.cpu.backend import Bench, describe
 from barellm.cpu.gemm_config import default
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import gemm
-from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm, skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.gemm import gemm
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs, skinny_gemm, skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.cpu.tuner.tuner import tune

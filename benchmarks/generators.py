@@ -22,7 +22,7 @@ from barellm.config import DROPOUT_BITS
 from barellm.cpu.backend import describe
 from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program, Store
-from barellm.program.ops.tausworthe import GENERATORS, Component, Generator, draws
+from barellm.program.ops.pointwise.tausworthe import GENERATORS, Component, Generator, draws
 from barellm.program.tensor import Dim
 
 PUBLISHED = (*GENERATORS["taus88"][:2], Component(3, 11, 11, 0xFFFFFFF0))  # c = 11 where L'Ecuyer has 17

@@ -31,9 +31,9 @@ from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.models.gpt2 import declare
 from barellm.optim.adamw import adamw
-from barellm.plans.roofline import NAMED
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.tools.plan.roofline import NAMED
 from barellm.training.schedule import learning_rate
 
 

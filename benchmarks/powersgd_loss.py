@@ -18,7 +18,7 @@ from typing import Any
 from barellm import models
 from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.launch import mpiexec
-from barellm.plans import scale
+from barellm.tools.plan import scale
 
 RANKS, STEPS, PRESET = 4, 1000, "shakespeare-char"
 COMPRESSED, SEEDS = (0, 1, 2, 4, 8, 16, 32), (1337, 7)

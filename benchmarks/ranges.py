@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from barellm import overrides
 from barellm.assembly.build import CompiledModel, open_model
+from barellm.config import overrides
 from barellm.models import preset
 
 UNIT = {"model.unit_scaling": True, "model.bias": False}

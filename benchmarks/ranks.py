@@ -18,10 +18,10 @@ from statistics import median
 
 from barellm import models
 from barellm.assembly.build import resolved
-from barellm.bench.turns import Variant, interleave
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus
 from barellm.distributed.launch import mpiexec
+from barellm.tools.bench.turns import Variant, interleave
 
 ROOT = Path(__file__).parents[1]
 OURS, RANKS = "one process", "ranks"
@@ -37,7 +37,7 @@ def config_of(args: argparse.Namespace) -> Config:
 def serve(args: argparse.Namespace) -> None:
     """One side of the comparison, or one rank of it. All but the first rank are told by pipes what the first is told: they sleep
     meanwhile."""
-    from barellm.profiling import step
+    from barellm.tools.profile import step
 
     if args.serve == OURS:
         step.serve(config_of(args))

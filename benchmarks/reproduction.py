@@ -18,11 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from barellm import overrides
-from barellm.bench import peers
-from barellm.bench.turns import Variant, interleave
 from barellm.checkpoint.checkpoint import read_json
-from barellm.config import Config
+from barellm.config import Config, overrides
+from barellm.tools.bench import peers
+from barellm.tools.bench.turns import Variant, interleave
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, IMG = ROOT / "benchmarks" / "results", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "img"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from barellm.program.moments import FORMATS, decode, encode
-from barellm.program.ops.random import words
+from barellm.program.ops.pointwise.random import words
 
 COUNTS = tuple(4**i for i in range(9))
 NUMBERS, COPIES, STEPS, EVERY, BETA = 64, 256, 20_000, 500, 0.9999

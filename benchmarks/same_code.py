@@ -38,10 +38,10 @@ from typing import Any
 
 # What a renaming may change for this file: these names, the keys in `configurations` and `losses`, and `tests_of_kernels`.
 from barellm import models, train
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
-from barellm.inspect import kernels
-from barellm.overrides import changed
+from barellm.tools.inspect import kernels
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 ISAS = [(name, X86) for name in ("amx_bf16", "avx512_bf16", "avx512", "avx2", "generic")] + [

@@ -25,12 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from barellm import models, overrides
+from barellm import models
 from barellm.assembly.build import resolved
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.distributed.launch import mpiexec
-from barellm.plans import scale
-from barellm.plans.roofline import measured_ceiling
+from barellm.tools.plan import scale
+from barellm.tools.plan.roofline import measured_ceiling
 from benchmarks.namespaces import Network, command
 
 WARM = 2  # steps that are not counted

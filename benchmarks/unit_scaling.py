@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from barellm import overrides
 from barellm.assembly.build import open_model
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator

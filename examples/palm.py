@@ -14,7 +14,7 @@ from math import sqrt
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from barellm.fields import at_least, divides
+from barellm.config.fields import at_least, divides
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from barellm.program import ops
 from barellm.program.ops.base import Op
-from barellm.program.ops.binary import pack
+from barellm.program.ops.pointwise.binary import pack
 from tests.check import Given, persistent, tokens
 
 ENDS = [-0.0, 0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40, 1.0]

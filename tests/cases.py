@@ -15,15 +15,8 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS, round_to_bf16
 from barellm.program.layouts import Layout
-from barellm.program.ops.attention import (
-    gathered,
-    join_heads,
-    log_sum_exp,
-    scores,
-    shared,
-    split_heads,
-)
-from barellm.program.ops.elementwise import SLOPES
+from barellm.program.ops.attention.attention import gathered, join_heads, log_sum_exp, scores, shared, split_heads
+from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.program.scalars import declare
 from barellm.program.tensor import Dim, Tensor, View
 from barellm.runtime.reference import ReferenceSession

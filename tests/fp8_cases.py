@@ -7,8 +7,8 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.dtypes import LARGEST, numpy_dtype
-from barellm.program.ops.fp8 import Static
-from barellm.program.ops.scales import Delayed, Floating
+from barellm.program.ops.gemm.fp8 import Static
+from barellm.program.ops.optim.scales import Delayed, Floating
 from tests.cases import chain_bound, normal
 from tests.check import EPS, persistent, tokens
 

@@ -16,7 +16,7 @@ from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
-from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from tests.cases import loss_case, normal
 from tests.check import EPS, persistent, tokens
 

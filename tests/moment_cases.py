@@ -10,7 +10,7 @@ import numpy as np
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.moments import decode, encode
-from barellm.program.ops import random
+from barellm.program.ops.pointwise import random
 
 STREAM = 1 << 16
 

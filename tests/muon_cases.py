@@ -9,7 +9,7 @@ import numpy as np
 from barellm.program import ops
 from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.base import Op
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from tests.cases import chain_bound, normal
 from tests.check import EPS, Given, persistent, stored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program import ops
-from barellm.program.ops.qk_rotary import Yarn
+from barellm.program.ops.attention.qk_rotary import Yarn
 from tests.cases import normal
 from tests.check import EPS, persistent, tokens
 

@@ -17,12 +17,12 @@ import barellm
 import barellm.cpu.kernels  # (fills the registry, which a page's kernels must not change for other tests)
 from barellm.assembly.build import build_programs
 from barellm.cli.main import COMMANDS, parsed
+from barellm.config.overrides import changed
 from barellm.cpu import processor
 from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
 from barellm.models import preset, presets
-from barellm.overrides import changed
 from barellm.training.console import in_words
 from barellm.training.report import closing
 from tests.presets import planned

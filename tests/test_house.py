@@ -10,20 +10,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "barellm"
-VALUES = {
-    "aliases",
-    "config",
-    "environment",
-    "errors",
-    "fields",
-    "jsontext",
-    "caches",
-    "__version__",
-}  # plain values at the top of the package: for all
+VALUES = {"config", "environment", "errors", "jsontext", "caches", "__version__"}  # plain values: for all
+OVERRIDES = "config.overrides"  # configurations as keys and files: the only one of its folder that knows models
 STEP = {"runtime", "program"}
-BUILT = STEP | {"models", "optim", "assembly", "overrides"}  # overrides: configurations as keys and files
+BUILT = STEP | {"models", "optim", "assembly", OVERRIDES}
 # Folder -> the folders that it may import, itself always.
 MAY = {
+    "config": set(),
     "program": set(),
     "models": {"program"},
     "optim": {"program"},
@@ -36,17 +29,17 @@ MAY = {
     "assembly": STEP | {"models", "optim"},
     "generation": STEP | {"models", "kernels", "data"},
     "evaluation": STEP | {"data"},
-    "checkpoint": STEP | {"models", "overrides", "data"},
+    "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
-    "interop": STEP
-    | {"models", "overrides", "data", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "interop": STEP | {"models", OVERRIDES, "data", "checkpoint", "training"},  # what a run says of itself: its metrics
     "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
-    "plans": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
-    "inspect": BUILT | {"cpu", "cuda", "plans"},
-    "profiling": BUILT | {"cpu", "cuda", "plans", "training"},  # a step as a run takes it: its course
-    "bench": BUILT | {"cpu", "cuda", "plans", "profiling"},
+    "tools.plan": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
+    "tools.inspect": BUILT | {"cpu", "cuda", "tools.plan"},
+    "tools.profile": BUILT | {"cpu", "cuda", "tools.plan", "training"},  # a step as a run takes it: its schedule
+    "tools.bench": BUILT | {"cpu", "cuda", "tools.plan", "tools.profile"},
 }
-MAY["cli"] = set(MAY) | {"overrides"}
+MAY["cli"] = set(MAY) | {OVERRIDES}
+MOST = 25  # files of a folder
 
 
 def imports_of(path: Path) -> set[str]:
@@ -59,29 +52,43 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("barellm.")}
+        found |= {part_of(name.split(".")[1:]) for name in names if name.startswith("barellm.")}
     return found
 
 
+def part_of(name: list[str]) -> str:
+    """The folder, or the file, that a module belongs to in the table."""
+    both = ".".join(name[:2])
+    return both if name[0] == "tools" or both == OVERRIDES else name[0]
+
+
 def folders() -> list[str]:
-    return sorted(p.name for p in PACKAGE.iterdir() if p.is_dir() and any(p.rglob("*.py")))
+    found = [p for p in (*PACKAGE.iterdir(), *(PACKAGE / "tools").iterdir()) if p.is_dir() and any(p.rglob("*.py"))]
+    return sorted(".".join(p.relative_to(PACKAGE).parts) for p in found if p.name != "tools")
 
 
 @pytest.mark.parametrize("folder", folders())
 def test_arrows_point_one_way(folder):
     assert folder in MAY, f"barellm/{folder} is not in the picture of the house"
     allowed = MAY[folder] | VALUES | {folder}
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
+    for path in sorted((PACKAGE / folder.replace(".", "/")).rglob("*.py")):
+        if path == PACKAGE / "config" / "overrides.py":
+            continue
         wrong = imports_of(path) - allowed
         assert not wrong, f"{path.relative_to(PACKAGE.parent)} imports {sorted(wrong)}"
 
 
 def test_keys_and_files_know_models_alone():
-    assert imports_of(PACKAGE / "overrides.py") <= VALUES | {"models"}
+    assert imports_of(PACKAGE / "config" / "overrides.py") <= VALUES | {"models"}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda p: p.name)
+def test_a_folder_is_seen_at_a_glance(folder):
+    assert len([path for path in folder.iterdir() if path.is_file()]) <= MOST
 
 
 def test_values_import_values_only():
-    for name in (VALUES - {"__version__"}) | {"__init__"}:
+    for name in (VALUES - {"config", "__version__"}) | {"__init__"}:
         path = PACKAGE / f"{name}.py"
         assert imports_of(path) <= VALUES, path
 

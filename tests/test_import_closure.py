@@ -141,9 +141,9 @@ def test_all_of_every_file_with_cached_results_can_be_followed():
 
 @pytest.mark.parametrize("test, needs", [
     ("tests/cuda/test_tuner.py", ["barellm/runtime/tuner/decision.py"]),  # which the paths that its mark named did not have
-    ("tests/cuda/test_golden.py", ["tests/cuda/golden.json", "barellm/cuda/tuned.json", "barellm/program/ops/softmax.py"]),
+    ("tests/cuda/test_golden.py", ["tests/cuda/golden.json", "barellm/cuda/tuned.json", "barellm/program/ops/norm/softmax.py"]),
     ("tests/cuda/test_loops.py", ["docs/cuda_gemm.md"]),
-    ("tests/cpu/test_cross.py", ["barellm/cpu/kernels/gemm.py", "barellm/models/gpt2.py", "barellm/errors.py"]),
+    ("tests/cpu/test_cross.py", ["barellm/cpu/kernels/gemm/gemm.py", "barellm/models/gpt2.py", "barellm/errors.py"]),
 ])  # fmt: skip
 def test_closures_have_what_decides(test, needs):
     files = {file.relative_to(ROOT).as_posix() for file in import_closure.closure(ROOT / test)[0]}

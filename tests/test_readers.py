@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm import models, overrides
+from barellm import models
 from barellm.checkpoint import checkpoint, quantized, tensorfile
 from barellm.checkpoint.weights import of_checkpoint, parameters
 from barellm.cli import plot, sample
+from barellm.config import overrides
 from barellm.cpu import isa, tuning
 from barellm.data import writing
 from barellm.data.bpe import BytePairs

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu.gemm_config import SkinnyGemmConfig
-from barellm.cpu.kernels import linear
-from barellm.inspect import kernels
+from barellm.cpu.kernels.gemm import linear
 from barellm.models import preset
-from barellm.overrides import changed
+from barellm.tools.inspect import kernels
 from tests import selection
 
 SOURCE = pytest.Config.ArgsSource

@@ -7,7 +7,7 @@ two of A and two of B use all eight tile registers, and each tile that is loaded
 from anatomy.cpu.r05_register_tile import columns
 from anatomy.cpu.r07_bf16_dot import packed_pairs
 from anatomy.rung import rung
-from barellm.cpu.kernels import amx
+from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang import Pointer
 
 

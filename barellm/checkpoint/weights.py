@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from barellm import models, overrides
+from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
-from barellm.config import Config, ModelConfig
+from barellm.config import Config, ModelConfig, overrides
+from barellm.config.fields import entries
 from barellm.data.kinds import load_tokenizer
 from barellm.data.mapping import check
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
-from barellm.fields import entries
 from barellm.models.own import mistakes_named
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor

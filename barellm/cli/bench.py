@@ -75,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
     from barellm.assembly.build import resolved
     from barellm.checkpoint import storage
     from barellm.models.course import only_stage
-    from barellm.plans import devices
+    from barellm.tools.plan import devices
 
     devices.check(args.device)
     config = configuration(args)
     config.check()
     config = resolved(only_stage(config, args.stage), args.device)
     if args.what == "step" and args.serve:
-        from barellm.profiling import step
+        from barellm.tools.profile import step
 
         step.serve(config, device=args.device)
         return 0
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"samples: {out}")
     if args.publish:
-        from barellm.bench.peers import write_tables
+        from barellm.tools.bench.peers import write_tables
 
         write_tables()
     return 0
@@ -119,13 +119,13 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     rounds = _rounds(args)
     report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     if args.what == "scaling":
-        from barellm.bench import scaling
+        from barellm.tools.bench import scaling
 
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
     chosen, peer = _peers(args)
     if args.what == "gemm":
-        from barellm.bench import gemms
+        from barellm.tools.bench import gemms
 
         result = gemms.measure(
             config,
@@ -137,24 +137,24 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         )
         return result, _gemm_summary(result)
     if args.what == "attention":
-        from barellm.bench import attentions
+        from barellm.tools.bench import attentions
 
         # Its lines are the report, written as they come.
         given = {"torch": bool(chosen), "rounds": rounds, "report": report, "device": args.device}
         return attentions.measure(config.train.dtype, share=1 if args.share is None else args.share, **given), []
     if args.what == "ops":
-        from barellm.bench import ops, peers
+        from barellm.tools.bench import ops, peers
 
         result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
-        from barellm.bench import peers
+        from barellm.tools.bench import peers
 
         result = peers.measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
-    from barellm.profiling import step
+    from barellm.tools.profile import step
 
     result = step.measure(config, steps=warm_steps(args) or STEPS, digest=args.digest, device=args.device)
     return result, _step_lines(result)
@@ -190,7 +190,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
         return None, "cublaslt"
-    from barellm.bench import peers
+    from barellm.tools.bench import peers
 
     chosen = peers.chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
@@ -203,7 +203,7 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
     """Raise a UserError for --publish if the project has no place for the result, before anything is measured."""
     if not args.publish:
         return
-    from barellm.bench.peers import FOLDER
+    from barellm.tools.bench.peers import FOLDER
 
     if args.out:
         raise UserError("--publish chooses the file itself: leave out --out")
@@ -221,7 +221,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return Path(args.out)
     if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
         return None
-    from barellm.bench import peers
+    from barellm.tools.bench import peers
 
     folder = peers.results() if args.publish else Path("runs", "bench")
     return folder / f"{'-'.join(_name(args, config, r))}.json"
@@ -277,13 +277,13 @@ def _gemm_line(r: dict[str, Any]) -> str:
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
     least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
-    from barellm.plans.devices import where
+    from barellm.tools.plan.devices import where
 
     what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
     lines = [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
     if "peer" not in r:
         return lines
-    from barellm.bench.gemms import beside_peer
+    from barellm.tools.bench.gemms import beside_peer
 
     lines.append(f"times as fast as {r['peer']} (which adds no bias, activation or residual), least, median, greatest:")
     for role, kinds in beside_peer(r["products"]).items():
@@ -293,7 +293,7 @@ def _gemm_summary(r: dict[str, Any]) -> list[str]:
 
 
 def title_line(r: dict[str, Any]) -> str:
-    from barellm.plans.devices import where
+    from barellm.tools.plan.devices import where
 
     return "{preset}, batch {batch} x {seq}, {dtype}, ".format(**r) + where(r)
 

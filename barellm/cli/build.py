@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm.errors import UserError
-    from barellm.inspect.kernels import isa_named
     from barellm.native.build import build
+    from barellm.tools.inspect.kernels import isa_named
     from barellm.training.console import Console
     from barellm.training.run import Run
 

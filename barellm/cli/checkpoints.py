@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from barellm import models, overrides
+from barellm import models
 from barellm.assembly.build import CompiledModel, check_device, open_model
 from barellm.checkpoint import checkpoint, quantized
 from barellm.checkpoint.weights import parameters
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.data.kinds import load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError

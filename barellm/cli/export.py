@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from barellm.aliases import FORMATS, VALUES
+    from barellm.config.aliases import FORMATS, VALUES
     from barellm.interop.exported import export
 
     kind, dtype = FORMATS.get(args.format, args.format), VALUES["train.dtype"].get(args.dtype, args.dtype)

@@ -47,10 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm import models, overrides
+    from barellm import models
     from barellm.assembly.build import resolved
-    from barellm.inspect import kernels
-    from barellm.plans import devices
+    from barellm.config import overrides
+    from barellm.tools.inspect import kernels
+    from barellm.tools.plan import devices
 
     devices.check(args.device)
     _check_options(args)
@@ -128,7 +129,7 @@ def _summary(row: dict[str, Any]) -> list[str]:
 def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) -> list[str]:
     """Instructions for each weight in the loops of a kernel that turns codes into numbers in registers: those with the fewest
     multiply-adds are of one row. Where bytes are multiplied, a lane of a product has four, and a weight takes several products."""
-    from barellm.cpu.kernels.quantized_digits import products_of_a_weight
+    from barellm.cpu.kernels.gemm.quantized_digits import products_of_a_weight
 
     lanes = {"zmm": 16, "ymm": 8}.get(widest, 4)
     pairs = {"vdpbf16ps": 2, "bfdot": 2}
@@ -149,7 +150,7 @@ def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) 
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:
-    from barellm.inspect.device_code import line
+    from barellm.tools.inspect.device_code import line
 
     code = row["code"]
     spills = f"{code['spills']}{'  <-- registers do not suffice' if code['spills'] else ''}"

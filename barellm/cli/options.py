@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from barellm import aliases, models, overrides
-from barellm.config import Config
+from barellm import models
+from barellm.config import Config, aliases, overrides
 from barellm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
-    from barellm.fields import Entry
+    from barellm.config.fields import Entry
 
 
 ESCAPES = r"\n, \r, \t, \f, \0, \xHH, \uHHHH and \\ are escapes"
@@ -46,7 +46,7 @@ def escaped(words: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused, and
-    names that other programs give an option are accepted (barellm/aliases.py)."""
+    names that other programs give an option are accepted (barellm/config/aliases.py)."""
 
     def __init__(self, *, prog: str, description: str | None = None) -> None:
         super().__init__(

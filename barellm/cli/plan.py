@@ -11,8 +11,8 @@ from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.config import Config
-    from barellm.plans.roofline import Ceiling
     from barellm.program.ranks import Ranks
+    from barellm.tools.plan.roofline import Ceiling
 
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.assembly.build import resolved
     from barellm.models.course import only_stage
-    from barellm.plans import devices, plan
+    from barellm.tools.plan import devices, plan
 
     devices.check(args.device)
     for name in ("product", "compile"):
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.card:
         ceiling = devices.published(args.card)
     elif args.measure:
-        from barellm.plans.roofline import measured_ceiling
+        from barellm.tools.plan.roofline import measured_ceiling
 
         ceiling = measured_ceiling(device=args.device)
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
@@ -125,7 +125,7 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
     """Print what a step of many ranks would take. Without --measure and --card the arithmetic is that of an H100."""
     import json
 
-    from barellm.plans import devices, scale
+    from barellm.tools.plan import devices, scale
 
     if args.ranks is None or args.ranks < 1:
         raise UserError(f"--link is {args.link}, expected --ranks too, at least 1")
@@ -142,7 +142,7 @@ def _one_product(args: argparse.Namespace, dtype: str) -> int:
     import json
 
     from barellm.cuda.kernel import Sizes
-    from barellm.plans import devices, waves
+    from barellm.tools.plan import devices, waves
 
     M, N, K = args.product
     if min(M, N, K) < 1:
@@ -162,7 +162,7 @@ def _products(args: argparse.Namespace, built: Any, step: Iterable[str], config:
 
 
 def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
-    from barellm.plans import devices, waves
+    from barellm.tools.plan import devices, waves
 
     card = args.card or "h100"
     sheet, codes = devices.sheet(card), {}
@@ -179,7 +179,7 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
-    from barellm.plans.devices import where
+    from barellm.tools.plan.devices import where
 
     rank = f" of rank {n['rank']} of {n['ranks']}" if "rank" in n else ""
     mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"

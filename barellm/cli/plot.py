@@ -104,8 +104,8 @@ def _ranges(args: argparse.Namespace, console: Console) -> int:
 def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     """The curve of the run in a folder; two of learning rates, where Muon has its own. UserError for what is not there, or is not
     what a run writes."""
-    from barellm import overrides
     from barellm.checkpoint import checkpoint
+    from barellm.config import overrides
     from barellm.errors import UserError
     from barellm.training import curve, metrics
     from barellm.training.course import tokens_before

@@ -40,8 +40,8 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.assembly.build import resolved
     from barellm.cli.bench import warm_steps
     from barellm.models.course import only_stage
-    from barellm.plans import devices
-    from barellm.profiling import profile
+    from barellm.tools.plan import devices
+    from barellm.tools.profile import profile
     from barellm.training import together
 
     devices.check(args.device)
@@ -80,7 +80,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def lines(r: dict[str, Any]) -> list[str]:
     from barellm.cli.bench import ceiling_line, title_line
-    from barellm.profiling import between
+    from barellm.tools.profile import between
 
     step = r["step_s"]
     columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}

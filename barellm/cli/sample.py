@@ -18,10 +18,10 @@ from barellm.cli.options import ESCAPES, add_device, add_dtype, add_weights, esc
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
-    from barellm.bench.decoding import Pace
     from barellm.cli.checkpoints import Found
     from barellm.generation.decode import Decoder
     from barellm.generation.samplers import Sampling
+    from barellm.tools.bench.decoding import Pace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +164,9 @@ def _group(
     these: range,
 ) -> None:
     """Generate a batch of texts. The first of them is streamed, the others are shown when it is complete."""
-    from barellm.bench.decoding import Pace
     from barellm.generation.decode import kept
     from barellm.generation.writing import Written, write
+    from barellm.tools.bench.decoding import Pace
 
     def title(i: int) -> str:
         return f"--- sample {i + 1} of {len(works)}, seed {works[i].how.seed}\n" if len(works) > 1 else ""
@@ -225,8 +225,8 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
 
 
 def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> None:
-    from barellm.bench.decoding import weight_bytes
-    from barellm.plans.roofline import measured_ceiling
+    from barellm.tools.bench.decoding import weight_bytes
+    from barellm.tools.plan.roofline import measured_ceiling
 
     rates = measured_ceiling(device=args.device).bandwidth
     print(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)

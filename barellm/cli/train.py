@@ -64,9 +64,10 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from contextlib import nullcontext
     from pathlib import Path
 
-    from barellm import models, overrides
+    from barellm import models
     from barellm.assembly.build import check_device
     from barellm.checkpoint import folder
+    from barellm.config import overrides
     from barellm.errors import UserError
     from barellm.training import find_lr, run
 

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.plans import devices
+    from barellm.tools.plan import devices
 
     devices.check(args.device)
     if args.clear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels.activations import EMITTERS
+from barellm.cpu.kernels.pointwise.activations import EMITTERS
 from barellm.program.fusion import Fusion
 from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_BACKWARD, products, quantized, rescaled
 

@@ -120,7 +120,7 @@ class SkinnyGemmConfig:
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:
     """The tiles whose accumulators, panel and broadcast fit into the registers. On AMX it is the one tile of its tile registers."""
-    from barellm.cpu.kernels import amx  # kernels import this module
+    from barellm.cpu.kernels.gemm import amx  # kernels import this module
 
     if amx.uses_tiles(isa, dtype):
         return [Tile(amx.MR, amx.NR // isa.lanes)]
@@ -184,7 +184,7 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     """The choice where nothing was tuned. `cols` and `rows` are those of the result. For a weight gradient it makes as many claims
     as are needed, an even number for two threads. They are as high as LEFT_BYTES allow, then about as wide as high, because each
     claim packs its rows and its columns."""
-    from barellm.cpu.kernels import amx  # kernels import this module
+    from barellm.cpu.kernels.gemm import amx  # kernels import this module
 
     assert role.startswith(ROLES), role
     pitch = 0 if role == "weight_gradient" else depth * (4 if dtype == "fp32" else 2)

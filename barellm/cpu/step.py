@@ -19,7 +19,7 @@ from barellm.cpu import compilers, jit
 from barellm.cpu.fuse import table
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Specialisation
-from barellm.cpu.kernels.amx import uses_tiles
+from barellm.cpu.kernels.gemm.amx import uses_tiles
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count

@@ -22,7 +22,11 @@ from barellm.cpu.gemm_config import (
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuning import Database, requested
 
-TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.skinny_gemm")
+TUNED = (
+    "barellm.cpu.kernels.gemm.gemm",
+    "barellm.cpu.kernels.gemm.weight_gradient",
+    "barellm.cpu.kernels.gemm.skinny_gemm",
+)
 
 
 @cache
@@ -78,7 +82,7 @@ def to_entry(choice: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
 
 def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> GemmConfig:
     """The choice that an entry stands for. It is a ValueError if it is no choice for this product on this ISA."""
-    from barellm.cpu.kernels import amx  # kernels import gemm_config
+    from barellm.cpu.kernels.gemm import amx  # kernels import gemm_config
 
     try:
         tile = Tile(*entry["tile"])
@@ -104,7 +108,7 @@ def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> GemmC
 
 def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
     """The same of a product of few rows."""
-    from barellm.cpu.kernels.skinny_gemm import skinny_configs  # kernels import this module
+    from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs  # kernels import this module
 
     ways = skinny_configs(isa, dtype, cols, depth)
     found = [way for way in ways if to_entry(way) == entry]
@@ -115,7 +119,7 @@ def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> S
 
 def select_skinny_config(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
     """As `choose`, for a product of few rows, however many a run has."""
-    from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs  # kernels import this module
+    from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
     return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
 

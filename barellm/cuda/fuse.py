@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from barellm.cuda.kernels.activations import ACTIVATIONS
 from barellm.cuda.kernels.collectives import sum_unit
 from barellm.cuda.kernels.common import matrix_unit, unit_of
+from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
 from barellm.runtime.fusions import (

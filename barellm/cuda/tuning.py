@@ -16,7 +16,7 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile, Form, Tile
 from barellm.cuda.kernel import Target
-from barellm.program.ops.elementwise import SLOPES
+from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
@@ -25,7 +25,7 @@ KERNELS = (
     "matmul", "hopper", "hopper_warp_specialized", "epilogue", "activations", "split_k", "attention", "attention_backward",
     "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "random", "common",
 )  # fmt: skip
-SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
+FILES = ("choices.py", "tuning.py", *(f"{name}.py" for name in KERNELS))  # wherever they lie below this folder
 
 Choice = Tile | Form | AttentionTile
 NAMES: dict[type, str] = {Tile: "tile", Form: "form", AttentionTile: "blocks"}  # in an entry
@@ -138,7 +138,7 @@ def _opened(folder: Path, version: str) -> Database:
 @cache
 def version() -> str:
     h = hashlib.sha256()
-    artefacts.add_sources(h, [Path(__file__).parent / name for name in SOURCES])
+    artefacts.add_sources(h, sorted(path for path in Path(__file__).parent.rglob("*.py") if path.name in FILES))
     return f"cuda-{h.hexdigest()[:16]}"
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from barellm import kernels
+from barellm.config.fields import converted
 from barellm.errors import UserError
-from barellm.fields import converted
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from barellm import __version__, models, overrides
+from barellm import __version__, models
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
+from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.interop.sources import is_checkpoint
 from barellm.training import metrics

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from barellm import models, overrides
+from barellm import models
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.weights import Weights
+from barellm.config import overrides
 from barellm.data.llmc import LlmcOrder
 from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest

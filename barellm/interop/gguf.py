@@ -18,7 +18,7 @@ from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
 from barellm.interop.huggingface import Part, parts
-from barellm.program.ops.rope import frequencies
+from barellm.program.ops.attention.rope import frequencies
 
 DTYPES = ("fp32", "bf16", "fp16")
 ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA"}  # Hugging Face's name -> the package's

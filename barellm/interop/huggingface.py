@@ -18,8 +18,8 @@ from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.checkpoint import read_json
 from barellm.checkpoint.weights import Stack, Weights, parameters
 from barellm.config import ModelConfig
+from barellm.config.fields import converted, entries
 from barellm.errors import UserError
-from barellm.fields import converted, entries
 from barellm.interop import vocabulary
 from barellm.models.foreign import HuggingFace
 from barellm.program.tensor import Tensor

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from barellm import __version__, models, overrides
+from barellm import __version__, models
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
-from barellm.config import Config, ModelConfig
+from barellm.config import Config, ModelConfig, overrides
+from barellm.config.fields import entries
 from barellm.data.kinds import tokenizer_files
 from barellm.errors import UserError
-from barellm.fields import entries
 from barellm.interop.llmc_state import State, Training
 from barellm.training.ramp import Ramp
 

@@ -74,7 +74,7 @@ def attention(
     over all T keys, or over those that `layout` shows, which may look ahead where `causal` is False. With `relative` query i scores
     key j by q_i (k_j + r_(i-j)) / sqrt(D), where r is 0 for distances without a row.
     Dtypes: float32 or bfloat16, the same for all. Sums and softmax are fp32. T x T scores are never stored.
-    Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`, `attention_listed.py`, `attention_relative.py`.
+    Source: `barellm/cpu/kernels/attention/attention_forward.py`, `attention_backward.py`, `attention_listed.py`, `attention_relative.py`.
 
         near = layouts.parse("local:256", length=T, block=64, heads=H)  # barellm.program.layouts
         y = kernels.attention(q, k, v, layout=near)

@@ -39,7 +39,7 @@ def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Arr
     Shapes: x (..., C), blocks (N, b, b) in the layout's order -> (..., K). The layout is (C / b, K / b) blocks, N of them there.
     Formula: y = x W, where W has blocks[n] at the n-th of `layout.places`, and zeros elsewhere, which are not computed.
     Dtypes: float32 or bfloat16, the same for x and blocks.
-    Source: `barellm/cpu/kernels/block_matmul.py`, `block_gradient.py`.
+    Source: `barellm/cpu/kernels/gemm/block_matmul.py`, `block_gradient.py`.
 
         layout = block_layouts.block_layout(there, 32)  # barellm.program.block_layouts; there: (C / 32, K / 32) bool
         y, pull = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)

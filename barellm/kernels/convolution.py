@@ -33,7 +33,7 @@ def conv2d(
     Options: sizes are a number, or one for rows and one for columns. Beyond the image x is zero or, with `reflect`, its mirror
     image. `mirrored` reads the filter from its end. `algorithm` is "auto", "direct", "winograd2", "winograd4" or "fft".
     Dtypes: float32 or bfloat16 each; the result has that of x. With x in bfloat16 direct sums may round w to it.
-    Source: `barellm/cpu/kernels/convolution.py`.
+    Source: `barellm/cpu/kernels/conv/convolution.py`.
 
         y = kernels.conv2d(x, w, padding=1)
         y, pull = kernels.vjp(kernels.conv2d, x, w, padding=1)

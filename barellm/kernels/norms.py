@@ -39,7 +39,7 @@ def layernorm(
     Shapes: x (..., C), weight (C,), bias (C,) or none -> (..., C).
     Formula: y = (x - mean) / sqrt(variance + eps) weight + bias, with the mean and the variance of the row.
     Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
-    Source: `barellm/cpu/kernels/layernorm.py`.
+    Source: `barellm/cpu/kernels/norm/layernorm.py`.
 
         y = kernels.layernorm(x, weight, bias)
         y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
@@ -55,7 +55,7 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
     Shapes: x (..., C), weight (C,) or none -> (..., C).
     Formula: y = x / sqrt(mean(x^2) + eps) weight.
     Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
-    Source: `barellm/cpu/kernels/rmsnorm.py`.
+    Source: `barellm/cpu/kernels/norm/rmsnorm.py`.
 
         y = kernels.rmsnorm(x, weight)
     """
@@ -69,7 +69,7 @@ def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
     Shapes: x (..., C) -> (..., C).
     Formula: y = exp(scale x) / sum(exp(scale x)), scale above 0; the largest element of the row is taken off first.
     Dtypes: float32 or bfloat16; the result has that of x. Exponentials and sums are fp32.
-    Source: `barellm/cpu/kernels/softmax.py`.
+    Source: `barellm/cpu/kernels/norm/softmax.py`.
 
         y = kernels.softmax(logits)
     """

@@ -30,7 +30,7 @@ def matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Formula: y[i, n] = sum over k of a[i, k] b[k, n]; each element is one chain of additions.
     Dtypes: float32 or bfloat16, the same for a and b. The result has it too.
     Copies: none where `a` is row-major and `b` is row-major or the transpose of a row-major array, such as a weight (N, K).
-    Source: `barellm/cpu/kernels/gemm.py`.
+    Source: `barellm/cpu/kernels/gemm/gemm.py`.
 
         y = kernels.matmul(x, weight.T)
     """

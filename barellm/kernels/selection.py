@@ -27,7 +27,7 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     Shapes: x (..., C), 1 <= k <= C -> values (..., k), indices (..., k) int32.
     Formula: values[i] = x[indices[i]]. NaN counts as infinity.
     Dtypes: float32 or bfloat16; the values have that of x. The gradient of the values goes to their columns.
-    Source: `barellm/cpu/kernels/top_k.py`.
+    Source: `barellm/cpu/kernels/pointwise/top_k.py`.
 
         values, indices = kernels.top_k(logits, 50)
     """

@@ -29,7 +29,7 @@ def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Dtypes: float32 or bfloat16 for each. The result is float32 and holds exact integers; K is at most 2^24.
     Gradients: straight through the sign where the argument is at most 1 in size, zero elsewhere. Where both are bfloat16, the
     gradient that arrives is rounded to it.
-    Source: `barellm/cpu/kernels/binary_matmul.py`.
+    Source: `barellm/cpu/kernels/gemm/binary_matmul.py`.
 
         y, pull = kernels.vjp(kernels.binary_matmul, x, weight)
     """

@@ -32,8 +32,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from barellm.aliases import PRESETS
 from barellm.config import Config, ModelConfig
+from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
 
 HELPERS = {

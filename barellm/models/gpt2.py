@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
-from barellm.fields import at_least, below_one, between, divides, entries, one_of, value
+from barellm.config.fields import at_least, below_one, between, divides, entries, one_of, value
 from barellm.models import unit
 from barellm.models.foreign import HuggingFace
 

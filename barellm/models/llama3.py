@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from barellm.fields import above, at_least, between, divides, value
+from barellm.config.fields import above, at_least, between, divides, value
 from barellm.models.foreign import HuggingFace, UnknownConfig
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.ops.rope import Scaling
+    from barellm.program.ops.attention.rope import Scaling
     from barellm.program.tensor import Tensor
 
 
@@ -66,7 +66,7 @@ class Config(ModelConfig):
 
     @property
     def scaling(self) -> Scaling | None:
-        from barellm.program.ops.rope import Scaling
+        from barellm.program.ops.attention.rope import Scaling
 
         return Scaling(self.rope_factor, self.rope_low, self.rope_high, self.rope_old_seq) if self.rope_factor else None
 

@@ -14,8 +14,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from barellm import models
 from barellm.config import ModelConfig
+from barellm.config.fields import entries
 from barellm.errors import UserError
-from barellm.fields import entries
 
 P = ParamSpec("P")
 R = TypeVar("R")

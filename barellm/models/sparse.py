@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, OptimConfig, TrainConfig
-from barellm.fields import at_least, value
+from barellm.config.fields import at_least, value
 from barellm.models import gpt2
 from barellm.program import patterns
 

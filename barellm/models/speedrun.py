@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from barellm.config.fields import at_least, between, divides, one_of, value
 from barellm.errors import UserError
-from barellm.fields import at_least, between, divides, one_of, value
 from barellm.models.speedrun_course import course as course
 from barellm.models.speedrun_course import only_stage as only_stage
 from barellm.models.speedrun_course import yarn
@@ -259,8 +259,8 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
 
 def _scaling(cfg: Config):
     """How the numbers of the classifier become codes of 8 bits; None where they do not."""
-    from barellm.program.ops.fp8 import Static
-    from barellm.program.ops.scales import Delayed, Floating
+    from barellm.program.ops.gemm.fp8 import Static
+    from barellm.program.ops.optim.scales import Delayed, Floating
 
     # A normalised x beyond 100 and a weight beyond 1.6 become those; a logit's gradient beyond 96 / targets does too.
     scales = 100 / 448, 1.6 / 448, 0.75 / 448

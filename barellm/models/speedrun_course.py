@@ -13,7 +13,7 @@ from barellm.models.stages import Schedule, parse, table
 
 if TYPE_CHECKING:
     from barellm.config import Config as Run
-    from barellm.program.ops.qk_rotary import Yarn
+    from barellm.program.ops.attention.qk_rotary import Yarn
 
 LEAST = 0.15  # factor of the learning rates after the decay
 ENDLESS = 1 << 30  # steps
@@ -46,7 +46,7 @@ def _staged(config: Run) -> Staged:
 
 def yarn(cfg: Staged, index: int) -> Yarn:
     """The angles and the scale of attention in the stage with this number: of its long window, step by step from the first."""
-    from barellm.program.ops.qk_rotary import Yarn
+    from barellm.program.ops.attention.qk_rotary import Yarn
 
     stages = parse(cfg.stages, key="model.stages")
     found = Yarn.of_head(cfg.head_size)

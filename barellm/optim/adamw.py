@@ -35,7 +35,7 @@ class AdamW:
 
     def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
         from barellm.program import ops
-        from barellm.program.ops.random import STATE_STREAMS
+        from barellm.program.ops.pointwise.random import STATE_STREAMS
 
         dtype_m, dtype_v = MOMENTS[self.moments]
         # Each parameter's random bits are a stream of their own.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.ranks import Ranks
 
 if TYPE_CHECKING:

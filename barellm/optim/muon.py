@@ -11,7 +11,7 @@ from barellm.optim import adamw
 from barellm.optim.rules import Rule
 from barellm.program import ops
 from barellm.program.builder import Program
-from barellm.program.ops.muon import ITERATIONS, STEP_SCALES, lines
+from barellm.program.ops.optim.muon import ITERATIONS, STEP_SCALES, lines
 from barellm.program.tensor import Tensor
 
 TOGETHER = 1 << 20  # elements of matrices that take each turn together: of small ones one alone keeps few threads busy

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 from barellm.program.backward import backward
 from barellm.program.graph import Store
-from barellm.program.ops import (
-    attention,
-    binary,
-    block_matmul,
-    convolution,
-    cross_entropy,
-    documents,
-    dropout,
-    elementwise,
-    embedding,
-    exponents,
-    gates,
-    groupnorm,
-    layernorm,
-    layout_attention,
-    matmul,
-    mix,
-    pooling,
-    qk_rotary,
-    random,
-    rmsnorm,
-    rope,
-    softcap,
-    softmax,
-    swiglu,
-    top_k,
-    transpose,
-)
+from barellm.program.ops import convolution, cross_entropy, documents, embedding, pooling, softcap
+from barellm.program.ops.attention import attention, layout_attention, qk_rotary, rope
 from barellm.program.ops.base import Op
+from barellm.program.ops.gemm import block_matmul, matmul
+from barellm.program.ops.norm import groupnorm, layernorm, rmsnorm, softmax
+from barellm.program.ops.optim import exponents
+from barellm.program.ops.pointwise import binary, dropout, elementwise, gates, mix, random, swiglu, top_k, transpose
 from barellm.program.tensor import Tensor
 
 __all__ = ["Program", "Store"]

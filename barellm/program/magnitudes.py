@@ -7,7 +7,7 @@ from math import log2, sqrt
 
 import numpy as np
 
-from barellm.program.ops.exponents import BINS, NOT_FINITE
+from barellm.program.ops.optim.exponents import BINS, NOT_FINITE
 
 BIAS = 127  # bin e has the numbers of 2^(e - BIAS) and more
 

@@ -13,8 +13,8 @@ from barellm.program.backward import last_writer
 from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
-from barellm.program.ops.elementwise import Rescale
-from barellm.program.ops.exponents import BINS, SUMS, Exponents
+from barellm.program.ops.optim.exponents import BINS, SUMS, Exponents
+from barellm.program.ops.pointwise.elementwise import Rescale
 from barellm.program.tensor import Tensor, View
 
 COUNTS, TOTALS = "ranges.counts", "ranges.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors

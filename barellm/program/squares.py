@@ -12,8 +12,8 @@ from copy import copy
 
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
-from barellm.program.ops.block_squares import BlockSquares
-from barellm.program.ops.optimizer import SumSquares
+from barellm.program.ops.gemm.block_squares import BlockSquares
+from barellm.program.ops.optim.optimizer import SumSquares
 from barellm.program.tensor import Tensor
 
 Kept = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run

@@ -14,11 +14,10 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from barellm import overrides
 from barellm.assembly.build import open_model
 from barellm.checkpoint import storage
 from barellm.checkpoint.folder import RunFolder
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.data.loader import Rows
 from barellm.errors import UserError
 from barellm.models.course import own

@@ -21,7 +21,7 @@ from barellm.assembly.build import CompiledModel
 from barellm.errors import UserError
 from barellm.program.magnitudes import BIAS, Magnitudes, magnitudes
 from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, NOT_FINITE, SUMS
+from barellm.program.ops.optim.exponents import BINS, NOT_FINITE, SUMS
 from barellm.training.metrics import Metrics, read
 
 FILE = "ranges.jsonl"

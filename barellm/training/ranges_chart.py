@@ -10,7 +10,7 @@ import numpy as np
 
 from barellm.program.magnitudes import BIAS, RANGES, Magnitudes
 from barellm.program.observing import KINDS
-from barellm.program.ops.exponents import NOT_FINITE
+from barellm.program.ops.optim.exponents import NOT_FINITE
 from barellm.training.curve import save
 from barellm.training.ranges import magnitudes_of
 

@@ -15,14 +15,14 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from barellm import __version__, models, overrides
+from barellm import __version__, models
 from barellm.assembly.build import CompiledModel, open_model, shares_of
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.left_out import LeftOut
 from barellm.checkpoint.shares import Shares
 from barellm.checkpoint.weights import Weights
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer, tokenizer_files

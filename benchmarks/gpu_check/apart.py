@@ -13,15 +13,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from barellm.bench import peer_process
-from barellm.bench.peers import peer_script
 from barellm.cuda import driver
 from barellm.cuda.bench import Bench, bandwidth_kernel
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
-from barellm.plans import devices
-from barellm.plans.roofline import NAMED
 from barellm.program.builder import Program
+from barellm.tools.bench import peer_process
+from barellm.tools.bench.peers import peer_script
+from barellm.tools.plan import devices
+from barellm.tools.plan.roofline import NAMED
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.stages import Scale
 

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from barellm import overrides
 from barellm.assembly.build import open_model
-from barellm.bench import peers
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.cuda import driver, nccl
 from barellm.cuda.kernel import Launch
 from barellm.models import preset
-from barellm.profiling.step import SEED, StepBench
 from barellm.runtime.ranks import ALONE
+from barellm.tools.bench import peers
+from barellm.tools.profile.step import SEED, StepBench
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale

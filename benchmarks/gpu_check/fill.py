@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 from barellm.assembly.build import build_programs, gemm_options
-from barellm.bench import attentions, gemms
 from barellm.config import Config
 from barellm.cuda import bench, driver
 from barellm.cuda import step as cuda_step
@@ -22,8 +21,9 @@ from barellm.cuda.step import LoweredPrograms, lower_and_plan, processes
 from barellm.cuda.tuner.cases import case_of
 from barellm.cuda.tuner.harness import built
 from barellm.cuda.tuner.problem import Candidate, Problem, candidates, refined, rivals
-from barellm.plans.roofline import NAMED, mix_of
 from barellm.program.builder import Program, Store
+from barellm.tools.bench import attentions, gemms
+from barellm.tools.plan.roofline import NAMED, mix_of
 from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import CASES, LONG, model

@@ -16,20 +16,19 @@ from unittest.mock import patch
 
 import numpy as np
 
-from barellm import overrides
 from barellm.assembly.build import build_programs
-from barellm.bench import gemms
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.cuda import choices, driver
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Launch, Sizes, Specialisation, Target
 from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.cases import case_of
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
-from barellm.plans.roofline import NAMED
-from barellm.profiling import step as one_step
 from barellm.program.integers import ceil_div
 from barellm.runtime.tuner.child import Wrong
+from barellm.tools.bench import gemms
+from barellm.tools.plan.roofline import NAMED
+from barellm.tools.profile import step as one_step
 from benchmarks.gpu_check import correct
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale

@@ -11,13 +11,13 @@ import numpy as np
 
 from barellm.cuda import driver
 from barellm.cuda.kernel import Specialisation, Target
-from barellm.cuda.kernels import binary_mma
+from barellm.cuda.kernels.gemm import binary_mma
 from barellm.cuda.step import CudaSession, lower_and_plan
-from barellm.plans import devices
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.binary import pack
+from barellm.program.ops.pointwise.binary import pack
 from barellm.program.tensor import Dim
+from barellm.tools.plan import devices
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale
 

@@ -4,11 +4,11 @@ what compute-sanitizer looks at; it makes them 10 to 100 times slower."""
 from __future__ import annotations
 
 from barellm.assembly.build import open_model
-from barellm.bench.gemms import Product, append, fill
 from barellm.config import Config
-from barellm.plans.devices import open_session
-from barellm.profiling.step import SEED, StepBench
 from barellm.program.builder import Program, Store
+from barellm.tools.bench.gemms import Product, append, fill
+from barellm.tools.plan.devices import open_session
+from barellm.tools.profile.step import SEED, StepBench
 from benchmarks.gpu_check.correct import model
 from benchmarks.gpu_check.stages import Scale
 

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from barellm.assembly.build import build_programs
-from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
 from barellm.cuda import choices, driver, tuning
 from barellm.cuda.choices import AttentionTile
@@ -22,9 +21,10 @@ from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import harness, tuner
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
 from barellm.errors import UserError
-from barellm.plans.devices import device_bytes
-from barellm.profiling import profile
-from barellm.profiling import step as one_step
+from barellm.tools.bench import attentions, gemms, peers, turns
+from barellm.tools.plan.devices import device_bytes
+from barellm.tools.profile import profile
+from barellm.tools.profile import step as one_step
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import model

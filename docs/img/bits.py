@@ -13,7 +13,7 @@ from make import HERE, INK, LINE, SOFT, STYLE, plt
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from barellm.program.ops.tausworthe import GENERATORS, Component  # noqa: E402
+from barellm.program.ops.pointwise.tausworthe import GENERATORS, Component  # noqa: E402
 from benchmarks.generators import PUBLISHED, SEEDS, linear_complexity, top_bits  # noqa: E402
 
 BLUE, RED, GREEN = "#2f6fb3", "#c0452f", "#3c8d5a"

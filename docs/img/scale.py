@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from barellm import models
 from barellm.config import Config
-from barellm.plans import devices, scale
+from barellm.tools.plan import devices, scale
 
 HERE = Path(__file__).parent
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"

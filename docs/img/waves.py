@@ -10,8 +10,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from barellm.cuda.kernel import Sizes, Target
-from barellm.plans import devices, waves
 from barellm.program.integers import ceil_div
+from barellm.tools.plan import devices, waves
 
 HERE = Path(__file__).parent
 INK, SOFT, OURS, FIXED, SPLIT = "#1f2933", "#52606d", "#5b8def", "#9aa5b1", "#3fa66b"

@@ -14,8 +14,8 @@ from anatomy.gpu_measure import DTYPES
 from anatomy.gpu_rung import GPU_RUNGS, HOPPER
 from barellm.cuda import compile as compiler
 from barellm.cuda.kernel import Sizes, TensorMap
-from barellm.inspect import device_code
 from barellm.runtime.lowering import Region
+from barellm.tools.inspect import device_code
 from tests.simulators.interpreter import Box, Pointer
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run

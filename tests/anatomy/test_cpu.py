@@ -15,7 +15,7 @@ from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.backend import Bench
 from barellm.cpu.specialisation import KernelBuilder, Specialisation
-from barellm.inspect import machine_code
+from barellm.tools.inspect import machine_code
 from tests.cpu.check import ISAS, isa_named
 from tests.simulators import amx_emulator
 

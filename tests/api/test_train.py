@@ -117,7 +117,7 @@ def own(monkeypatch):
         """
 from dataclasses import dataclass
 from barellm.config import ModelConfig
-from barellm.fields import at_least
+from barellm.config.fields import at_least
 
 @dataclass(frozen=True)
 class Config(ModelConfig):

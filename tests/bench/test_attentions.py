@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from barellm.bench import attentions, peer_process
 from barellm.cli import main
 from barellm.cpu.backend import Bench
+from barellm.tools.bench import attentions, peer_process
 
 FAKE = """
 import json, sys

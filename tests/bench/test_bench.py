@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from barellm.bench import ops
-from barellm.profiling import process, step
+from barellm.tools.bench import ops
+from barellm.tools.profile import process, step
 from tests.profiling.conftest import CEILING, small
 
 pytestmark = pytest.mark.alone
@@ -55,7 +55,7 @@ def test_equal_digests_for_any_number_of_threads():
 
 
 def test_model_operations_are_those_of_the_plan():
-    from barellm.plans import plan
+    from barellm.tools.plan import plan
 
     r = step.measure(small(), steps=1)
     numbers, _ = plan.report(small())
@@ -66,7 +66,7 @@ def test_ops_add_up_to_the_step_and_have_a_bound(monkeypatch):
     monkeypatch.setattr(ops, "measured_ceiling", lambda **machine: CEILING)
     r = ops.measure(small(), steps=3)
     session_ops = sum(row["count"] for row in r["ops"] if row["program"] == "forward_backward")
-    from barellm.plans import plan
+    from barellm.tools.plan import plan
 
     numbers, built = plan.report(small())
     assert session_ops == len(built.lowered["forward_backward"].ops)
@@ -109,6 +109,8 @@ def test_page_faults_are_seen():
 def test_the_process_knows_when_it_began():
     seconds = process.seconds_since_start()
     assert seconds is not None and 0 < seconds < time.monotonic()
-    code = "import time; time.sleep(0.3); from barellm.profiling import process; print(process.seconds_since_start())"
+    code = (
+        "import time; time.sleep(0.3); from barellm.tools.profile import process; print(process.seconds_since_start())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.28 < float(done.stdout) < 20

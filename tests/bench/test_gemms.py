@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from barellm.bench import gemms, peers
 from barellm.cli import bench, main
+from barellm.config.overrides import changed
 from barellm.cpu.isa import host
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.models import preset
-from barellm.overrides import changed
 from barellm.program.builder import Program, Store
+from barellm.tools.bench import gemms, peers
 from tests.profiling.conftest import small
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.bench import turns
-from barellm.bench.turns import Variant
+from barellm.tools.bench import turns
+from barellm.tools.bench.turns import Variant
 
 pytestmark = pytest.mark.alone
 

@@ -13,16 +13,16 @@ import pytest
 
 from barellm.assembly.build import build_programs, resolved
 from barellm.assembly.programs import build
-from barellm.bench import peers, turns
-from barellm.bench.turns import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
+from barellm.config.overrides import changed
 from barellm.cpu import isa
 from barellm.errors import UserError
 from barellm.models import course, preset
 from barellm.optim.adamw import adamw
-from barellm.overrides import changed
 from barellm.runtime.reference import ReferenceSession
+from barellm.tools.bench import peers, turns
+from barellm.tools.bench.turns import Variant
 from tests.profiling.conftest import made_up
 
 FAKE = """
@@ -45,7 +45,7 @@ def fake(name, seconds):
 
 @pytest.fixture
 def result(monkeypatch):
-    monkeypatch.setattr("barellm.plans.roofline.measured_ceiling", made_up)
+    monkeypatch.setattr("barellm.tools.plan.roofline.measured_ceiling", made_up)
     monkeypatch.setattr(turns, "PAUSE", 0.0)
     made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
     monkeypatch.setattr(peers, "variants", lambda config, peers, device: made)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from barellm.assembly.build import resolved
-from barellm.bench import scaling, turns
-from barellm.bench.turns import Variant
 from barellm.cli import bench, main
+from barellm.config.overrides import changed
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.overrides import changed
+from barellm.tools.bench import scaling, turns
+from barellm.tools.bench.turns import Variant
 from tests.profiling.conftest import made_up
 
 pytestmark = pytest.mark.alone

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from barellm.bench import turns
-from barellm.bench.turns import Variant, interleave
 from barellm.errors import UserError
+from barellm.tools.bench import turns
+from barellm.tools.bench.turns import Variant, interleave
 
 pytestmark = pytest.mark.alone
 
@@ -154,7 +154,7 @@ def test_a_program_that_is_not_there(fake):
 # A run of its own, which is ended from outside while both of its children are stopped; each has a child of its own.
 RUN = """
 import signal, sys, time
-from barellm.bench import turns
+from barellm.tools.bench import turns
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a script's background or nohup leaves ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder = sys.argv[1]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import barellm
-from barellm import aliases, models, overrides
+from barellm import models
 from barellm.cli.main import COMMANDS, main, parsed
 from barellm.cli.options import configuration
+from barellm.config import aliases, overrides
 from barellm.errors import UserError
 
 OLD = Path(__file__).parents[1] / "data" / "old_runs"

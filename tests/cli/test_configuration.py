@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from barellm import overrides
 from barellm.cli.options import Parser, add_configuration, configuration
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.errors import UserError
 from barellm.models import preset, presets
 

@@ -289,7 +289,7 @@ def test_a_folder_that_cannot_be_written(locked, refused, tiny, name):
 
 
 def test_a_profile_that_is_refused_leaves_no_folder(refused, tmp_path, monkeypatch):
-    from barellm.profiling import profile
+    from barellm.tools.profile import profile
 
     def measure(*args, **options):
         raise UserError("no GPU")

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
-from barellm.inspect import kernels, machine_code
 from barellm.models import preset
-from barellm.overrides import changed
+from barellm.tools.inspect import kernels, machine_code
 from tests.simulators import amx_emulator
 
 pytestmark = pytest.mark.skipif(not amx_emulator.EMULATED, reason="the emulator wants AVX512-BF16 for everything else")

@@ -6,7 +6,7 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
 from barellm.cpu.kernel import REGISTRY, Lowering, Specialisation
-from barellm.cpu.kernels import attention_backward, attention_forward, attention_segments
+from barellm.cpu.kernels.attention import attention_backward, attention_forward, attention_segments
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store

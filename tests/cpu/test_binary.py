@@ -8,9 +8,9 @@ import pytest
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import binary_matmul
+from barellm.cpu.kernels.gemm import binary_matmul
 from barellm.program import ops
-from barellm.program.ops.binary import pack
+from barellm.program.ops.pointwise.binary import pack
 from tests.binary_cases import NAMES, SIZES, cases
 from tests.cpu.check import ISAS, changed, check_op, isa_named, persistent, tokens
 

@@ -8,12 +8,12 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.isa import cross
 from barellm.cpu.step import Lowered
-from barellm.inspect import machine_code
-from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program import ops
 from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.tools.inspect import machine_code
+from barellm.tools.inspect.kernels import X86_TRIPLE
 from tests.block_cases import LAYOUTS, block_case
 from tests.cpu.check import ISAS, check_op, isa_named
 

@@ -14,7 +14,7 @@ from barellm.cpu.step import CpuSession
 from barellm.distributed.memory import can_read
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Span, Tensor
 from tests.cpu.check import ISAS, check_op, isa_named, persistent
 

@@ -6,13 +6,13 @@ import pytest
 
 from barellm.cpu.isa import cross
 from barellm.cpu.kernel import Lowering
-from barellm.cpu.kernels import conv_fft_wgrad
-from barellm.cpu.kernels.winograd_transform import linear
+from barellm.cpu.kernels.conv import conv_fft_wgrad
+from barellm.cpu.kernels.conv.winograd_transform import linear
 from barellm.cpu.step import lower_and_plan
-from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2dDx
 from barellm.program.winograd import input_matrix
+from barellm.tools.inspect.kernels import X86_TRIPLE
 from tests.conv_cases import DEPTHWISE, FORMS, LARGE, WINOGRAD, case, winograd_case
 from tests.cpu.check import ISAS, check_op, isa_named
 

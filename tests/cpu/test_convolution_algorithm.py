@@ -13,13 +13,13 @@ import pytest
 
 from barellm import kernels
 from barellm.cpu.isa import ISA, cross, host
-from barellm.cpu.kernels.conv_algorithm import BF16_COSTS, FP32_COSTS, Costs, select_winograd_tile
-from barellm.cpu.kernels.conv_fft import fft_is_faster
-from barellm.cpu.kernels.im2col import ConvGeometry
+from barellm.cpu.kernels.conv.conv_algorithm import BF16_COSTS, FP32_COSTS, Costs, select_winograd_tile
+from barellm.cpu.kernels.conv.conv_fft import fft_is_faster
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.step import lower_and_plan
-from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
+from barellm.tools.inspect.kernels import X86_TRIPLE
 from benchmarks.convolution import EVERY
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "xeon-amx"  # other machines' lie beside

@@ -12,13 +12,13 @@ import pytest
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.kernel import KernelBuilder, Specialisation
-from barellm.cpu.kernels import conv_algorithm, conv_implicit_gemm_bf16, conv_wgrad_bf16
-from barellm.cpu.kernels.conv_polyphase import PolyphaseLayout
-from barellm.cpu.kernels.im2col import ConvGeometry
+from barellm.cpu.kernels.conv import conv_algorithm, conv_implicit_gemm_bf16, conv_wgrad_bf16
+from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseLayout
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.step import lower_and_plan
-from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
 from barellm.program.ops import Conv2dDw
+from barellm.tools.inspect.kernels import X86_TRIPLE
 from tests.conv_cases import FORMS, case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.simulators import amx_emulator

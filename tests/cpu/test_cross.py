@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from barellm.config import MOMENTS
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.lang import sync
 from barellm.cpu.step import lower_and_plan
-from barellm.inspect import kernels
 from barellm.models import preset
-from barellm.overrides import changed
 from barellm.program import layouts
 from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.tools.inspect import kernels
 from tests.layout_cases import layout_both
 
 pytestmark = pytest.mark.cached

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import classifier
+from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cpu.kernels import documents
+from barellm.cpu.kernels.embedding import documents
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.document_cases import bigram_case, boundary_case, document_case
 

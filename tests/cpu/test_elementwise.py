@@ -5,7 +5,7 @@ import pytest
 
 from barellm.cpu.kernels import loops
 from barellm.program import ops
-from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from tests.cases import MODES, STREAM_CASES, each_activation, elementwise_cases, stream_case
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import exponents
+from barellm.cpu.kernels.optim import exponents
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from tests.cases import normal

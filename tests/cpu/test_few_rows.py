@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 
 from barellm.assembly.build import build_programs
+from barellm.config.overrides import changed as changed_config
 from barellm.cpu import jit, step
 from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import KernelBuilder, Specialisation
-from barellm.cpu.kernels import linear, skinny_gemm, skinny_gemm_amx
+from barellm.cpu.kernels.gemm import linear, skinny_gemm, skinny_gemm_amx
 from barellm.cpu.lang import Pointer
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.generation.decode import MOST_TOGETHER
-from barellm.inspect import machine_code
-from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models import preset
-from barellm.overrides import changed as changed_config
 from barellm.program import ops, scalars
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import itemsize
 from barellm.program.tensor import Dim
 from barellm.runtime.arena import ScalarBlock
 from barellm.runtime.lowering import decodes
+from barellm.tools.inspect import machine_code
+from barellm.tools.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.simulators import amx_emulator

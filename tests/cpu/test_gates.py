@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import gates, loops
+from barellm.cpu.kernels import loops
+from barellm.cpu.kernels.pointwise import gates
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import normal

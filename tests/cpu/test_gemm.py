@@ -14,7 +14,8 @@ from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.gemm_config import GemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import classifier, gemm, linear
+from barellm.cpu.kernels.gemm import gemm, linear
+from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import (

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cpu.kernels import loops, qk_rotary
+from barellm.cpu.kernels import loops
+from barellm.cpu.kernels.attention import qk_rotary
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.rotary_cases import CASES, case
 

@@ -10,17 +10,17 @@ from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import quantized_digits
-from barellm.cpu.kernels.quantized import quantized_few_rows
+from barellm.cpu.kernels.gemm import quantized_digits
+from barellm.cpu.kernels.gemm.quantized import quantized_few_rows
 from barellm.cpu.step import CpuSession, Lowered
-from barellm.inspect import machine_code
-from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.quantization import pack, packed_matrix, quantize, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from barellm.tools.inspect import machine_code
+from barellm.tools.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from tests.cases import normal, operands
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.quantized_cases import CASES, case

@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import loops, rope
+from barellm.cpu.kernels import loops
+from barellm.cpu.kernels.attention import rope
 from barellm.program import ops
-from barellm.program.ops.rope import frequencies
+from barellm.program.ops.attention.rope import frequencies
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 

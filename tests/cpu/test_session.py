@@ -15,7 +15,7 @@ import pytest
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.cpu import gemm_config
-from barellm.cpu.kernels import classifier
+from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw

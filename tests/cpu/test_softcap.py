@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import classifier
+from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store

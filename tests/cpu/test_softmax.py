@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernels import loops, softmax
+from barellm.cpu.kernels import loops
+from barellm.cpu.kernels.norm import softmax
 from barellm.program import ops
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, tokens

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu import sources, tuning
-from barellm.cpu.kernels import attention_forward, elementwise, gemm, reductions, weight_gradient
+from barellm.cpu.kernels import reductions
+from barellm.cpu.kernels.attention import attention_forward
+from barellm.cpu.kernels.gemm import gemm, weight_gradient
+from barellm.cpu.kernels.pointwise import elementwise
 from barellm.cpu.specialisation import Specialisation
-from barellm.inspect import kernels
 from barellm.models import preset
-from barellm.overrides import changed
 from barellm.runtime import artefacts
+from barellm.tools.inspect import kernels
 
 PACKAGE = Path(sources.__file__).parents[1]
 KERNELS = (
@@ -111,15 +114,15 @@ def test_values_from_files_that_run_before_count(monkeypatch):
 
     monkeypatch.setattr(sources, "BEFORE", sources.BEFORE | {"barellm.cpu.gemm_config"})
     sources.forget()
-    before = sources.digest("barellm.cpu.kernels.gemm_mainloop")
+    before = sources.digest("barellm.cpu.kernels.gemm.gemm_mainloop")
     sources.forget()
     monkeypatch.setattr(gemm_config, "BUSY", gemm_config.BUSY + 1)
-    assert sources.digest("barellm.cpu.kernels.gemm_mainloop") != before
+    assert sources.digest("barellm.cpu.kernels.gemm.gemm_mainloop") != before
 
 
 def test_every_way_to_import_is_seen():
     text = """
-from barellm.cpu.kernels import amx, gemm  # a remark
+from barellm.cpu.kernels.gemm import amx, gemm  # a remark
 from barellm.cpu.lang import Value, random as bits
     from barellm.cpu.kernels.loops import (
         across,
@@ -128,10 +131,10 @@ from barellm.cpu.lang import Value, random as bits
 from elsewhere import barellm
 """
     assert set(sources.imported(text)) == {
-        ("barellm.cpu.kernels.amx", ""), ("barellm.cpu.kernels.gemm", ""), ("barellm.cpu.lang", "Value"),
+        ("barellm.cpu.kernels.gemm.amx", ""), ("barellm.cpu.kernels.gemm.gemm", ""), ("barellm.cpu.lang", "Value"),
         ("barellm.cpu.lang.random", ""), ("barellm.cpu.kernels.loops", "across"), ("barellm.cpu.kernels.loops", "added"),
     }  # fmt: skip
-    for path in [*PACKAGE.glob("cpu/kernels/*.py"), *PACKAGE.glob("cpu/lang/*.py"), *PACKAGE.glob("program/ops/*.py")]:
+    for path in [path for name in ("cpu/kernels", "cpu/lang", "program/ops") for path in (PACKAGE / name).rglob("*.py")]:
         assert "\nimport barellm" not in path.read_text(), (
             f"{path.name}: sources.py reads `from barellm... import` only"
         )

@@ -7,13 +7,14 @@ import pytest
 
 from barellm.cpu import gemm_config, step
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import amx, classifier, linear
+from barellm.cpu.kernels.gemm import amx, linear
+from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.block_squares import BLOCK
+from barellm.program.ops.gemm.block_squares import BLOCK
 from barellm.program.tensor import Dim
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, run_fused, stored

@@ -12,7 +12,7 @@ import pytest
 
 from barellm.cpu import gemm_config, jit
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import amx, gemm, gemm_mainloop, linear
+from barellm.cpu.kernels.gemm import amx, gemm, gemm_mainloop, linear
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import as_operand, chain_bound, check_network, operands

@@ -14,27 +14,27 @@ from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import OptimConfig
+from barellm.config.overrides import changed
 from barellm.cpu import isa as isas
 from barellm.cpu import tuning
 from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.isa import host
-from barellm.cpu.kernels import amx, gemm
-from barellm.cpu.kernels.skinny_gemm import skinny_configs
+from barellm.cpu.kernels.gemm import amx, gemm
+from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.bed import Bed
 from barellm.cpu.tuner.work import Candidate, works_of
-from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
-from barellm.overrides import changed
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, View
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.worker import Lost
+from barellm.tools.inspect import kernels
 from tests.cpu.check import changed as changed_constants
 
 MODEL = ModelConfig(layers=2, heads=2, d_model=40, vocab_size=131, max_seq=24)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from barellm.cpu.kernels import gemm
+from barellm.cpu.kernels.gemm import gemm
 from barellm.cpu.step import CpuSession
 from tests.cases import check_model, scaled_network
 from tests.cpu.check import ISAS, changed, isa_named

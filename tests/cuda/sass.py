@@ -10,7 +10,7 @@ from itertools import accumulate
 from barellm.cuda import step
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Specialisation
-from barellm.inspect import device_code
+from barellm.tools.inspect import device_code
 from tests.cuda import cubin
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ

@@ -6,7 +6,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.kernels import attention_kv_cache
+from barellm.cuda.kernels.attention import attention_kv_cache
 from barellm.program import ops
 from tests.cases import backward_case, bounded, cached_case, forward_case
 from tests.cuda.check import check_op

@@ -13,11 +13,11 @@ from barellm.cuda import choices
 from barellm.cuda.compile import compiled, triton_compile
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
-from barellm.inspect import device_code
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.binary import pack
+from barellm.program.ops.pointwise.binary import pack
 from barellm.program.tensor import Dim
+from barellm.tools.inspect import device_code
 from tests.binary_cases import NAMES, SIZES, cases, signs
 from tests.check import Case, check_case, persistent, tokens
 from tests.cuda.check import InterpretedSession, check_op

@@ -6,7 +6,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.kernels import relative_position_bias_backward
+from barellm.cuda.kernels.attention import relative_position_bias_backward
 from tests.cuda.check import check_op
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
 

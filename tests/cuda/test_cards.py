@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from barellm.assembly.build import build_programs
+from barellm.config.overrides import changed
 from barellm.cuda.choices import tiles
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
-from barellm.inspect import device_code
 from barellm.models import preset
-from barellm.overrides import changed
+from barellm.tools.inspect import device_code
 
 # Shared memory for a block, as CUDA's programming guide has it: of an RTX 3090, Orin, B300, Thor, RTX 5090, GB10.
 SHARED = {86: 99 << 10, 87: 163 << 10, 103: 227 << 10, 110: 227 << 10, 120: 99 << 10, 121: 99 << 10}

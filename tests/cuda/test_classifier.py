@@ -9,7 +9,7 @@ from barellm.cuda import choices
 from barellm.cuda.choices import Tile
 from barellm.cuda.fuse import FUSIONS
 from barellm.cuda.kernel import Sizes
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.program import ops
 from tests.cases import (
     check_classifier_of_inner_axes,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda.kernels import conv_transform_domain
+from barellm.cuda.kernels.conv import conv_transform_domain
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from barellm.bench import gemms
 from barellm.cli import main
 from barellm.cuda import cublaslt, kernels
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
@@ -20,6 +19,7 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
+from barellm.tools.bench import gemms
 from tests.cases import as_operand, assert_like_the_reference, chain_bound, normal, operands
 from tests.check import EPS, Case, check_case
 from tests.cuda import check

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda.kernels import documents
+from barellm.cuda.kernels.embedding import documents
 from tests.cuda.check import check_op
 from tests.document_cases import bigram_case, boundary_case, document_case
 

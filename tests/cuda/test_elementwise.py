@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
-from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from tests.cases import MODES, STREAM_CASES, each_activation, elementwise_cases, stream_case
 from tests.cuda.check import EPS, check_op, persistent, tokens
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cuda.kernels import exponents
+from barellm.cuda.kernels.optim import exponents
 from barellm.program import ops
 from tests.cases import normal
 from tests.cuda.check import check_op

@@ -6,13 +6,13 @@ from math import inf
 
 import pytest
 
-from barellm.bench import attentions, gemms
 from barellm.cuda import bench, driver
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import harness, tuner
-from barellm.plans import roofline
 from barellm.runtime.tuner import decision
+from barellm.tools.bench import attentions, gemms
+from barellm.tools.plan import roofline
 from benchmarks.gpu_check import fill, one_step, small_step
 from benchmarks.gpu_check.stages import STAGES, Scale, Stage, rehearsed_on
 from tests.simulators.mock import Gpu

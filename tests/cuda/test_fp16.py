@@ -8,7 +8,7 @@ import pytest
 from barellm.cuda import choices
 from barellm.cuda.choices import Tile
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program import ops
 from barellm.program.loss_scale import FIRST_SCALE

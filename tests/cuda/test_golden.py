@@ -25,7 +25,7 @@ from barellm.cuda import compile as cuda_compile
 from barellm.cuda import step, tuning
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
-from barellm.cuda.kernels.hopper import fits, launch_gemm
+from barellm.cuda.kernels.gemm.hopper import fits, launch_gemm
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.problem import KERNELS
 from barellm.models import HIDDEN, preset
@@ -39,8 +39,8 @@ from barellm.program import block_layouts, layouts
 from barellm.program.builder import Program, Store
 from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx, TopKDx
 from barellm.program.ops.base import Op
-from barellm.program.ops.elementwise import ACTIVATIONS
-from barellm.program.ops.tausworthe import GENERATORS
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
+from barellm.program.ops.pointwise.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.ranks import Planned
 from tests.cases import attention_both, bounded

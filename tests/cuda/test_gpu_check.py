@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm import overrides
 from barellm.assembly.build import build_programs
-from barellm.bench.gemms import Product, append
+from barellm.config import overrides
 from barellm.cuda import driver
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
+from barellm.tools.bench.gemms import Product, append
 from benchmarks.gpu_check import __main__ as runner
 from benchmarks.gpu_check import bars, clocks, correct, fill, first, processes, signs, small_step, speed
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Clock, Scale, Stage, rehearsed_on

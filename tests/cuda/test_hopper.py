@@ -11,12 +11,12 @@ import pytest
 from barellm.cuda import choices
 from barellm.cuda.choices import columns, form
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.hopper import hopper_gemm
+from barellm.cuda.kernels.gemm.hopper import hopper_gemm
 from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
-from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession

@@ -10,7 +10,7 @@ import pytest
 from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.hopper_attention import hopper_attention
+from barellm.cuda.kernels.attention.hopper_attention import hopper_attention
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate

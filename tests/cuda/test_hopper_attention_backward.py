@@ -11,7 +11,7 @@ import pytest
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
+from barellm.cuda.kernels.attention.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate
 from barellm.program import ops

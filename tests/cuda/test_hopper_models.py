@@ -12,7 +12,7 @@ import pytest
 
 from barellm.cuda import choices, launch
 from barellm.cuda.kernel import Launch
-from barellm.cuda.kernels import hopper, split_k
+from barellm.cuda.kernels.gemm import hopper, split_k
 from barellm.cuda.step import CudaSession
 from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session

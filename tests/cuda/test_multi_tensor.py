@@ -10,7 +10,14 @@ import pytest
 
 from barellm.config import OptimConfig
 from barellm.cuda.kernel import Lowering, Table
-from barellm.cuda.kernels.multi_tensor import entry_constants, find_entry, first_programs, integer, number, pointer
+from barellm.cuda.kernels.optim.multi_tensor import (
+    entry_constants,
+    find_entry,
+    first_programs,
+    integer,
+    number,
+    pointer,
+)
 from barellm.cuda.lang import device, tl
 from barellm.cuda.step import CudaSession
 from barellm.optim.adamw import adamw

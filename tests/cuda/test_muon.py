@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from barellm.cuda import step
-from barellm.cuda.kernels import symmetric
+from barellm.cuda.kernels.optim import symmetric
 from barellm.optim.muon import Muon
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.muon import lines
+from barellm.program.ops.optim.muon import lines
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 from tests.cuda.check import InterpretedSession, check_op

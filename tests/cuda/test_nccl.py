@@ -15,12 +15,12 @@ import pytest
 from barellm.assembly.build import open_model, resolved
 from barellm.config import Config
 from barellm.cuda import bench, driver, nccl, step
-from barellm.cuda.kernels import optimizer as cuda_optimizer
+from barellm.cuda.kernels.optim import optimizer as cuda_optimizer
 from barellm.errors import UserError
 from barellm.optim import dealing
-from barellm.profiling import profile
 from barellm.program.ops import collectives as program_collectives
-from barellm.program.ops import optimizer as program_optimizer
+from barellm.program.ops.optim import optimizer as program_optimizer
+from barellm.tools.profile import profile
 from tests.distributed import test_steps
 from tests.distributed.test_steps import RECIPES, config_of, oracle, trained
 from tests.distributed.threads import ThreadRanks, each_rank

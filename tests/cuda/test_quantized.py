@@ -12,9 +12,8 @@ from barellm.assembly.programs import build
 from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16, TURN
+from barellm.cuda.kernels.gemm.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16, TURN
 from barellm.cuda.step import lower_and_plan
-from barellm.inspect import device_code
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
@@ -22,6 +21,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES, packed_matrix, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from barellm.tools.inspect import device_code
 from tests.cases import normal
 from tests.cuda import check
 from tests.cuda.check import InterpretedSession, check_op

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cuda.kernels import rope as kernels
+from barellm.cuda.kernels.attention import rope as kernels
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
 

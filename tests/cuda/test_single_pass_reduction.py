@@ -19,7 +19,7 @@ from barellm.cuda.lang import device, tl
 from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.mix import COEFFICIENTS
+from barellm.program.ops.pointwise.mix import COEFFICIENTS
 from tests.cuda.check import PLAIN, InterpretedSession
 from tests.simulators import interpreter
 from tests.simulators.interpreter import Execute

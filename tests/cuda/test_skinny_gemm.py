@@ -10,13 +10,13 @@ from barellm.cuda import choices
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
-from barellm.inspect import device_code
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from barellm.tools.inspect import device_code
 from tests.cases import as_operand, chain_bound, normal, operands
 from tests.cpu.test_models import batch_of, open_session
 from tests.cuda.check import InterpretedSession, check_op, stored

@@ -9,7 +9,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.choices import Tile
-from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.cuda.kernels.loss import classifier, cross_entropy
 from barellm.program import ops
 from tests.cases import check_model, loss_operands
 from tests.cuda.check import InterpretedSession, check_op

@@ -10,7 +10,7 @@ from barellm.cuda import choices
 from barellm.cuda.choices import Tile
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels import cublaslt
+from barellm.cuda.kernels.gemm import cublaslt
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from tests.cases import chain_bound, operands

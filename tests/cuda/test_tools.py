@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from barellm.cli import main
-from barellm.profiling import profile
-from barellm.profiling.step import opened
+from barellm.tools.profile import profile
+from barellm.tools.profile.step import opened
 from tests.profiling.conftest import CEILING, SMALL, small
 from tests.simulators.mock import LAUNCH_MS, Gpu
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cuda.kernels import top_k as kernels
+from barellm.cuda.kernels.pointwise import top_k as kernels
 from barellm.program import ops
 from tests.cpu.test_top_k import rows_of
 from tests.cuda.check import Given, check_op, tokens

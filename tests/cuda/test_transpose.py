@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.cuda.kernel import Launch, Sizes, Target
-from barellm.cuda.kernels import transpose
+from barellm.cuda.kernels.pointwise import transpose
 from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
 from barellm.program.builder import Program, Store

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.optim.dealing import _cost, deal
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Span, Tensor
 from tests.distributed.threads import ThreadRanks
 

@@ -10,8 +10,8 @@ import pytest
 from barellm import models
 from barellm.assembly.build import resolved
 from barellm.cli.main import main
-from barellm.plans import plan
 from barellm.runtime.ranks import Planned
+from barellm.tools.plan import plan
 
 
 def small():

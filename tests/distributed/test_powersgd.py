@@ -18,10 +18,10 @@ from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.optim import powersgd
 from barellm.optim.powersgd import Compression
-from barellm.plans import plan
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import decode, encode
 from barellm.runtime.ranks import ALONE, Planned
+from barellm.tools.plan import plan
 from barellm.training import together
 from tests.distributed.test_steps import BATCH, STEPS, config_of, micro, update
 from tests.distributed.threads import each_rank

@@ -12,9 +12,9 @@ import pytest
 from barellm import models
 from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.transfers import Transfers
-from barellm.plans.devices import lower
 from barellm.program.ops.collectives import BeginExchange, EndExchange
 from barellm.runtime.ranks import Planned
+from barellm.tools.plan.devices import lower
 
 
 class Requests:

@@ -5,7 +5,7 @@ import pytest
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.kernels import microbenchmarks
-from barellm.inspect import device_code, kernels
+from barellm.tools.inspect import device_code, kernels
 
 SASS = """
 	code for sm_90a

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from barellm.cli import main
+from barellm.config.overrides import changed
 from barellm.cpu import gemm_config, jit
 from barellm.cpu import isa as isas
-from barellm.cpu.kernels import attention_blocks
+from barellm.cpu.kernels.attention import attention_blocks
 from barellm.cpu.step import Lowered
-from barellm.inspect import kernels, machine_code
 from barellm.models import preset
-from barellm.overrides import changed
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.tools.inspect import kernels, machine_code
 from tests.cases import attention_both
 
 TARGETS = [*isas.X86, "neon_bf16", "neon"]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from barellm import models, overrides
+from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
+from barellm.config import overrides
 from barellm.data.huggingface import HuggingFace
 from barellm.interop.sources import open_weights
 from barellm.models.llama3 import Config

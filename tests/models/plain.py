@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from barellm.fields import at_least, divides, one_of
+from barellm.config.fields import at_least, divides, one_of
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program

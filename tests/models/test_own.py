@@ -28,7 +28,7 @@ RUN = ("--data.tokenizer", "bytes", "--batch", 2, "--seq", 8, "--steps", 6, "--t
 WHOLE = """
 from dataclasses import dataclass
 from barellm.config import ModelConfig
-from barellm.fields import at_least
+from barellm.config.fields import at_least
 
 @dataclass(frozen=True)
 class Config(ModelConfig):

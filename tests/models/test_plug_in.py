@@ -11,14 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm import models, overrides
+from barellm import models
 from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.plans import plan
+from barellm.tools.plan import plan
 from barellm.training import metrics
 
 

@@ -25,7 +25,7 @@ from barellm.models.stages import Stage, parse, table
 from barellm.optim.recipes import updates
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import round_to_bf16
-from barellm.program.ops.fp8 import Static
+from barellm.program.ops.gemm.fp8 import Static
 from barellm.runtime.reference import ReferenceSession
 from barellm.training import metrics
 from tests.training.conftest import TEXT

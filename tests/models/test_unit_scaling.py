@@ -18,7 +18,7 @@ from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.magnitudes import magnitudes
 from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, SUMS
+from barellm.program.ops.optim.exponents import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from barellm.training.course import course
 

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from barellm import models, overrides
+from barellm import models
 from barellm.assembly.build import build_programs, open_model, resolved
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.config import overrides
 from barellm.cpu.isa import host
 from barellm.cpu.step import lower_and_plan
 from barellm.data.tokenizers import Bytes

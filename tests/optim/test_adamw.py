@@ -11,7 +11,7 @@ from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
-from barellm.program.ops.random import STATE_STREAMS
+from barellm.program.ops.pointwise.random import STATE_STREAMS
 from barellm.runtime.reference import ReferenceSession
 
 MODEL = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=11, padded_vocab=13, max_seq=6)

@@ -8,7 +8,7 @@ import pytest
 from barellm.optim.muon import TOGETHER, Muon, batches
 from barellm.optim.rules import Rule, update
 from barellm.program.builder import Program, Store
-from barellm.program.ops.muon import JORDAN, POLAR_EXPRESS, jordan_scale, moonshot_scale
+from barellm.program.ops.optim.muon import JORDAN, POLAR_EXPRESS, jordan_scale, moonshot_scale
 from barellm.program.tensor import Tensor
 from barellm.runtime.reference import ReferenceSession
 

@@ -15,7 +15,7 @@ from barellm.optim.rules import assigned
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import encode
-from barellm.program.ops.muon import POLAR_EXPRESS
+from barellm.program.ops.optim.muon import POLAR_EXPRESS
 from barellm.runtime.reference import ReferenceSession
 from tests.optim.test_muon import normal, orthogonalised
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from barellm import overrides
 from barellm.cli.main import main
+from barellm.config import overrides
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer
 from barellm.data.sources import prepare

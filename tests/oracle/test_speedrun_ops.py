@@ -14,7 +14,7 @@ from barellm.models.speedrun import declare, speedrun_small
 from barellm.optim.normuon import Adam
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.qk_rotary import Yarn
+from barellm.program.ops.attention.qk_rotary import Yarn
 from tests.cases import normal
 
 torch = pytest.importorskip("torch")

@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from barellm import overrides
 from barellm.assembly import advice
 from barellm.assembly.build import build_programs, open_model
-from barellm.config import Config
+from barellm.config import Config, overrides
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.program import planner

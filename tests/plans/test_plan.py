@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from barellm import overrides
 from barellm.assembly.build import build_programs, open_model
 from barellm.cli import main
+from barellm.config import overrides
 from barellm.models import preset
 from barellm.models.course import only_stage
-from barellm.plans import plan
+from barellm.tools.plan import plan
 from tests.presets import planned
 from tests.profiling.conftest import ADAMW, made_up
 

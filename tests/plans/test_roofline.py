@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from barellm.cpu.backend import Bench
-from barellm.plans.roofline import Ceiling, mix_of
 from barellm.program.builder import Program, Store
-from barellm.program.ops.elementwise import Add, Cast
-from barellm.program.ops.layernorm import LayerNorm, LayerNormDx
-from barellm.program.ops.optimizer import SumSquares
+from barellm.program.ops.norm.layernorm import LayerNorm, LayerNormDx
+from barellm.program.ops.optim.optimizer import SumSquares
+from barellm.program.ops.pointwise.elementwise import Add, Cast
+from barellm.tools.plan.roofline import Ceiling, mix_of
 from tests.profiling.conftest import ADAMW, COPY, READ, made_up
 
 

@@ -11,10 +11,10 @@ from barellm import models
 from barellm.assembly.build import build_programs, resolved
 from barellm.cli.main import main
 from barellm.errors import UserError
-from barellm.plans import devices, scale
-from barellm.plans.scale import Collective, Link, Work
 from barellm.program.ops.base import operand_bytes
 from barellm.runtime.ranks import Planned
+from barellm.tools.plan import devices, scale
+from barellm.tools.plan.scale import Collective, Link, Work
 
 LINK = Link(0.5, 100.0, 0.01, "")
 

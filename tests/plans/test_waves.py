@@ -6,12 +6,12 @@ import pytest
 
 from barellm.assembly.build import build_programs
 from barellm.cli import main
+from barellm.config.overrides import changed
 from barellm.cuda.kernel import Sizes, Target
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.overrides import changed
-from barellm.plans import devices, waves
-from barellm.plans.roofline import primitives
+from barellm.tools.plan import devices, waves
+from barellm.tools.plan.roofline import primitives
 
 H100 = devices.sheet("h100")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from barellm.assembly.build import resolved
 from barellm.config import Config
+from barellm.config.overrides import changed
 from barellm.models import preset
-from barellm.overrides import changed
-from barellm.plans.roofline import Ceiling, Mix
+from barellm.tools.plan.roofline import Ceiling, Mix
 
 SMALL = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "train.micro_batch_size": 2, "train.seq": 16}
 

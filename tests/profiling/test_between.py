@@ -7,7 +7,7 @@ import json
 import pytest
 
 from barellm.cli.profile import lines
-from barellm.profiling import profile
+from barellm.tools.profile import profile
 from tests.distributed.threads import each_rank
 from tests.profiling.conftest import CEILING, small
 

@@ -7,13 +7,13 @@ from statistics import median
 import pytest
 
 from barellm.assembly.build import build_programs, resolved
+from barellm.config.overrides import changed
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.models.course import only_stage, shares
-from barellm.overrides import changed
-from barellm.plans.roofline import step_bound
-from barellm.profiling import profile
-from barellm.profiling.step import measure, opened
+from barellm.tools.plan.roofline import step_bound
+from barellm.tools.profile import profile
+from barellm.tools.profile.step import measure, opened
 from barellm.training.course import course
 from tests.profiling.conftest import CEILING, made_up, small
 

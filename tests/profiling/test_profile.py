@@ -15,9 +15,9 @@ from barellm.cpu.kernel import Specialisation
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool
 from barellm.errors import UserError
-from barellm.plans import rows
-from barellm.profiling import chart, profile, timeline, trace
-from barellm.profiling.step import opened
+from barellm.tools.plan import rows
+from barellm.tools.profile import chart, profile, timeline, trace
+from barellm.tools.profile.step import opened
 from tests.profiling.conftest import CEILING, SMALL, small
 
 pytestmark = pytest.mark.alone

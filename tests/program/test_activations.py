@@ -12,7 +12,7 @@ from barellm.cuda import fuse as cuda
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.fusion import FusedOp, fuse
-from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
 from tests.cases import each_activation, network
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.binary import MOST, pack, unpack
+from barellm.program.ops.pointwise.binary import MOST, pack, unpack
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.reference import ReferenceSession
 from tests.binary_cases import ENDS, signs

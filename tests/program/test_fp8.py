@@ -8,8 +8,8 @@ import pytest
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import LARGEST, round_to_eight
-from barellm.program.ops.fp8 import Static, scaled_matmul
-from barellm.program.ops.scales import Delayed, Floating, due, round_floating
+from barellm.program.ops.gemm.fp8 import Static, scaled_matmul
+from barellm.program.ops.optim.scales import Delayed, Floating, due, round_floating
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.fp8_cases import codes_of, each_format, every_number, product_case

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from barellm.program import layouts, ops
 from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
+from barellm.program.ops.attention.qk_rotary import Yarn
 from barellm.program.ops.base import Op
-from barellm.program.ops.qk_rotary import Yarn
 from barellm.program.scalars import declare
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession

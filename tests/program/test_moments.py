@@ -7,7 +7,7 @@ import pytest
 
 from barellm.program import moments
 from barellm.program.moments import FORMATS, decode, encode
-from barellm.program.ops import random
+from barellm.program.ops.pointwise import random
 
 CODES = np.arange(1 << 16)
 each_dtype = pytest.mark.parametrize("dtype", FORMATS)

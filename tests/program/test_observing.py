@@ -15,7 +15,7 @@ from barellm.models.llama3 import Config as Llama
 from barellm.optim.adamw import adamw
 from barellm.program.magnitudes import magnitudes
 from barellm.program.observing import COUNTS, TOTALS, observed
-from barellm.program.ops.exponents import BINS, SUMS
+from barellm.program.ops.optim.exponents import BINS, SUMS
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 

@@ -7,7 +7,7 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops import random
+from barellm.program.ops.pointwise import random
 from barellm.runtime.reference import ReferenceSession
 
 ONES = 0xFFFFFFFF

@@ -10,7 +10,7 @@ from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.block_squares import BLOCK, BlockSquares
+from barellm.program.ops.gemm.block_squares import BLOCK, BlockSquares
 from barellm.program.squares import from_memory, summed_where_stored
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from barellm.config import DROPOUT_BITS
-from barellm.program.ops.random import keep_scale, threefry, threshold
-from barellm.program.ops.tausworthe import GENERATORS, draws, keep_stream, stream_words
+from barellm.program.ops.pointwise.random import keep_scale, threefry, threshold
+from barellm.program.ops.pointwise.tausworthe import GENERATORS, draws, keep_stream, stream_words
 from benchmarks.generators import PUBLISHED, cycle, linear_complexity, rank, top_bits
 
 TAUS88, LFSR113 = GENERATORS["taus88"], GENERATORS["lfsr113"]

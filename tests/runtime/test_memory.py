@@ -4,8 +4,8 @@ import mmap
 
 import pytest
 
-from barellm import overrides
 from barellm.assembly.build import open_model, resolved
+from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.runtime import cgroup, memory

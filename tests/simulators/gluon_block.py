@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from barellm.cuda.kernel import Specialisation
-from barellm.cuda.kernels.binary_mma import AND_POPC
-from barellm.cuda.kernels.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16
+from barellm.cuda.kernels.gemm.binary_mma import AND_POPC
+from barellm.cuda.kernels.gemm.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16
 from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES
 from tests.simulators import gluon_stub
 from tests.simulators.gluon_machine import DTYPES, _memory

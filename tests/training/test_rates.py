@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64
 
-from barellm import overrides
 from barellm.assembly.build import open_model
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main, parsed
 from barellm.cli.options import configuration
-from barellm.config import OptimConfig
+from barellm.config import OptimConfig, overrides
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
 from barellm.models import HIDDEN, preset

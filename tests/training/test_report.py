@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from barellm.cli.main import main
+from barellm.config.overrides import changed
 from barellm.models import preset
-from barellm.overrides import changed
 from barellm.training import loop, report
 from barellm.training.console import Console, in_words
 from barellm.training.ramp import Ramp

@@ -14,7 +14,7 @@ from barellm.cpu.kernels.reductions import CHAINS
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 

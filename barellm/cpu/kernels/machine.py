@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from barellm.cpu.kernels import amx
+from barellm.cpu.kernels.gemm import amx
 
 ACCUMULATORS = 12
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import added, fold, foreach_column, foreach_vector, put_added, shape_of, zeros
-from barellm.cpu.kernels.loss_scale import scale_of
+from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.base import Op
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part
 

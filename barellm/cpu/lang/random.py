@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value
-from barellm.program.ops.random import HALF, PARITY, ROTATIONS, SHARED, keep_scale, threshold
+from barellm.program.ops.pointwise.random import HALF, PARITY, ROTATIONS, SHARED, keep_scale, threshold
 
 SIGN = 1 << 31
 GROUPS = 5  # of four rounds

@@ -8,8 +8,8 @@ from typing import Any
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.random import signed, threefry
 from barellm.cpu.lang.values import Value, Var
-from barellm.program.ops.random import HALF
-from barellm.program.ops.tausworthe import GENERATORS, Component
+from barellm.program.ops.pointwise.random import HALF
+from barellm.program.ops.pointwise.tausworthe import GENERATORS, Component
 
 
 def begin(k: Builder, component: Component, word: Value) -> Value:

@@ -11,7 +11,7 @@ from math import cos, log, pi, tanh
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value, constant
-from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
+from barellm.program.ops.pointwise.elementwise import GELU_CUBIC, GELU_SCALE
 
 LOG2E = 1.4426950408889634
 # Minimax fits of degree 6, relative error 2e-9 and 3e-9: 2^f on [-0.5, 0.5], e^r on [-ln(2)/2, ln(2)/2].

@@ -15,14 +15,14 @@ import xxhash
 
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.skinny_gemm import skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.gemm import gemm, weight_gradient
+from barellm.cpu.kernels.gemm.skinny_gemm import skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
 from barellm.cpu.tuner.work import Candidate, Operand, Work
 from barellm.program import scalars
 from barellm.program.dtypes import numpy_dtype
-from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
 from barellm.runtime.tuner.child import Wrong
 
 GUARD = 4096  # bytes before and after each operand

@@ -27,9 +27,9 @@ from barellm.cpu.gemm_config import (
     tiles,
 )
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.packing import beside, panel_bytes, uses_vnni
-from barellm.cpu.kernels.skinny_gemm import skinny_configs
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.packing import beside, panel_bytes, uses_vnni
+from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from barellm.cpu.isa import arm
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels import gemm
+from barellm.cpu.kernels.gemm import gemm
 
 
 def _chain(k: KernelBuilder, out, a, weight, rows, *, cols: int, depth: int, skip: int = 0) -> None:

@@ -11,12 +11,12 @@ from barellm.cpu import tuning
 from barellm.cpu.gemm_config import FEW_ROLE, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
-from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
-from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm
+from barellm.cpu.kernels.gemm import gemm, weight_gradient
+from barellm.cpu.kernels.gemm.linear import few_role_of, role_of, tokens_of
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs, skinny_gemm
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
-from barellm.program.ops.block_squares import BLOCK
+from barellm.program.ops.gemm.block_squares import BLOCK
 from barellm.runtime.lowering import Region
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from barellm.cuda.kernel import CollectiveCall, CollectiveSpec, Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, unit_of
-from barellm.cuda.kernels.multi_tensor import (
+from barellm.cuda.kernels.optim.multi_tensor import (
     aligned_pointer,
     column,
     entry_constants,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernels.multi_tensor import aligned_pointer, column
+from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import format_of
 from barellm.program.moments import FORMATS

@@ -16,8 +16,8 @@ from barellm.cuda.tuner.problem import AttentionProblem, GemmProblem, Problem
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, numpy_dtype
-from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
-from barellm.program.ops.random import keep
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
+from barellm.program.ops.pointwise.random import keep
 from barellm.program.tensor import Dim
 from barellm.runtime.tuner.child import Wrong
 

@@ -6,7 +6,7 @@ hangs there ends its own process only, and that the others are told apart from r
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.matmul import gemm
+from barellm.cuda.kernels.gemm.matmul import gemm
 from barellm.cuda.lang import device, tl
 
 

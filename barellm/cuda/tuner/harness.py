@@ -15,7 +15,7 @@ import numpy as np
 from barellm.cuda import driver, tuning
 from barellm.cuda.bench import MemoryComparison, replay_seconds
 from barellm.cuda.kernel import Launch, Sizes, Target
-from barellm.cuda.kernels.matmul import gemm
+from barellm.cuda.kernels.gemm.matmul import gemm
 from barellm.cuda.step import CudaSession, LoweredPrograms, lower_and_plan
 from barellm.cuda.tuner.cases import Case, case_of
 from barellm.cuda.tuner.problem import Candidate, Problem

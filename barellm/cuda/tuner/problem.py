@@ -8,7 +8,7 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Call, Launch, Target
-from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES
+from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program

@@ -15,7 +15,7 @@ import numpy as np
 
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op, Spec, operand_bytes
-from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Tensor, describe
 
 # The arrays that a tensor is: one, or one for each of its planes that travel.

@@ -10,10 +10,10 @@ import numpy as np
 
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
-from barellm.program.ops.attention import log_sum_exp
+from barellm.program.ops.attention.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.elementwise import operand
-from barellm.program.ops.matmul import Matmul
+from barellm.program.ops.gemm.matmul import Matmul
+from barellm.program.ops.pointwise.elementwise import operand
 from barellm.program.tensor import Tensor, describe
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.matmul import Matmul
+from barellm.program.ops.gemm.matmul import Matmul
 from barellm.program.tensor import Tensor, describe
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from barellm.cuda import choices
-from barellm.cuda.kernels.hopper_attention import hopper_attention
+from barellm.cuda.kernels.attention.hopper_attention import hopper_attention
 from tests.cuda import test_hopper_attention
 from tests.simulators.ptx.machine import Run
 from tests.simulators.ptx.test_hopper_products import execute, nth

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from barellm.cuda import choices
-from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
+from barellm.cuda.kernels.attention.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.problem import AttentionProblem, Candidate
 from tests.cuda import test_hopper_attention_backward

@@ -11,7 +11,7 @@ import pytest
 
 from barellm.cuda.choices import form
 from barellm.cuda.kernel import POINTER, Specialisation
-from barellm.cuda.kernels.hopper import hopper_gemm
+from barellm.cuda.kernels.gemm.hopper import hopper_gemm
 from barellm.cuda.lang import DeviceFunction
 from tests.cuda import test_hopper
 from tests.simulators.gluon_stub import Map

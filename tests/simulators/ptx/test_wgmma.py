@@ -12,10 +12,10 @@ import pytest
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import lower_and_plan
-from barellm.inspect import device_code
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.tools.inspect import device_code
 from tests.cases import attention_both, backward_case, forward_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens

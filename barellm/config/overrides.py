@@ -1,0 +1,232 @@
+"""Configurations as flat keys, "model.layers" -> 6, and as files. Strict: unknown keys and wrong types are refused by name.
+
+Which keys [model] has depends on the architecture, which the class of a configuration's `model` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from barellm import models
+from barellm.config import Config, DataConfig, OptimConfig, TrainConfig, aliases
+from barellm.config.fields import Entry, Section, converted, entries, not_of
+from barellm.errors import UserError, nearest, shown
+
+BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+SECTIONS = ("model", "optim", "data", "train")
+MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
+
+
+SHORT_NAMES = {
+    "data.source": "data",
+    "train.steps": "steps",
+    "train.micro_batch_size": "batch",
+    "train.seq": "seq",
+    "train.seed": "seed",
+    "train.minutes": "minutes",
+    "train.init_from": "init_from",
+    "train.dtype": "dtype",
+    "train.recompute": "recompute",
+    "train.gemm_backend": "gemm_backend",
+    "optim.lr": "lr",
+    "optim.schedule": "schedule",
+}
+
+
+def named(changes: Mapping[str, object]) -> dict[str, object]:
+    """{key: value} of Python's keyword arguments: short names, `steps=100`, and sections, `model={"layers": 2}`."""
+    short = {short: key for key, short in SHORT_NAMES.items()}
+    long = aliases.KEYS | {"matmul": "train.gemm_backend"} | short
+    found: dict[str, object] = {}
+    for name, value in changes.items():
+        if name in SECTIONS and isinstance(value, Mapping):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name in long:
+            found[long[name]] = value
+        elif name in SECTIONS:
+            raise UserError(f"{name} is {shown(value)}, expected keys and their values as in {name}={{...}}")
+        else:
+            hint = nearest(name, [*short, *SECTIONS])
+            if instead := aliases.instead(name):
+                hint = f", expected {instead}"
+            raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*short, *SECTIONS])})")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
+
+
+def every_key() -> dict[str, dict[str, Entry]]:
+    """The keys of all architectures together: key -> {name of the architecture, or "" for other sections: entry}."""
+    found: dict[str, dict[str, Entry]] = {}
+    classes: list[tuple[str, type[Section]]] = [(name, models.module(name).Config) for name in models.names()]
+    for owner, section in (*classes, ("", OptimConfig), ("", DataConfig), ("", TrainConfig)):
+        for name, entry in entries(section).items():
+            found.setdefault(f"{section.section}.{name}", {})[owner] = entry
+    return found
+
+
+def known_keys(config: Config) -> dict[str, Entry]:
+    """Every key of this configuration, in the order of its sections."""
+    return {
+        f"{section}.{name}": entry
+        for section in SECTIONS
+        for name, entry in entries(type(getattr(config, section))).items()
+    }
+
+
+def _convert(key: str, value: Any, kind: type) -> Any:
+    """A value of that kind: a text is parsed unless a text is expected."""
+    if isinstance(value, str):
+        value = aliases.VALUES.get(key, {}).get(value, value)
+    if not isinstance(value, str) or kind is str:
+        return converted(key, value, kind)
+    try:
+        return converted(key, BOOLS[value.lower()] if kind is bool else kind(value), kind)
+    except (ValueError, KeyError):
+        raise not_of(key, value, kind) from None
+
+
+def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
+    """The same changes with values of the right type; texts are parsed. Old names of
+    keys are accepted. UserError for a key that `config` does not have, and for a wrong type."""
+    known, found = known_keys(config), {}
+    for alias, value in changes.items():
+        key = alias if alias in known else aliases.RENAMED.get(alias, alias)
+        if key in found:
+            raise UserError(f"{alias} is another name of {key}, which is given too: expected one of them")
+        found[key] = value
+        if key not in known:
+            hint = nearest(key, known)
+            if owners := every_key().get(key):
+                have = models.name_of(config.model)
+                raise UserError(f"{have} has no key {key!r}, which is one of {' and '.join(owners)}{hint}")
+            raise UserError(f"unknown key {key!r}{hint}")
+    return {key: _convert(key, value, known[key].kind) for key, value in found.items()}
+
+
+LR, MUON_LR, MUON_LR_RATIO = "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio"
+
+
+def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The same changes of `base` with `muon_lr` in the place of the ratio. Another `lr` alone keeps the ratio: it is the run's
+    learning rate."""
+    before, lr = base[LR], changes.get(LR, base[LR])
+    ratio = changes.pop(MUON_LR_RATIO, None)
+    if ratio is not None and (problem := entries(OptimConfig)["muon_lr_ratio"].check(MUON_LR_RATIO, ratio, None)):
+        raise UserError(problem)
+    if MUON_LR in changes:
+        if ratio is not None and lr and not isclose(ratio * lr, changes[MUON_LR], rel_tol=1e-3):
+            found = f"{MUON_LR} is {changes[MUON_LR]:g} and {MUON_LR_RATIO} {ratio:g}"
+            raise UserError(f"{found}, which is {ratio * lr:g} with optim.lr {lr:g}: expected one of them")
+        return changes
+    if ratio is None and lr != before:
+        if not before and OptimConfig(name=changes.get("optim.name", base["optim.name"])).has_muon:
+            raise UserError(f"{LR} was 0, of which {MUON_LR} {base[MUON_LR]:g} is no multiple: expected {MUON_LR} too")
+        ratio = base[MUON_LR] / before if before else None
+    # Without the last digits, which are rounding: 0.015 is shown, and not 0.015000000000000001.
+    return changes if ratio is None else changes | {MUON_LR: float(f"{ratio * lr:.12g}")}
+
+
+def changed(config: Config, *layers: Mapping[str, object]) -> Config:
+    """`config` with keys replaced by each of `layers`, one after the other. Another vocabulary size brings its own padding unless
+    that is given too; who says when a run ends, by steps or by minutes, does not mean the other limit of what was there before;
+    and Muon's learning rate follows `optim.lr` unless it is given too."""
+    before, changes = flat(config), {}
+    for layer in layers:
+        new = _with_muon_lr(checked(layer, config), before | changes)
+        if "train.steps" in new:
+            new.setdefault("train.minutes", 0.0)
+        elif new.get("train.minutes", 0) > 0:
+            new["train.steps"] = 0
+        changes |= new
+    if "model.vocab_size" in changes and changes["model.vocab_size"] != config.model.vocab_size:
+        changes.setdefault("model.padded_vocab", 0)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """{key: value} of every key."""
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in known_keys(config)}
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    return {"preset": config.preset, "architecture": models.name_of(config.model)} | asdict(config)
+
+
+def from_json(tree: Any, origin: object = "the saved configuration") -> Config:
+    """The inverse of `to_json`; a key that this version does not know is refused. `origin`: where it is from, for messages."""
+    return of_file(_parsed(tree, str(origin)))
+
+
+@dataclass(frozen=True)
+class File:
+    """The content of a file: `preset` and `architecture` as texts or None, and `keys` with their values as they stand there."""
+
+    origin: str
+    preset: str | None = None
+    architecture: str | None = None
+    keys: Mapping[str, object] = field(default_factory=dict)
+
+    def changes(self, config: Config) -> dict[str, Any]:
+        """The keys of the file, checked as changes of `config`."""
+        have = models.name_of(config.model)
+        if self.architecture not in (None, have):
+            raise UserError(
+                f"{self.origin}: architecture is {self.architecture!r}, the preset {config.preset!r} is {have}"
+            )
+        try:
+            return checked(self.keys, config)
+        except UserError as error:
+            raise UserError(f"{self.origin}: {error}") from None
+
+
+def of_file(file: File) -> Config:
+    """The configuration that a file alone says, whatever its preset is today: it was saved whole."""
+    try:
+        model = models.module(file.architecture or models.BEFORE_NAMES).Config()
+        config = Config(preset=file.preset or "default", model=model)
+        return changed(config, file.keys)
+    except UserError as error:
+        raise UserError(f"{file.origin}: {error}") from None
+
+
+def read_file(path: Path) -> File:
+    """A TOML file, or a run's config.json."""
+    import json
+    import tomllib
+
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        if kind == "TOML" and (dots := max(line.count(".") for line in text.split("\n"))) > MOST_DOTS:
+            raise ValueError(f"a line has {dots} dots, expected at most {MOST_DOTS}")
+        tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # of either kind, and of bytes that are no text
+        raise UserError(f"{path} is not valid {kind}: {error}") from None
+    return _parsed(tree, str(path))
+
+
+def _parsed(tree: Any, origin: str) -> File:
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{origin} holds {type(tree).__name__}, expected the configuration of a run")
+    names: dict[str, Any] = {}
+    flattened: dict[str, object] = {}
+    for section, values in tree.items():
+        if section in ("preset", "architecture"):
+            if not isinstance(values, str):
+                raise UserError(f"{origin}: {section} is {shown(values)}, expected a text")
+            names[section] = values
+        elif section not in SECTIONS:
+            hint = nearest(section, [*SECTIONS, "preset", "architecture", *every_key()])
+            raise UserError(f"{origin}: unknown key {section!r}{hint}")
+        elif not isinstance(values, Mapping):
+            raise UserError(f"{origin}: {section} is {shown(values)}, expected a table of keys")
+        else:
+            flattened |= {f"{section}.{key}": value for key, value in values.items()}
+    return File(origin, **names, keys=flattened)

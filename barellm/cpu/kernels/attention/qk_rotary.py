@@ -1,0 +1,230 @@
+"""RMSNorm of heads and half-truncated rotary positions, both ways. Shapes: x, y, dy, dx (batch, seq, W), rows of x and dx each
+their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns turn: D / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernels.attention.attention_blocks import dim_size, size
+from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.base import Op
+
+CHAINS = 4
+FAR = 32  # rows of a view that are on their way: of rows with gaps between them the processor foresees nothing
+AHEAD = 4  # rows of dy that are on their way where a head reads halves of two: without, that took half as long again
+
+
+def constants_of(op: Op) -> dict[str, Any]:
+    """The constants of these kernels. `strides` are those of the rows of x and of the result. `lines` says whether the result's
+    rows are whole cache lines."""
+    out = next(iter(op.outputs.values()))
+    lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
+    axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
+    attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "paired", "shift")}
+    return {**axes, **attrs, "strides": (op.x.row_stride, out.row_stride), "lines": lines}
+
+
+class Angles:
+    """Turns a head's columns by the angles in one row of the tables, or back."""
+
+    def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, held: bool) -> None:
+        self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
+        self.held = {c: self._factors(c) for c in range(0, half, k.lanes)} if held else {}
+
+    def turn(self, v: Value, c: int) -> Value:
+        """Turn v, which holds the columns of a head from c on."""
+        if c >= self.half:
+            return v
+        same, other = self.held.get(c) or self._factors(c)
+        neighbours = self.k.shuffle(v, None, [i ^ 1 for i in range(self.k.lanes)])
+        return self.k.fma(v, same, neighbours * other)
+
+    def _factors(self, c: int) -> tuple[Value, Value]:
+        """The factors of each column and of its neighbour in the plane: cosine and sine. The sine is negative for odd columns, and
+        for even ones when turning back. Columns that do not turn have 1 and 0."""
+        k, left = self.k, self.half - c
+        same, other = self._twice(self.cos, c), self._twice(self.sin, c)
+        if left < k.lanes:
+            same = k.select(k.mask_first(left), same, 1.0)
+        signs = ", ".join(f"i32 {0 if i % 2 == self.back else -(1 << 31)}" for i in range(k.lanes))
+        flipped = k.bitcast(other, k.ivec) ^ Value(k, k.ivec, f"<{signs}>")
+        return same, k.bitcast(flipped, k.vec)
+
+    def _twice(self, table: Pointer, c: int) -> Value:
+        """The number of each plane in both of its columns; zero behind the last."""
+        k, planes, left = self.k, self.k.lanes // 2, (self.half - c) // 2
+        if left >= planes:
+            numbers = k.op(f"<{planes} x float>", f"load <{planes} x float>, ptr {table.at(c // 2).ref}, align 4")
+        else:
+            numbers = table.load(c // 2, k.mask_first(left))
+        return k.shuffle(numbers, None, [i // 2 for i in range(k.lanes)])
+
+
+@dataclass(frozen=True)
+class At:
+    """A head of a row. `begin`: the first row of this claim; `t`: the position in its sequence; `moves`: whether the upper half
+    comes from the position before."""
+
+    row: Value
+    begin: Value
+    t: Value
+    head: Value
+    angles: Angles
+    moves: bool
+
+
+class Walk:
+    """All heads of all rows, dealt to the threads."""
+
+    def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
+        self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
+        self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
+        self.T = dim_size(k, seq)
+        self.rows, self.D = dim_size(k, batch) * self.T, 2 * half
+        self.W = self.D * self.count
+
+    def heads_of_rows(self) -> Iterator[At]:
+        k, quarter = self.k, self.half // 2
+        parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
+        held = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
+        with k.parallel_range(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
+            t = row % self.T
+            angles = []
+            for i in range(self.step):
+                cos, sin = (table.at((t * self.step + i) * quarter) for table in self.tables)
+                angles.append(Angles(k, cos, sin, half=self.half, back=self.back, held=held))
+            for low, high, moves in parts:
+                with k.loop(low, high, self.step) as head:
+                    for i in range(self.step):
+                        yield At(row, begin, t, head + i, angles[i], moves)
+
+    def vectors(self, low: int, high: int) -> list[tuple[int, int, Value | None]]:
+        """(number, first column, mask or None) of a head's vectors that have columns in [low, high); the mask has these."""
+        k, found = self.k, []
+        for j, c in enumerate(range(0, self.D, k.lanes)):
+            first, last = max(low - c, 0), min(high - c, k.lanes)
+            if first < last:
+                found.append((j, c, None if last - first == k.lanes else lanes(k, first, last)))
+        return found
+
+    def load(self, row: Pointer) -> list[Value]:
+        return [row.load(c, mask) for _, c, mask in self.vectors(0, self.D)]
+
+    def fetch(self, head: Pointer, rows: int, stride: int, *, near: bool) -> None:
+        """Start fetching the same head some rows further."""
+        for c in range(0, self.D, LINE // head.itemsize):
+            self.k.prefetch(head.at(rows * stride + c), near=near)
+
+    def store(self, row: Pointer, values: list[Value], past: Value | None) -> None:
+        """Vectors of 16 bits go in pairs where all are whole."""
+        n = self.k.lanes
+        if self.half % (2 * n) == 0:
+            for j in range(0, len(values), 2):
+                store_all(self.k, row, values[j : j + 2], j * n, past)
+        else:
+            for j, c, mask in self.vectors(0, self.D):
+                row.store(values[j], c, mask)
+
+    def replace_upper(self, values: list[Value], upper: list[Value]) -> None:
+        """Vectors that have columns of the upper half get these from `upper`."""
+        for new, (j, c, mask) in zip(upper, self.vectors(self.half, self.D), strict=True):
+            values[j] = new if mask is None or c >= self.half else self.k.select(mask, new, values[j])
+
+    def past(self, out: Pointer, lines: bool) -> Value | None:
+        """Whether the result goes past the caches (i1); None where it cannot."""
+        aligned = lines and self.half % (2 * self.k.lanes) == 0
+        return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
+
+    def sum(self, a: list[Value], b: list[Value]) -> Value:
+        """The sum of products over a head's columns."""
+        sums = zeros(self.k, CHAINS)
+        for j, (u, v) in enumerate(zip(a, b, strict=True)):
+            chain = sums[j % CHAINS]
+            chain.value = self.k.fma(u, v, chain.value)
+        return self.k.sum(fold(sums, add))
+
+
+def lanes(k: KernelBuilder, first: int, last: int) -> Value:
+    """The mask of the lanes [first, last)."""
+    bits = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
+    return Value(k, f"<{k.lanes} x i1>", f"<{bits}>")
+
+
+@kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")
+def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
+    """Memory is read once: a head stays in registers."""
+    walk = Walk(k, cos, sin, back=False, **shape)
+    past = walk.past(y, lines)
+
+    def inverse(v: list[Value]) -> Value:
+        return 1.0 / k.sqrt(walk.sum(v, v) * (1.0 / walk.D) + eps)
+
+    for at in walk.heads_of_rows():
+        of = x.at(at.row * strides[0] + at.head * walk.D)
+        v = walk.load(of)
+        if strides[0] != walk.W:
+            walk.fetch(of, FAR, strides[0], near=False)
+        own = inverse(v)
+        rstd.put(own, at.row * walk.count + at.head)
+        n = [at.angles.turn(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
+        if at.moves:
+            # Of the position before, this thread has written rstd already, unless that row was another claim's.
+            before, follows = k.var(own), at.t > 0
+            of_before = of.at(k.select(follows, k.int(-strides[0]), 0))
+            with k.when(follows):
+                with k.when(at.row.equals(at.begin)):
+                    before.value = inverse(walk.load(of_before))
+                with k.when(at.row > at.begin):
+                    before.value = rstd.get((at.row - 1) * walk.count + at.head)
+            scale = k.splat(before.value)
+            upper = walk.vectors(walk.half, walk.D)
+            walk.replace_upper(n, [of_before.load(c, mask) * scale for _, c, mask in upper])
+        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, past)
+
+
+@kernel("qk_rotary_backward", constants=constants_of, views="x dx")
+def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
+    """dx = rstd (dn - n mean(dn n)), dn being dy turned back."""
+    walk = Walk(k, cos, sin, back=True, **shape)
+    past = walk.past(dx, lines) if mode_dx == "store" else None
+    for at in walk.heads_of_rows():
+        column = at.head * walk.D
+        of, to, given = (
+            p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W))
+        )
+        dn = walk.load(given)
+        if walk.shift:
+            walk.fetch(given, AHEAD, walk.W, near=True)
+        if strides[0] != walk.W:
+            walk.fetch(of, FAR, strides[0], near=False)
+        if at.moves:
+            move_back(walk, dn, given, at.t)
+        dn = [at.angles.turn(one, j * k.lanes) for j, one in enumerate(dn)]
+        scale = k.splat(rstd.get(at.row * walk.count + at.head))
+        n = [one * scale for one in walk.load(of)]
+        mean = k.splat(walk.sum(dn, n) * (1.0 / walk.D))
+        new = []
+        for j, c, mask in walk.vectors(0, walk.D):
+            value = k.fma(-n[j], mean, dn[j]) * scale
+            new.append(added(k, to, c, mask, value, mode_dx))
+        walk.store(to, new, past)
+
+
+def move_back(walk: Walk, dn: list[Value], row: Pointer, t: Value) -> None:
+    """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
+    last one. The first position keeps its own besides."""
+    k, upper = walk.k, walk.vectors(walk.half, walk.D)
+    moved = zeros(k, len(upper))
+    with k.when(t + 1 < walk.T):
+        for total, (_, c, mask) in zip(moved, upper, strict=True):
+            total.value = row.load(walk.W + c, mask)
+    with k.when(t.equals(0)):
+        for total, (j, _, _) in zip(moved, upper, strict=True):
+            total.value = total.value + dn[j]
+    walk.replace_upper(dn, [total.value for total in moved])

@@ -1,0 +1,66 @@
+"""Rotary position embedding. Shapes: x, y (batch, seq, W), their rows each its own stride apart; cos, sin (maxT, D / 2) fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernels.attention.attention_blocks import dim_size, size
+from barellm.cpu.kernels.loops import STREAM_BYTES, added, row_grain, store_all, write_row
+from barellm.cpu.lang import Value
+from barellm.program.ops.base import Op
+
+
+def constants_of(op: Op) -> dict[str, Any]:
+    """The constants of the kernel. `strides` are those of the rows of x and y. `lines` says whether the rows of y are whole cache
+    lines."""
+    lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
+    sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
+    axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1])}
+    return {**sizes, **axes, "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
+
+
+@kernel("rope", constants=constants_of, views="x y")
+def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
+    """Turn the heads of each row. If there are enough registers, a row's cosines and sines stay there while its heads turn."""
+    T, pos = dim_size(k, seq), k.scalar("pos")
+    rows, turned = dim_size(k, batch) * T, heads * 2 * half
+    columns = k.columns(half)
+    pairs = half % (2 * k.lanes) == 0
+    past = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
+    in_registers = 2 * len(columns) <= k.isa.registers // 2
+    with k.parallel_range(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
+        of, to = x.at(row * strides[0]), y.at(row * strides[1])
+        at = (pos + row % T) * half
+
+        def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
+            sine = sin.at(at).load(c, mask)
+            return cos.at(at).load(c, mask), -sine if inverse else sine
+
+        held = {c: angle(c, mask) for c, mask in columns} if in_registers else {}
+
+        def turn(first: Value, c: int, mask: Value | None) -> tuple[Value, Value]:
+            """The turned columns from c on, and those half a head further, of the head that begins at `first`."""
+            co, si = held[c] if in_registers else angle(c, mask)
+            low, high = first + c, first + (half + c)
+            a, b = of.load(low, mask), of.load(high, mask)
+            new = k.fma(a, co, -(b * si)), k.fma(b, co, a * si)
+            return added(k, to, low, mask, new[0], mode_y), added(k, to, high, mask, new[1], mode_y)
+
+        with k.loop(0, turned, 2 * half) as first:
+            if pairs:
+                for c in range(0, half, 2 * k.lanes):
+                    two = [turn(first, c + j * k.lanes, None) for j in range(2)]
+                    for start, values in zip((0, half), zip(*two, strict=True), strict=True):
+                        store_all(k, to, list(values), first + (start + c), past)
+            else:
+                for c, mask in columns:
+                    for start, value in zip((0, half), turn(first, c, mask), strict=True):
+                        to.store(value, first + (start + c), mask)
+
+        rest = to.at(turned)
+
+        def passed(c: Any, mask: Value | None) -> Value:
+            return added(k, rest, c, mask, of.load(c + turned, mask), mode_y)
+
+        write_row(k, rest, W - turned, passed, past=past)

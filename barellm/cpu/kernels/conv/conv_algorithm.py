@@ -1,0 +1,172 @@
+"""Algorithm selection for convolutions: micro-kernels of bf16 implicit GEMMs, and direct or Winograd for 3 x 3 filters.
+filters.
+
+**Implicit GEMM in bf16.** A candidate (AMX tiles, or bf16 dot products with some register tile) is worth its throughput in fp32
+multiply-adds times its utilization, the share of what it multiplies that is not padding: channels are padded to pairs or to tiles,
+positions and output channels to tiles. fp32 is taken where it is worth more.
+
+**3 x 3 filters.** A cost model takes the fastest for each pass: forward (fprop), gradient of the input (dgrad, "dx"), whose filters
+are transposed, and gradient of the filters (wgrad, "dw"). A pass sums over C channels and makes K. What each algorithm does is
+counted, and every count has a cost in direct multiply-adds at the processor's peak. With the pixels of the result, T tiles of m x m
+of them, both rounded up to vectors, and n = m + 2:
+
+    direct      9 C K pixels multiply-adds; 9 C K of the filters, or of their gradient; K pixels results; 9 C pixels of im2col,
+                which costs more where a line of the image is shorter than a vector
+    Winograd    n^2 C K T multiply-adds; n^2 C K of the filter transform; n^2 C T of the input transform; n^2 K T of the output
+                transform, or of dy's tiles
+
+The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 with 1 and 16 images on an Intel Xeon with AMX
+(benchmarks/results/xeon-amx/convolution-fp32.json), by least squares of the relative error. docs/convolution.md says how the
+selection does on layers that it was not fitted to. Where the processor has bf16 dot products and no AMX, the direct algorithm is
+twice as fast in bf16 as in fp32, and Winograd's in fp32 is still faster with many channels and pixels. Those costs are fitted to
+the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from barellm.cpu.gemm_config import Tile, register_tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseLayout
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
+from barellm.cpu.kernels.gemm import amx
+from barellm.program.integers import ceil_div, round_up
+
+AMX_SPEEDUP, DOT_SPEEDUP = 6.0, 1.5  # over fp32, measured
+MAX_OUTPUT_WIDTH = 4096  # the planes of an output line should stay in L2
+MAX_EXPANSION = (
+    16  # positions of all planes for each of the output: widely dilated filters see many lines, few of them used
+)
+LANES = 16  # pixels of a line, from which on im2col columns are whole vectors
+
+
+@dataclass(frozen=True)
+class Bf16MicroKernel:
+    """A register tile for bf16 operands, in AMX tile registers with `use_amx`."""
+
+    tile: Tile
+    use_amx: bool
+
+
+def utilization(size: int, multiple: int) -> float:
+    return size / round_up(size, multiple)
+
+
+def _fastest(candidates: list[tuple[float, Bf16MicroKernel]], fp32: float) -> Bf16MicroKernel | None:
+    """The candidate of the highest throughput; None: fp32's is higher."""
+    throughput, kernel = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
+    return kernel if throughput > fp32 else None
+
+
+def supports_bf16(isa: ISA, dtype: str, geometry: ConvGeometry) -> bool:
+    """Whether there is an implicit GEMM in bf16 for these images at all."""
+    if dtype != "bf16" or not isa.dot or not geometry.taps or geometry.output_size[1] > MAX_OUTPUT_WIDTH:
+        return False
+    layout = PolyphaseLayout(geometry, geometry.output_size[0], 1)
+    return len(layout.phases()) * layout.size <= MAX_EXPANSION * layout.positions
+
+
+def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int) -> Bf16MicroKernel | None:
+    """Of a GEMM with `columns` output channels of a group (conv_implicit_gemm_bf16.py)."""
+    if not supports_bf16(isa, dtype, geometry):
+        return None
+    (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
+
+    def candidate(
+        tile: Tile, tile_m: int, channels: int, speedup: float, use_amx: bool
+    ) -> tuple[float, Bf16MicroKernel]:
+        of_positions = P * Q / round_up(P * pitch, tile_m)
+        used = of_positions * utilization(geometry.channels, channels) * utilization(columns, tile.nr(isa))
+        return speedup * used, Bf16MicroKernel(tile, use_amx)
+
+    candidates = [candidate(tile, tile.mr, 2, DOT_SPEEDUP, False) for tile in register_tiles(isa)]
+    if isa.tiles:
+        candidates.append(candidate(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.TILE_K, AMX_SPEEDUP, True))
+    return _fastest(candidates, utilization(columns, 8))
+
+
+def select_wgrad_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, rows: int) -> Bf16MicroKernel | None:
+    """Of a gradient of filters with `rows` output channels of a group (conv_wgrad_bf16.py)."""
+    if not supports_bf16(isa, dtype, geometry):
+        return None
+    (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
+
+    def candidate(tile: Tile, tile_k: int, speedup: float, use_amx: bool) -> tuple[float, Bf16MicroKernel]:
+        of_positions = P * Q / round_up(P * pitch, tile_k)
+        throughput = speedup * of_positions * utilization(rows, tile.mr)
+        return throughput * utilization(geometry.channels, tile.nr(isa)), Bf16MicroKernel(tile, use_amx)
+
+    candidates = [candidate(tile, 2, DOT_SPEEDUP, False) for tile in register_tiles(isa)]
+    if isa.tiles:
+        candidates.append(candidate(Tile(amx.MR, amx.NR // isa.lanes), amx.TILE_K, AMX_SPEEDUP, True))
+    return _fastest(candidates, 1.0)
+
+
+class Costs(NamedTuple):
+    """In direct multiply-adds at peak: of a multiply-add, and of an element of each operand and of the result, transforms or
+    packing included."""
+
+    matmul: float
+    filters: float
+    results: float
+    inputs: float
+
+
+# By pass: "forward", "dx", "dw"; by m, 0 for the direct algorithm. Direct multiply-adds are in fp32:
+FP32_COSTS: dict[str, dict[int, Costs]] = {
+    "forward": {
+        0: Costs(matmul=1.33, filters=23.6, results=18.0, inputs=9.24),
+        2: Costs(matmul=2.17, filters=26.5, results=36.1, inputs=47.8),
+        4: Costs(matmul=2.33, filters=34.6, results=33.3, inputs=120.0),
+    },
+    "dx": {
+        0: Costs(matmul=1.22, filters=154.0, results=0.0, inputs=15.9),
+        2: Costs(matmul=2.19, filters=74.1, results=0.0, inputs=79.2),
+        4: Costs(matmul=2.11, filters=59.7, results=58.7, inputs=118.0),
+    },
+    "dw": {
+        0: Costs(matmul=1.96, filters=351.0, results=31.3, inputs=19.0),
+        2: Costs(matmul=1.96, filters=182.0, results=55.0, inputs=57.5),
+        4: Costs(matmul=2.29, filters=160.0, results=75.7, inputs=102.0),
+    },
+}
+
+# Where the direct algorithm runs on bf16 dot products, in multiply-adds at the peak of those:
+BF16_COSTS: dict[str, dict[int, Costs]] = {
+    "forward": {
+        0: Costs(matmul=1.11, filters=14.9, results=0.0, inputs=3.02),
+        4: Costs(matmul=2.69, filters=48.4, results=46.3, inputs=92.8),
+    },
+    "dx": {
+        0: Costs(matmul=1.13, filters=25.3, results=0.0, inputs=0.0),
+        4: Costs(matmul=2.42, filters=61.7, results=116.0, inputs=48.9),
+    },
+    "dw": {
+        0: Costs(matmul=1.06, filters=32.5, results=0.0, inputs=17.8),
+        4: Costs(matmul=2.56, filters=172.0, results=92.5, inputs=102.0),
+    },
+}
+
+
+def select_winograd_tile(
+    costs: dict[int, Costs], C: int, K: int, images: int, outputs: tuple[int, int], tile_n: int
+) -> int:
+    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm, by the `costs` of a pass. `tile_n`: tiles
+    or pixels of a register tile."""
+    P, Q = outputs
+
+    def time(m: int) -> float:
+        cost = costs[m]
+        if m == 0:
+            pixels = images * P * Q
+            im2col = cost.inputs * C * pixels * (1 + LANES / Q)
+            work = cost.matmul * C * K * round_up(pixels, tile_n) + cost.filters * C * K + im2col
+            return 9 * work + cost.results * K * pixels
+        tiles = images * ceil_div(P, m) * ceil_div(Q, m)
+        padded = round_up(tiles, tile_n)
+        work = cost.matmul * C * K * padded + cost.filters * C * K + cost.inputs * C * padded + cost.results * K * tiles
+        return (m + 2) ** 2 * work
+
+    return min(costs, key=time)

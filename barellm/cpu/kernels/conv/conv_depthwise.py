@@ -1,0 +1,221 @@
+"""Depthwise convolutions, whose groups have one channel of x each, and the gradients of their filters.
+
+The arithmetic intensity is too low for a GEMM: it would spend its time on im2col. Here a work item is some output lines of one
+channel; the thread copies the input lines that these see to its scratch (L1) with the padding filled in (im2col.py). Lanes are
+pixels of a line. A vector of them is loaded once for all output lines of a register tile that see it, and sums stay in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, LineBuffer
+from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
+
+MAX_FILTERS = 3  # of a channel: an implicit GEMM is faster with more of them
+MAX_FILTER_COLUMNS = 64  # they are unrolled
+MAX_UNROLLED = 400  # multiply-adds of a tile that are unrolled over the filter's rows too
+MAX_COLUMNS = 1024  # outputs of a line that is one block
+LINE_BYTES = 20 << 10  # of lines, about: they stay in L1
+GRAIN = 1 << 16  # multiply-adds of a work item, about
+
+
+def is_supported(geometry: ConvGeometry, filters: int) -> bool:
+    """Whether these kernels do convolutions with so many filters per group."""
+    return (
+        geometry.channels == 1
+        and filters <= MAX_FILTERS
+        and 0 < len(geometry.column_offsets) <= MAX_FILTER_COLUMNS
+        and bool(geometry.row_offsets)
+    )
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A block has `lines` lines of the output, or `columns` columns of them; a register tile has `tile_m` of these lines."""
+
+    lines: int
+    columns: int
+    tile_m: int
+
+
+def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Blocking:
+    """Register tiles whose sums, or of the filters' `gradient` whose vectors of dy, fit into the registers; blocks whose lines fit
+    into L1."""
+    P, Q = geometry.output_size
+    columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
+    max_tile_m = 4 if gradient or isa.registers < 32 else 8
+    tile_m = ceil_div(P, ceil_div(P, max_tile_m))
+    line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], window_height(geometry))
+    tiles = min(max(1, LINE_BYTES // (line * tile_m)), ceil_div(P, tile_m))
+    return Blocking(ceil_div(ceil_div(P, tile_m), ceil_div(ceil_div(P, tile_m), tiles)) * tile_m, columns, tile_m)
+
+
+def window_height(geometry: ConvGeometry) -> int:
+    """Lines of x from the first to the last that one output line sees."""
+    return max(geometry.row_offsets) - min(geometry.row_offsets) + 1
+
+
+def input_lines(geometry: ConvGeometry, blocking: Blocking) -> int:
+    """Lines of x that a block sees."""
+    return (blocking.lines - 1) * geometry.stride[0] + window_height(geometry)
+
+
+def scratch_nbytes(isa: ISA, geometry: ConvGeometry, blocking: Blocking, sums: int) -> int:
+    """Bytes of a thread's scratch: the lines of a block, and behind them `sums` vectors."""
+    return 4 * (input_lines(geometry, blocking) * geometry.pitch(blocking.columns, isa.lanes) + sums * isa.lanes)
+
+
+class LineBlock:
+    """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
+
+    def __init__(self, k: KernelBuilder, x: Pointer, geometry: ConvGeometry, blocking: Blocking) -> None:
+        self.k, self.geometry, self.blocking = k, geometry, blocking
+        self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
+        self.sums = self.lines.at.at(input_lines(geometry, blocking) * self.lines.pitch)
+        self.line_blocks, self.column_blocks = (
+            ceil_div(n, m) for n, m in zip(geometry.output_size, (blocking.lines, blocking.columns), strict=True)
+        )
+
+    def load_lines(self, plane: Value, number: Value) -> None:
+        """Load block `number` of the image's channel `plane`."""
+        k, b, (P, Q), (H, W) = self.k, self.blocking, self.geometry.output_size, self.geometry.input_size
+        self.line = number // self.column_blocks * b.lines
+        column = number % self.column_blocks * b.columns if self.column_blocks > 1 else 0
+        self.column = k.int(column)
+        self.num_lines, self.columns = k.min(P - self.line, b.lines), k.min(Q - self.column, b.columns)
+        first = self.line * self.geometry.stride[0] + min(self.geometry.row_offsets)
+        with k.loop(0, (self.num_lines - 1) * self.geometry.stride[0] + window_height(self.geometry)) as i:
+            self.lines.fill(i, plane * (H * W), first + i, column)
+
+    def tiles(self) -> Iterator[tuple[Value, int, Value, Any]]:
+        """(first line, lines, first column, columns) of each kind of register tile, within loops over all of that kind. The columns
+        are an int where they are known: a full vector, or the line's tail."""
+        k, tile_m = self.k, self.blocking.tile_m
+        full_lines, full_columns = self.num_lines - self.num_lines % tile_m, self.columns & -k.lanes
+        kinds = ((k.int(0), full_lines, tile_m), (full_lines, self.num_lines, 1))[: 1 if tile_m == 1 else 2]
+        for begin, end, lines in kinds:
+            with k.loop(begin, end, lines) as line:
+                with k.loop(0, full_columns, k.lanes) as j:
+                    yield line, lines, j, k.lanes
+                if self.column_blocks > 1:
+                    with k.when(full_columns < self.columns):
+                        yield line, lines, full_columns, self.columns - full_columns
+                elif tail := self.geometry.output_size[1] % k.lanes:
+                    yield line, lines, full_columns, tail
+
+    def input_vectors(
+        self, line: Value, lines: int, j: Value, rows: range | Value, columns: range
+    ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
+        """Vectors of what a tile of `lines` lines sees through these taps, and for each of them (line of the output, number of the
+        tap) of all that read it. `rows`: filter rows, or one that is known at run time."""
+        geometry, stride = self.geometry, self.geometry.stride[0]
+        offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
+        if isinstance(rows, Value):
+            step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+            for t in range(lines):
+                at = (line + t) * stride + rows * step + offsets[0]
+                for i, s in enumerate(columns):
+                    yield self.lines.tap(at, s, j), [(t, i)]
+            return
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for i, (r, s) in enumerate((r, s) for r in rows for s in columns):
+            for t in range(lines):
+                found.setdefault((t * stride + offsets[r], s), []).append((t, i))
+        for (at, s), users in sorted(found.items()):
+            yield self.lines.tap(line * stride + at, s, j), users
+
+
+def conv_depthwise(
+    k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, target: OutputMap,
+    blocking: Blocking, mode: str
+) -> None:  # fmt: skip
+    """out (N, groups rows, *target.size) from filters a (groups rows, taps), fp32, and x (N, groups, H, W)."""
+    Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
+    R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
+    block = LineBlock(k, x, geometry, blocking)
+    blocks = block.line_blocks * block.column_blocks
+    work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows
+    unrolled = geometry.taps * blocking.tile_m <= MAX_UNROLLED
+    with (
+        k.parallel_range(k.num_elements(dims, count) * (groups * blocks), max(1, GRAIN // work)) as items,
+        k.loop(*items) as item,
+    ):
+        plane = item // blocks
+        block.load_lines(plane, item % blocks)
+        with k.loop(0, rows) as filter_:
+            of = a.at((plane % groups * rows + filter_) * geometry.taps)
+            to = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
+            factors = [k.splat(of.get(i)) for i in range(geometry.taps)] if unrolled else []
+            for line, lines, j, wide in block.tiles():
+                mask = None if wide == k.lanes else k.mask_first(wide)
+                sums = [k.var_vec(0.0) for _ in range(lines)]
+                if unrolled:
+                    for v, users in block.input_vectors(line, lines, j, R, S):
+                        for t, i in users:
+                            sums[t].value = k.fma(factors[i], v, sums[t].value)
+                else:
+                    with k.loop(0, len(R)) as r:
+                        row_of = of.at(r * len(S))
+                        for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
+                            sums[t].value = k.fma(k.splat(row_of.get(i)), v, sums[t].value)
+                for t, total in enumerate(sums):
+                    y, x_ = block.line + line + t, block.column + j
+                    if dense:
+                        to.store(added(k, to, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
+                        continue
+                    y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
+                    if isinstance(wide, int):
+                        for q in range(wide):
+                            put_added(k, to, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
+                        continue
+                    block.sums.store(total.value)
+                    with k.loop(0, wide) as q:
+                        put_added(k, to, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
+
+
+def conv_depthwise_wgrad(
+    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str
+) -> None:  # fmt: skip
+    """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter and goes
+    through all images in order; lanes of sums are added at the very end."""
+    (P, Q), R, S = geometry.output_size, range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
+    block = LineBlock(k, x, geometry, blocking)
+    max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
+
+    def add(of: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
+        """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
+        count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
+        acc = [k.var(first.load(i * k.lanes)) for i in range(count)]
+        for line, lines, j, wide in block.tiles():
+            mask = None if wide == k.lanes else k.mask_first(wide)
+            g = [of.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
+            for v, users in block.input_vectors(line, lines, j, rows, columns):
+                pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
+                for t, i in users:
+                    acc[i].value = k.fma(g[t], pixels, acc[i].value)
+        for i, total in enumerate(acc):
+            first.store(total.value, i * k.lanes)
+
+    with k.parallel_for(groups * rows) as filter_:
+        sums = block.sums
+        with k.loop(0, geometry.taps) as i:
+            sums.store(0.0, i * k.lanes)
+        with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
+            block.load_lines(n * groups + filter_ // rows, number)
+            of = dy.at((n * (groups * rows) + filter_) * (P * Q))
+            if geometry.taps <= max_sums:
+                add(of, sums, R, S)
+            else:
+                with k.loop(0, len(R)) as r:
+                    for s in S[::max_sums]:
+                        add(of, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
+        with k.loop(0, geometry.taps) as i:
+            put_added(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)

@@ -1,0 +1,295 @@
+"""FFT convolution with large filters, overlap-save: tiles of F x F pixels, F a power of two.
+
+A tile's transform times the conjugate of the filter's is the transform of m x m outputs, m = F + 1 - R, and of others that wrapped
+around and are discarded. Neighbouring tiles overlap by R - 1 pixels. Of the transform of real numbers half is enough: F rows and
+F / 2 + 1 columns. A complex product u v = (c + i d)(a + i b) takes three real ones (Gauss): with
+
+    k1 = c (a + b), k2 = a (d - c), k3 = b (c + d)      its parts are k1 - k3 and k1 + k2,
+
+so three real GEMMs for each frequency sum over channels. They are planes as Winograd's positions are, and computed by the same
+batched GEMM (winograd.py). Lanes are tiles; of filters, channels.
+"""
+
+from __future__ import annotations
+
+from math import cos, pi, sin
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided, panel_nbytes
+from barellm.cpu.kernels.conv.winograd import (
+    M_BYTES,
+    V_BYTES,
+    WinogradConv,
+    batched_gemm,
+    for_each_channel,
+    gemm_tile,
+    run_shape,
+    store_tile_rows,
+)
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
+from barellm.runtime.lowering import part
+
+RUN = 64  # tiles of a work item of the input transform, at most: they see F^2 pixels each
+MIN_FILTER, MAX_FILTER = 5, 23  # rows and columns of filters for which "auto" considers FFTs
+# In direct multiply-adds of the same pass: of a multiply-add, of an element of a transformed tile, and one of a filter.
+COSTS = {"images": (1.66, 55.0, 365.0), "filters": (1.77, 83.0, 245.0)}
+MAX_FILTER_BYTES = 256 << 20  # of transformed filters that "auto" accepts
+
+Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
+
+
+def _plus(a: Value | None, b: Value | None) -> Value | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _minus(a: Value | None, b: Value | None) -> Value | None:
+    return a if b is None else -b if a is None else a - b
+
+
+def _times(k: KernelBuilder, x: Complex, c: float, s: float) -> Complex:
+    """x (c + i s)."""
+    re, im = x
+    if (c, s) == (1.0, 0.0):
+        return x
+    if c == 0.0:  # s is 1 or -1
+        zero = k.to(0.0, k.vec)
+        return ((-im if s > 0 else im) if im is not None else zero), (re if s > 0 else -re)
+    if im is None:
+        return re * c, re * s
+    return re * c - im * s, re * s + im * c
+
+
+def fft(k: KernelBuilder, x: list[Complex], sign: int) -> list[Complex]:
+    """The DFT sum over j of x[j] exp(sign 2 pi i j f / n) for each f, radix-2 decimation in time (Cooley and Tukey 1965)."""
+    n = len(x)
+    if n == 1:
+        return x
+    even, odd = fft(k, x[::2], sign), fft(k, x[1::2], sign)
+    first, second = [], []
+    for f, (e, o) in enumerate(zip(even, odd, strict=True)):
+        angle = sign * 2 * pi * f / n
+        c, s = (0.0, float(sign)) if 4 * f == n else (cos(angle), sin(angle))
+        t = _times(k, o, c, s)
+        a, b = _plus(e[0], t[0]), _minus(e[0], t[0])
+        assert a is not None and b is not None
+        first.append((a, _plus(e[1], t[1])))
+        second.append((b, _minus(e[1], t[1])))
+    return first + second
+
+
+def half(F: int) -> int:
+    return F // 2 + 1
+
+
+def store_half(k: KernelBuilder, to: Pointer, row: list[Value]) -> None:
+    """The half transform of a real row, (F / 2 + 1, re and im) vectors."""
+    for f, (re, im) in enumerate(fft(k, [(v, None) for v in row], -1)[: half(len(row))]):
+        to.store(re, 2 * f * k.lanes)
+        to.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
+
+
+def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count: int) -> None:
+    """put(frequency, re, im) for the transform of the columns of `rows` (F, F / 2 + 1, re and im), of which those
+    behind the first `count` are zero."""
+    pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
+    with k.loop(0, half(F)) as column:
+        at = rows.at(column * (2 * k.lanes))
+        x: list[Complex] = [(at.load(i * pitch), at.load(i * pitch + k.lanes)) for i in range(count)]
+        x += [(zero, zero)] * (F - count)
+        for i, (re, im) in enumerate(fft(k, x, -1)):
+            assert im is not None
+            put(column + i * half(F), re, im)
+
+
+def fft_filters(
+    k: KernelBuilder,
+    u,
+    w,
+    *,
+    count: int,
+    rows: int,
+    depth: int,
+    step: int,
+    row_step: int,
+    flip: bool,
+    F: int,
+    R: int,
+    S: int,
+) -> None:
+    """u (planes, count rows, depth), three planes for each frequency: Re, -Im - Re and Re - Im of the filter's transform. Filter
+    (group, row, depth) begins at element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
+    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
+    pitch = 2 * half(F) * k.lanes
+    taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
+    zero = k.to(0.0, k.vec)
+    with k.parallel_for(count * rows * blocks) as item:
+        line, first = item // blocks, item % blocks * k.lanes
+        mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
+        of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
+        for r in range(R):
+            row = [_lanes(k, of.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
+            store_half(k, buffer.at(r * pitch), row)
+        to = u.at(line * depth + first)
+
+        def put(frequency: Value, re: Value, im: Value, to=to, mask=mask) -> None:
+            for plane, v in enumerate((re, -im - re, re - im)):
+                to.at((frequency * 3 + plane) * size).store(v, 0, mask)
+
+        for_each_frequency(k, buffer, F, put, R)
+
+
+def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
+    """Elements `step` plane_stride, of which those from `depth` on are zero."""
+    if depth % k.lanes == 0:
+        return load_strided(k, p, step)
+    v = k.to(0.0, k.vec)
+    for i in range(k.lanes):
+        there = first + i < depth
+        x = p.get(k.select(there, k.int(i * step), 0))
+        v = k.op(k.vec, f"insertelement {v.typed}, {k.select(there, x, 0.0).typed}, i64 {i}")
+    return v
+
+
+def fft_input(
+    k: KernelBuilder,
+    v,
+    x,
+    first,
+    limit,
+    *,
+    dims,
+    count: int,
+    groups: int,
+    geometry: ConvGeometry,
+    F: int,
+    tile_n: int,
+    filters: bool = False,
+) -> None:
+    """v (blocks, groups, planes, channels, tile_n): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit),
+    or the three planes that `fft_filters` makes. Tiles that do not exist are zero."""
+    C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
+    buffer = k.thread_scratch().bytes(input_nbytes(k.isa, geometry, tile_n))
+    of = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with for_each_channel(k, x, first, limit, **of) as r:
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zeros=tile_n // k.lanes)
+        with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
+            to = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
+            at = r.panel.at.at(r.skip + block * tile_n + lanes)
+            with k.loop(0, n) as i:
+                row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
+                store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
+
+            def put(frequency: Value, re: Value, im: Value, to=to) -> None:
+                for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
+                    to.at((frequency * 3 + plane) * (C * tile_n)).store(value)
+
+            for_each_frequency(k, buffer, F, put, n)
+
+
+def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
+    """Bytes of the panel of a work item of the input transform."""
+    _, lines, pitch = run_shape(geometry, tile_n, isa.lanes, RUN)
+    return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
+
+
+def fft_gemm(
+    k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, F: int, mode: str
+) -> None:
+    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from the planes u and v."""
+    m, planes, width = conv.m, 3 * F * half(F), conv.group * conv.tile.nr(k.isa)
+    products = k.thread_scratch()
+    buffer = products.bytes(4 * planes * conv.filters * width)
+    pitch = 2 * half(F) * k.lanes
+    line_of = buffer.bytes(4 * m * pitch)
+    plane_stride = conv.filters * width
+
+    def epilogue(of: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+        with k.loop(0, half(F)) as column:
+            x: list[Complex] = []
+            for i in range(F):
+                k1, k2, k3 = (of.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
+                x.append((k1 - k3, k1 + k2))
+            for i, (re, im) in enumerate(fft(k, x, 1)[:m]):
+                to = buffer.at(i * pitch + column * (2 * k.lanes))
+                to.store(re)
+                to.store(im, k.lanes)
+        with k.loop(0, m) as i:
+            at = buffer.at(i * pitch)
+            known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
+            x = known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
+            for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
+                line_of.store(re * (1.0 / (F * F)), j * k.lanes)
+            store_tile_rows(k, y, line_of, tile, num_tiles, channel, conv, i, mode)
+
+    batched_gemm(k, u, v, first, limit, products, epilogue, dims=dims, count=count, conv=conv, positions=planes)
+
+
+def append_fft(
+    c: Lowering, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, size: tuple[int, int], groups: int, rows: int,
+    transposed: bool, flip: bool, mode: str, dims: tuple[str, ...], count: int,
+) -> None:  # fmt: skip
+    """`geometry`: of the direct convolution. `transposed` and `flip` as in `append_winograd`."""
+    R, S = len(geometry.row_offsets), len(geometry.column_offsets)
+    F = fft_size(R, S)
+    m, planes, C = F + 1 - max(R, S), 3 * F * half(F), geometry.channels
+    of_x = ConvGeometry(
+        geometry.input_size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
+        tuple(min(geometry.row_offsets) + i for i in range(F)), tuple(min(geometry.column_offsets) + i for i in range(F)),
+        geometry.reflect,
+    )  # fmt: skip
+    tile = gemm_tile(c.isa)
+    tile_n = tile.nr(c.isa)
+    filters = max(1, 2 * M_BYTES // (4 * planes * tile_n) // tile.mr) * tile.mr
+    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
+    conv = WinogradConv(m, of_x, size, groups, rows, tile, 1, filters)
+    u = part(c.workspace("filters", 4 * planes * groups * rows * C + 64)), "fp32"
+    steps = {"step": R * S * rows, "row_step": R * S} if transposed else {"step": R * S, "row_step": R * S * C}
+    constants = {"count": groups, "rows": rows, "depth": C, "flip": flip, "F": F, "R": R, "S": S, **steps}
+    c.call(fft_filters, {"u": u, "w": w}, constants, writes="u")
+    blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
+    block_bytes = 4 * groups * planes * C * tile_n
+    limit = max(1, min(blocks, V_BYTES // block_bytes))
+    v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
+    rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
+    c.thread_scratch(
+        max(input_nbytes(c.isa, of_x, tile_n), 4 * planes * filters * tile_n) + rows_bytes + 4 * F * c.isa.lanes
+    )
+    images = {"dims": dims, "count": count}
+    for first in range(0, blocks, limit):
+        where = {"first": first, "limit": limit}
+        c.call(
+            fft_input,
+            {"v": v, "x": x, **where},
+            {**images, "groups": groups, "geometry": of_x, "F": F, "tile_n": tile_n},
+            writes="v",
+        )
+        c.call(
+            fft_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "F": F, "mode": mode}, writes="y"
+        )
+
+
+def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, images: int, groups: int) -> bool:
+    """Whether this algorithm is the faster one by a tenth, by a cost model: the GEMMs, the transforms of tiles, and those of the
+    filters, which are read again for each block of tiles. `result`: "images", or "filters" for wgrad. Fitted to layers with filters
+    of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of which the selection loses more than a tenth on
+    none."""
+    R, S = len(geometry.row_offsets), len(geometry.column_offsets)
+    if max(R, S) > MAX_FILTER or min(R, S) < MIN_FILTER:
+        return False
+    F = fft_size(R, S)
+    m, C = F + 1 - max(R, S), geometry.channels
+    tile_n = gemm_tile(isa).nr(isa)
+    count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)
+    matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)
+    per_matmul, per_tile, per_filter = COSTS[result]
+    work = per_matmul * matmul + per_tile * count * (C + rows) * F * F + per_filter * rows * C * F * F
+    direct = R * S * images * geometry.output_size[0] * geometry.output_size[1] * rows * C
+    return 1.1 * work < direct and 12 * F * half(F) * groups * rows * C <= MAX_FILTER_BYTES
+
+
+def fft_size(R: int, S: int) -> int:
+    """F for a filter: where at least half of a tile's rows are outputs."""
+    return 16 if max(R, S) <= 9 else 32

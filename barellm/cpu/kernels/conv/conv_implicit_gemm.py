@@ -1,0 +1,239 @@
+"""Direct convolution as an implicit GEMM in fp32: the im2col matrix is never in memory.
+
+out[n, k, pixel] = the sum over d of a[k, d] im2col[d, n, pixel]: M is output channels, N is pixels, and the depth K is (channel,
+filter row, filter column). Loops, from the outside: a work item is (NC pixels: whole lines) x (a split of the output channels);
+for each K block of channels a thread copies the input lines that these pixels see (im2col.py, some 150 KB in L2); for each MC
+rows of a and each register tile of pixels it gathers the tile's im2col columns (they stay in L1 for these rows) and runs the
+micro-kernel, an outer product per depth. Each tap is a shift of the same lines, so stride, padding and dilation cost nothing.
+Partial sums of several K blocks are kept in scratch; a result is the sum of its K blocks' sums, whatever the other blocking is.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.gemm_config import Tile, tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
+from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
+
+KC = 288  # depth of a K block: with the pixels of a register tile it stays in L1
+NC = 352  # pixels of a work item, about, for all of which a is read once; with a K block's channels they take 150 KB
+MC = 256  # rows of a whose K block is multiplied with all of these pixels before the next ones
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """Cache blocking. A work item has `lines` rows of the output or, where a row has several `column_blocks`, one of those;
+    `columns` columns of each; and one of `splits` parts of the output channels. A K block has `channels` of x."""
+
+    tile: Tile
+    lines: int
+    columns: int
+    column_blocks: int
+    channels: int
+    splits: int
+
+    def pitch(self, isa: ISA) -> int:
+        """Pixels of a work item in whole tiles."""
+        return round_up(self.lines * self.columns, self.tile.nr(isa))
+
+
+def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int) -> Blocking:
+    """The tile and the lines with the least padding, and as many work items as keep `threads` busy with `images`."""
+    P, Q = geometry.output_size
+    total = images * P
+    channels = max(1, min(geometry.channels, KC // max(geometry.taps, 1)))
+    channels = ceil_div(geometry.channels, ceil_div(geometry.channels, channels))
+
+    def candidate(tile: Tile, lines: int) -> Blocking:
+        column_blocks = 1 if lines > 1 else ceil_div(Q, NC * 3 // 2)
+        columns = round_up(ceil_div(Q, column_blocks), tile.nr(isa)) if column_blocks > 1 else Q
+        column_blocks = ceil_div(Q, columns)
+        items = ceil_div(total, lines) * column_blocks * groups
+        splits = min(ceil_div(2 * threads, items), ceil_div(rows, tile.mr)) if items < 4 * threads else 1
+        return Blocking(tile, lines, columns, column_blocks, channels, splits)
+
+    def cost(b: Blocking) -> float:
+        tile_n = b.tile.nr(isa)
+        pixels = b.lines * b.columns
+        last = total % b.lines * b.columns
+        pixel_tiles = total // b.lines * b.column_blocks * ceil_div(pixels, tile_n) + ceil_div(last, tile_n)
+        padded_rows = ceil_div(rows, b.tile.mr) * b.tile.mr
+        items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits
+        imbalance = round_up(items, threads) / items
+        stalls = 1.2 if b.tile.vectors == 1 else 1  # on its loads: measured
+        # Packing takes about as long as four rows of a do.
+        return (
+            pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
+        )
+
+    max_lines = max(1, min(total, NC * 3 // 2 // Q))
+    return min((candidate(tile, lines) for tile in tiles(isa, "fp32") for lines in range(1, max_lines + 1)), key=cost)
+
+
+@dataclass(frozen=True)
+class OutputMap:
+    """Where results go: output (i, j) of a channel to pixel (i, j) stride + offset of images of `size`. A strided dgrad writes one
+    phase of the pixels."""
+
+    size: tuple[int, int]
+    offset: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+
+
+class ScratchLayout:
+    """Offsets in a thread's scratch, in bytes, and its size."""
+
+    def __init__(self, isa: ISA, geometry: ConvGeometry, blocking: Blocking, rows: int) -> None:
+        pitch = blocking.pitch(isa)
+        rows_of_split = ceil_div(ceil_div(rows, blocking.tile.mr), blocking.splits) * blocking.tile.mr
+        k_blocks = ceil_div(geometry.channels, blocking.channels)
+        self.sums = tiles_nbytes(isa, geometry, blocking.lines, blocking.columns, blocking.channels)
+        tile_n = blocking.tile.nr(isa)
+        self.spill = self.sums + (4 * rows_of_split * pitch if k_blocks > 1 else 0)
+        self.im2col = self.spill + round_up(4 * blocking.tile.mr * tile_n, 64)
+        self.nbytes = self.im2col + 4 * blocking.channels * geometry.taps * tile_n
+
+
+class ImplicitGemm:
+    """One thread's loop over work items."""
+
+    def __init__(
+        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
+        geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
+    ) -> None:  # fmt: skip
+        self.k, self.out, self.a, self.images, self.mode = k, out, a, images, mode
+        self.groups, self.rows, self.geometry, self.target, self.blocking = groups, rows, geometry, target, blocking
+        self.tile_n, self.pitch = blocking.tile.nr(k.isa), blocking.pitch(k.isa)
+        at, scratch = k.thread_scratch(), ScratchLayout(k.isa, geometry, blocking, rows)
+        self.im2col = Im2colTiles(k, geometry, x, at, blocking.lines, blocking.columns, groups)
+        self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.spill, scratch.im2col))
+        self.k_blocks = ceil_div(geometry.channels, blocking.channels)
+        self.depth = geometry.channels * geometry.taps
+        P, Q = geometry.output_size
+        self.dense = target == OutputMap((P, Q))
+
+    def run(self) -> None:
+        k, b, (P, Q) = self.k, self.blocking, self.geometry.output_size
+        total, channels, tile = self.images * P, self.geometry.channels, b.tile
+        row_tiles = ceil_div(self.rows, tile.mr)
+        with k.parallel_for(k.ceil_div(total, b.lines) * (b.column_blocks * self.groups * b.splits)) as item:
+            split, rest = item % b.splits, item // b.splits
+            column_block, rest = rest % b.column_blocks, rest // b.column_blocks
+            self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
+            self.num_lines = k.min(total - self.first_line, b.lines)
+            self.first_column = column_block * b.columns if b.column_blocks > 1 else 0
+            self.pixels = (
+                self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
+            )
+            self.first_row = split * row_tiles // b.splits * tile.mr
+            self.last_row = k.min((split + 1) * row_tiles // b.splits * tile.mr, self.rows)
+            self.im2col.seek(self.group, self.first_line, self.num_lines, self.first_column)
+            with k.loop(0, self.k_blocks) if self.k_blocks > 1 else nullcontext(k.int(0)) as self.k_block:
+                self.channel = self.k_block * b.channels
+                last = k.min(self.channel + b.channels, channels)
+                self.num_channels = last - self.channel
+                self.im2col.load_lines(self.channel, last)
+                self._macro_kernel()
+
+    def _macro_kernel(self) -> None:
+        k, rows, tile = self.k, self.rows, self.blocking.tile
+        rest = rows % tile.mr
+        with k.loop(self.first_row, self.last_row, round_up(MC, tile.mr)) as first:
+            last = k.min(first + round_up(MC, tile.mr), self.last_row)
+            full = k.min(last, rows - rest) if rest else last
+            with k.loop(0, self.pixels, self.tile_n) as j:
+                self.im2col.gather(self.column, self.num_channels, j, self.pixels, tile.vectors)
+                with k.loop(first, full, tile.mr) as row:
+                    self._micro_kernel(row, j, tile)
+                if rest:
+                    with k.when(last > rows - rest):
+                        self._micro_kernel(k.int(rows - rest), j, Tile(rest, tile.vectors))
+
+    def _micro_kernel(self, row: Value, j: Value, tile: Tile) -> None:
+        k = self.k
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+        partial = self.sums.at((row - self.first_row) * self.pitch + j * self.blocking.tile.mr)
+        sums = [partial.at(r * self.tile_n) for r in range(tile.mr)]
+        a = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.geometry.taps)
+        left = [a.at(r * self.depth) for r in range(tile.mr)]
+        with k.loop(0, self.num_channels * self.geometry.taps) as d:
+            right = [self.column.load(d * self.tile_n + v * k.lanes) for v in range(tile.vectors)]
+            for p, line in zip(left, acc, strict=True):
+                factor = k.splat(p.get(d))
+                for v, var in enumerate(line):
+                    var.value = k.fma(factor, right[v], var.value)
+        values = [[var.value for var in line] for line in acc]
+        if self.k_blocks == 1:
+            self._store_tile(row, j, values)
+            return
+        accumulate = self.k_block > 0
+        values = [
+            [value + k.select(accumulate, to.load(v * k.lanes), 0.0) for v, value in enumerate(line)]
+            for to, line in zip(sums, values, strict=True)
+        ]
+        is_last_k = (self.k_block + 1).equals(self.k_blocks)
+        with k.when(is_last_k):
+            self._store_tile(row, j, values)
+        with k.otherwise(is_last_k):
+            for to, line in zip(sums, values, strict=True):
+                for v, value in enumerate(line):
+                    to.store(value, v * k.lanes)
+
+    def _store_tile(self, row: Value, j: Value, values: list[list[Value]]) -> None:
+        """The epilogue of a tile: whole vectors where they are adjacent pixels of one image."""
+        k, (P, Q) = self.k, self.geometry.output_size
+        if not self.dense:
+            self._store_pixels(row, j, values)
+            return
+        flat = self.first_line * Q + self.first_column + j
+        n, at = flat // (P * Q), flat % (P * Q)
+        fits = (at + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
+        with k.when(fits):
+            to = (n * self.groups + self.group) * (self.rows * P * Q) + at
+            for r, line in enumerate(values):
+                for v, value in enumerate(line):
+                    self._store(value, to + (row + r) * (P * Q) + v * k.lanes)
+        with k.otherwise(fits):
+            self._store_pixels(row, j, values)
+
+    def _store_pixels(self, row: Value, j: Value, values: list[list[Value]]) -> None:
+        k, (P, _), t = self.k, self.geometry.output_size, self.target
+        for r, line in enumerate(values):
+            for v, value in enumerate(line):
+                self.spill.store(value, r * self.tile_n + v * k.lanes)
+        with k.loop(0, k.min(self.pixels - j, self.tile_n)) as pixel:
+            line = self.first_line + (j + pixel) // self.blocking.columns
+            column = self.first_column + (j + pixel) % self.blocking.columns
+            y, x = line % P * t.stride[0] + t.offset[0], column * t.stride[1] + t.offset[1]
+            image = (line // P * self.groups + self.group) * self.rows + row
+            at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
+            for r in range(len(values)):
+                to = self.out.at(at + r * (t.size[0] * t.size[1]))
+                put_added(k, to, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
+
+    def _store(self, value: Value, at: Value) -> None:
+        self.out.store(added(self.k, self.out, at, None, value, self.mode), at)
+
+
+def conv_implicit_gemm(
+    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: ConvGeometry,
+    target: OutputMap, blocking: Blocking, mode: str,
+) -> None:  # fmt: skip
+    """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
+    H, W). `count` images for each of the run-time sizes `dims`."""
+    images = k.num_elements(dims, count)
+    sizes: dict[str, Any] = {
+        "groups": groups,
+        "rows": rows,
+        "geometry": geometry,
+        "target": target,
+        "blocking": blocking,
+    }
+    ImplicitGemm(k, out, a, x, images=images, mode=mode, **sizes).run()

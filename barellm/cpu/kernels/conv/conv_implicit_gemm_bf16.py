@@ -1,0 +1,329 @@
+"""Direct convolution of bf16 images as an implicit GEMM: bf16 dot products (vdpbf16ps, bfdot), or AMX tiles where there are any.
+
+out[n, k, p] = the sum over c and taps t of w[k, c, t] x[n, c, p + shift(t)], with positions p and shifts as in conv_polyphase.py:
+M is positions, N is output channels. A chunk of channels is packed to [position][channels], NHWC in VNNI layout: a position's
+pairs of channels are one vector, with 16 lanes one cache line. A tap is other rows of the same matrix: no copy for each tap (no
+im2col), and never a load that splits cache lines.
+
+A work item owns some images' lines x some output channels; its fp32 sums stay in L2. For each K block of chunks it packs the panel,
+then runs the micro-kernel over all positions. For a chunk (32 channels and 9 taps: depth 288) of 32 columns the filters take 18 KB
+and stay in L1 meanwhile. A result is one accumulation chain over chunks, taps and channels, whatever the blocking is, and is
+rounded once.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.gemm_config import Tile
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
+from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.microkernel import add_unit
+from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose
+from barellm.program.integers import ceil_div, round_up
+
+MAX_POSITIONS = 2048  # of a work item, or a line: so often is each filter element used when it was read
+SUM_BYTES = 1 << 20  # of a work item: half of an L2 of 2 MB
+PACK_POSITIONS = 256  # of the lines that are packed at a time
+KC = 576  # depth of a K block, about: one or two chunks of filters of 3 x 3
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A work item has blocks of `lines` lines of `images` images, or less, and `columns` output channels, whole tiles of them. A K
+    block is `chunks` chunks of `pairs` pairs of channels."""
+
+    tile: Tile
+    use_amx: bool
+    pairs: int
+    chunks: int
+    lines: int
+    images: int
+    columns: int
+
+    def layout(self, geometry: ConvGeometry) -> PolyphaseLayout:
+        return PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
+
+
+def select_blocking(
+    isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, columns: int, images: int, groups: int, threads: int
+) -> Blocking:
+    """Work items as large as L2 allows, and as many as keep `threads` evenly busy with `images`."""
+    P, _ = geometry.output_size
+    tile_n = tile.nr(isa)
+    pairs = isa.lanes
+    if not use_amx:
+        pairs = ceil_div(geometry.channels, 2 * ceil_div(geometry.channels, 2 * isa.lanes))
+    chunks = ceil_div(geometry.channels, 2 * pairs)
+    chunks_per_block = max(1, min(chunks, KC // max(2 * pairs * geometry.taps, 1)))
+    chunks_per_block = ceil_div(chunks, ceil_div(chunks, chunks_per_block))
+    pitch, column_tiles = PolyphaseLayout(geometry, P, 1).pitch, ceil_div(columns, tile_n)
+    max_lines = max(1, min(P, MAX_POSITIONS // pitch))
+    depth = chunks * 2 * pairs
+
+    def cost(b: Blocking) -> float:
+        layout = b.layout(geometry)
+        items = ceil_div(images, b.images) * ceil_div(P, b.lines) * groups * ceil_div(columns, b.columns)
+        # Cycles of a work item: multiplying and the epilogue, packing the panel, and filters from L3.
+        work = layout.positions * b.images * b.columns * (depth * geometry.taps / 800 + 0.5)
+        work += 0.4 * depth * layout.size * len(layout.phases()) * b.images + depth * geometry.taps * b.columns / 4
+        return ceil_div(items, threads) * work
+
+    def candidates(lines: int, num_images: int) -> list[Blocking]:
+        """As few splits of the columns as their sums allow, or more."""
+        least = min(ceil_div(4 * columns * lines * pitch * num_images, SUM_BYTES), column_tiles)
+        widths = {ceil_div(column_tiles, splits) * tile_n for splits in range(least, column_tiles + 1)}
+        return [Blocking(tile, use_amx, pairs, chunks_per_block, lines, num_images, width) for width in sorted(widths)]
+
+    line_blocks = ceil_div(P, max_lines)
+    lines = sorted({ceil_div(P, n) for n in range(line_blocks, min(2 * line_blocks, P) + 1)})
+    image_counts = range(1, min(images, max(1, MAX_POSITIONS // (P * pitch))) + 1)
+    options = [b for n in lines for m in (image_counts if n == P else [1]) for b in candidates(n, m)]
+    return min(options, key=cost)
+
+
+def pack_height(layout: PolyphaseLayout) -> int:
+    """Lines of a plane that are packed at a time."""
+    return min(layout.height, max(1, PACK_POSITIONS // layout.pitch))
+
+
+class ScratchLayout:
+    """Offsets in a thread's scratch, in bytes, and its size."""
+
+    def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking, *, dense: bool) -> None:
+        layout = b.layout(geometry)
+        self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)
+        self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
+        self.sums = self.panel + b.images * b.chunks * self.chunk + 4 * isa.lanes * isa.lanes
+        tile_n = b.tile.nr(isa)
+        self.image = 4 * tile_n * layout.positions  # bytes of an image's sums for a block of columns
+        self.k_blocks = ceil_div(ceil_div(geometry.channels, 2 * b.pairs), b.chunks)
+        self.shifts = self.sums + b.columns // tile_n * b.images * self.image + 4 * tile_n * isa.lanes
+        self.pixel_sums = self.shifts + round_up(8 * b.chunks * geometry.taps, 64)
+        pixels = round_up(b.lines * geometry.output_size[1], isa.lanes)
+        self.pixel_targets = self.pixel_sums + 8 * pixels
+        self.spill = round_up(self.pixel_targets + (0 if dense else 8 * pixels), 64)
+        self.nbytes = self.spill + (0 if dense else 4 * isa.lanes * isa.lanes)
+
+
+class ImplicitGemm:
+    """One thread's loop over work items."""
+
+    def __init__(
+        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, columns: int,
+        geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
+    ) -> None:  # fmt: skip
+        self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
+        self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
+        self.dense = target == OutputMap(geometry.output_size)
+        self.layout, at = blocking.layout(geometry), k.thread_scratch()
+        self.scratch = ScratchLayout(k.isa, geometry, blocking, dense=self.dense)
+        self.input = PolyphaseBuffer(
+            k, self.layout, x, at, channels=2 * blocking.pairs, groups=groups, height=pack_height(self.layout)
+        )
+        of = self.scratch
+        self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
+            at.bytes(n) for n in (of.panel, of.sums, of.shifts, of.pixel_sums, of.pixel_targets, of.spill)
+        )
+        self.tile_n = blocking.tile.nr(k.isa)
+        self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
+
+    def run(self) -> None:
+        k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
+        self._make_tables()
+        line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
+        blocks = k.ceil_div(self.images, b.images) * line_blocks
+        items = blocks * (self.groups * splits)
+        with amx.tile_registers(k, b.use_amx), k.parallel_for(items) as item:
+            block, rest = item % blocks, item // blocks
+            self.group, split = rest % self.groups, rest // self.groups
+            self.image, self.line = block // line_blocks * b.images, block % line_blocks * b.lines
+            self.num_images = k.min(self.images - self.image, b.images)
+            self.first_column = split * b.columns
+            k_blocks = self.scratch.k_blocks
+            with k.loop(0, k_blocks) if k_blocks > 1 else nullcontext(k.int(0)) as k_block:
+                self._k_block(k_block)
+
+    def _make_tables(self) -> None:
+        """Byte shifts in the panel of each tap of each chunk of a K block; of each pixel the byte offset of its position's sums,
+        and its offset in the output."""
+        k, (_, Q), t, lines = self.k, self.geometry.output_size, self.target, self.blocking.lines
+        for chunk in range(self.blocking.chunks):
+            for i, shift in enumerate(self.layout.shifts()):
+                offset = chunk * self.scratch.chunk + shift * 4 * k.lanes
+                self.shifts.as_dtype("i64").put(k.int(offset), chunk * self.geometry.taps + i)
+        with k.loop(0, round_up(lines * Q, k.lanes)) as pixel:
+            line, column = pixel // Q, pixel % Q  # entries behind the last pixel are read, and not written
+            self.pixel_sums.as_dtype("i64").put((line * self.layout.pitch + column) * (4 * self.tile_n), pixel)
+            if not self.dense:
+                self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
+
+    def _k_block(self, k_block: Value) -> None:
+        k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
+        chunk = k_block * b.chunks
+        chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
+        with k.loop(0, self.num_images) as n, k.loop(0, chunks) as c:
+            self._pack(n, c, chunk + c)
+        blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
+        filter_bytes = self.chunks * self.geometry.taps * 4 * b.pairs * self.tile_n  # of a column block
+        group_bytes = ceil_div(self.columns, self.tile_n) * filter_bytes
+        with k.loop(0, self.num_images) as n:
+            panel = self.panel.bytes(n * (b.chunks * self.scratch.chunk))
+            end = self.layout.positions
+            for begin, last, rows in (
+                (0, end - end % b.tile.mr, b.tile.mr),
+                (end - end % b.tile.mr, end, end % b.tile.mr),
+            ):
+                with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
+                    to = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
+                    filters = self.a.bytes(
+                        self.group * group_bytes
+                        + (self.first_column // self.tile_n + block) * filter_bytes
+                        + chunk * (self.geometry.taps * 4 * b.pairs * self.tile_n)
+                    )
+                    accumulate = k_block > 0 if k_blocks > 1 else None
+                    self._micro_kernel(to, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, accumulate)
+        is_last_k = k.when((k_block + 1).equals(k_blocks)) if k_blocks > 1 else nullcontext()
+        with is_last_k, k.loop(0, blocks) as block, k.loop(0, self.num_images) as n:
+            image = self.sums.bytes((block * b.images + n) * self.scratch.image)
+            self._store(n, image, self.first_column + block * self.tile_n)
+
+    def _pack(self, n: Value, c: Value, chunk: Value) -> None:
+        """Pack a chunk of channels of an image: vectors of positions' channel pairs, transposed. Some lines of all channels at a
+        time, which stay in L1."""
+        k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout
+        self.input.seek(self.image + n, self.group, chunk * (2 * pairs), self.line)
+        panel = self.panel.as_dtype("i32").bytes((n * self.blocking.chunks + c) * self.scratch.chunk)
+        interleave = [x for i in range(lanes) for x in (i, lanes + i)]
+        height = pack_height(layout)
+        for plane, (row_phase, column_phase) in enumerate(layout.phases()):
+            with k.loop(0, layout.height, height) as u:
+                last = k.min(u + height, layout.height)
+                with k.loop(0, 2 * pairs) as j:
+                    to = self.input.at.at(j * self.input.pitch)
+                    self.input.pack_lines(j, to, row_phase, column_phase, u, last)
+                    self.input.clear(to.at((last - u) * layout.pitch), 0, layout.columns.reach)
+                to = panel.at((u * layout.pitch + plane * layout.size) * lanes)
+                with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
+                    rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
+                    vectors = [
+                        k.bitcast(k.shuffle(a, b, interleave), k.ivec)
+                        for a, b in zip(rows[::2], rows[1::2], strict=True)
+                    ]
+                    vectors += vectors[:1] * (lanes - pairs)  # unused lanes
+                    for i, v in enumerate(transpose(k, vectors)):
+                        to.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
+
+    def _micro_kernel(
+        self, to: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, accumulate: Value | None
+    ) -> None:
+        """to (tile.mr, tile_n) = positions' sums over a K block, added to those before where `accumulate`."""
+        k, tile = self.k, self.blocking.tile
+        pitch = 4 * k.lanes
+
+        def shift(step: Value) -> Value:
+            return self._lookup(self.shifts, step)
+
+        steps = chunks * self.geometry.taps
+        if self.blocking.use_amx:
+            count = rows // amx.SIDE
+            amx.multiply_column(k, to, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=accumulate)
+            return
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+        flat = [var for line in acc for var in line]
+        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        if accumulate is not None:
+            with k.when(accumulate):
+                for var, p in zip(flat, targets, strict=True):
+                    var.value = p.load()
+        with k.loop(0, steps) as s:
+            left = panel.bytes(shift(s))
+            right = filters.bytes(s * (4 * self.blocking.pairs * self.tile_n))
+
+            def pair(r: int, u: Value, left: Pointer = left) -> Value:
+                return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
+
+            with k.loop(0, self.blocking.pairs) as u:
+                add_unit(k, acc, pair, right, u, True)
+        for var, p in zip(flat, targets, strict=True):
+            p.store(var.value)
+
+    def _store(self, n: Value, sums: Pointer, column: Value) -> None:
+        """The epilogue of a column block of an image: vectors of adjacent pixels, whose positions a table has."""
+        k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
+        (P, Q), t = self.geometry.output_size, self.target
+        pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q
+        last = k.min(column + self.tile_n, self.columns)
+        with k.loop(column, last, lanes) as first:
+            image = ((self.image + n) * self.groups + self.group) * self.columns + first
+            row = self.line * t.stride[0] + t.offset[0]
+            to = self.out.at(image * size + row * t.size[1] + t.offset[1])
+            vector = sums.at(first - column)
+            vectors_end = pixels & -lanes
+            is_last = first + lanes > self.columns
+            begin: Value | int = 0
+            if self.dense and self.mode == "store" and self.out.dtype == "bf16" and self.columns % lanes == 0:
+                begin = pixels & -(2 * lanes)
+                with k.loop(0, begin, 2 * lanes) as p:
+                    self._store_bf16(to, vector, p)
+            with k.loop(begin, vectors_end, lanes) as p:
+                self._store_pixels(to, vector, p, None, is_last)
+            with k.when(vectors_end < pixels):
+                self._store_pixels(to, vector, vectors_end, pixels - vectors_end, is_last)
+
+    def _store_bf16(self, to: Pointer, sums: Pointer, p: Value) -> None:
+        """Two vectors of pixels from p on, rounded to bf16 before the transpose, which then has half the elements."""
+        k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
+        interleave = [x for i in range(lanes) for x in (i, lanes + i)]
+        rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
+        pairs = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        for c, value in enumerate(transpose(k, pairs)):
+            k.line(f"store {value.typed}, ptr {to.at(p + c * size).ref}, align 2")
+
+    def _store_pixels(self, to: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
+        """A vector of pixels from p on, or `count` of them, for a vector of columns."""
+        k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
+        columns_first = transpose(k, [sums.bytes(self._lookup(self.pixel_sums, p + i)).load() for i in range(lanes)])
+        mask = None if count is None else k.mask_first(count)
+        if not self.dense:
+            for c, value in enumerate(columns_first):
+                self.spill.store(value, c * lanes)
+            columns = k.select(is_last, k.int(self.columns % lanes), lanes)
+            with k.loop(0, lanes if count is None else count) as i, k.loop(0, columns) as c:
+                place = to.at(self._lookup(self.pixel_targets, p + i) + c * size)
+                put_added(k, place, 0, self.spill.get(c * lanes + i), self.mode)
+            return
+
+        def put(values: list[Value]) -> None:
+            for c, value in enumerate(values):
+                place = to.at(p + c * size)
+                place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+
+        tail = self.columns % lanes
+        with k.otherwise(is_last) if tail else nullcontext():
+            put(columns_first)
+        if tail:
+            with k.when(is_last):
+                put(columns_first[:tail])
+
+    def _lookup(self, table: Pointer, index: Value) -> Value:
+        return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
+
+
+def conv_implicit_gemm_bf16(
+    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, columns: int, geometry: ConvGeometry,
+    target: OutputMap, blocking: Blocking, mode: str,
+) -> None:  # fmt: skip
+    """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
+    bf16. `count` images for each of the run-time sizes `dims`."""
+    images = k.num_elements(dims, count)
+    sizes: dict[str, Any] = {"groups": groups, "geometry": geometry, "target": target, "blocking": blocking}
+    ImplicitGemm(k, out, a, x, images=images, columns=columns, mode=mode, **sizes).run()

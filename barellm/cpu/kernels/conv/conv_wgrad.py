@@ -1,0 +1,179 @@
+"""Filter gradient (wgrad) of a direct convolution in fp32: dw[k, d] = the sum over images and pixels of dy[n, k, p] im2col[d, n,
+p].
+
+A GEMM whose K dimension is pixels. Both operands lie along pixels, so lanes are pixels and nothing is transposed: a tile has a
+vector of partial sums for each element of dw, and lanes are added at the very end. A work item owns some rows (output channels) x
+some depths of dw, whose partial sums stay in its scratch (L2), and goes through the pixels of all images in order, a K block of
+some lines at a time: it packs dy and the im2col panel of these lines, then runs the micro-kernel over its tiles.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
+from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
+
+KC = 448  # pixels of a K block, about: enough to pay for loading and storing the partial sums
+MC, NC = 48, 72  # rows and depths of dw that a work item owns, about: their partial sums take 110 KB
+TILES = {32: (4, 6), 16: (3, 4)}  # by registers: rows x depths of a tile whose partial sums and operands fit
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A work item owns `rows` x (`channels` of x). A K block is `lines` lines, or `columns` columns of one."""
+
+    rows: int
+    channels: int
+    lines: int
+    columns: int
+
+
+def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int) -> Blocking:
+    P, Q = geometry.output_size
+    channels = min(geometry.channels, max(1, NC // geometry.taps))
+    lines = max(1, min(KC // Q, images * P))
+    column_blocks = ceil_div(Q, 2 * KC)
+    columns = round_up(ceil_div(Q, column_blocks), isa.lanes) if column_blocks > 1 else Q
+    even_rows = ceil_div(rows, ceil_div(rows, MC))
+    even_channels = ceil_div(geometry.channels, ceil_div(geometry.channels, channels))
+    return Blocking(even_rows, even_channels, lines, columns)
+
+
+class ScratchLayout:
+    """Offsets in a thread's scratch, in bytes, and its size."""
+
+    def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
+        self.pitch = panel_pitch(b.lines * b.columns + isa.lanes, isa.lanes)
+        self.dy = panel_nbytes(isa, geometry, b.lines, b.columns, self.pitch, b.channels)
+        self.sums = self.dy + 4 * (b.rows * self.pitch + 16)
+        self.nbytes = self.sums + 4 * b.rows * b.channels * geometry.taps * isa.lanes
+
+
+def tile_shape(isa: ISA) -> tuple[int, int]:
+    """Rows x depths of a register tile."""
+    return TILES[isa.registers] if isa.fma else (2, 4)
+
+
+class WeightGradient:
+    """One thread's loop over work items."""
+
+    def __init__(
+        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, dims: tuple[str, ...], count: int, groups: int,
+        rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str,
+    ) -> None:  # fmt: skip
+        self.k, self.dw, self.dy, self.mode = k, dw, dy, mode
+        self.groups, self.rows, self.geometry, self.blocking = groups, rows, geometry, blocking
+        scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
+        self.packed_dy, self.sums, self.pitch = at.bytes(scratch.dy), at.bytes(scratch.sums), scratch.pitch
+        self.max_depths = blocking.channels * geometry.taps
+        self.total_lines = k.num_elements(dims, count) * geometry.output_size[0]
+        self.panel = Im2colPanel(k, geometry, x, at, blocking.lines, blocking.columns, scratch.pitch, groups)
+        self.tile_m, self.tile_n = tile_shape(k.isa)
+
+    def run(self) -> None:
+        k, b, geometry, Q = self.k, self.blocking, self.geometry, self.geometry.output_size[1]
+        row_blocks, channel_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.channels)
+        column_blocks = ceil_div(Q, b.columns)
+        with k.parallel_for(self.groups * row_blocks * channel_blocks) as item:
+            self.group, rest = item // (row_blocks * channel_blocks), item % (row_blocks * channel_blocks)
+            self.first_row, self.channel = rest // channel_blocks * b.rows, rest % channel_blocks * b.channels
+            self.num_rows = k.min(k.int(self.rows) - self.first_row, b.rows)
+            last = k.min(self.channel + b.channels, geometry.channels)
+            self.num_depths = (last - self.channel) * geometry.taps
+            with k.loop(0, self.num_rows * self.max_depths) as i:
+                self.sums.store(0.0, i * k.lanes)
+            with (
+                k.loop(0, self.total_lines, b.lines) as line,
+                k.loop(0, column_blocks) if column_blocks > 1 else nullcontext(0) as column_block,
+            ):
+                lines, column = k.min(self.total_lines - line, b.lines), column_block * b.columns
+                columns = b.columns if column_blocks == 1 else k.min(Q - column, b.columns)
+                pixels = lines * columns
+                self.panel.seek(self.group, line, lines, column)
+                self.panel.pack(self.channel, last, pixels=pixels)
+                self._pack_dy(line, lines, column, columns, pixels)
+                self._macro_kernel(pixels)
+            self._store()
+
+    def _pack_dy(self, line: Value, lines: Value, column: Any, columns: Any, pixels: Value) -> None:
+        """packed_dy (rows, pixels of the K block), with a vector of zeros behind the last pixel."""
+        k, lanes, (P, Q) = self.k, self.k.lanes, self.geometry.output_size
+        with k.loop(0, self.num_rows) as row:
+            to = self.packed_dy.at(row * self.pitch)
+            with k.loop(0, lines) as i:
+                n, y = (line + i) // P, (line + i) % P
+                channel = (n * self.groups + self.group) * self.rows + self.first_row + row
+                source = self.dy.at((channel * P + y) * Q + column)
+                vectors_end = k.int(columns) & -lanes
+                with k.loop(0, vectors_end, lanes) as q:
+                    to.store(source.load(q), i * columns + q)
+                if not (isinstance(columns, int) and columns % lanes == 0):
+                    tail = source.load(vectors_end, k.mask_first(columns - vectors_end))
+                    to.store(tail, i * columns + vectors_end)
+            to.store(0.0, pixels)
+
+    def _macro_kernel(self, pixels: Value) -> None:
+        """Add a K block to all partial sums: tiles of tile_m x tile_n, and at the edges of one row or one depth."""
+        k, tile_m, tile_n = self.k, self.tile_m, self.tile_n
+        full_rows = self.num_rows - self.num_rows % tile_m
+        full_depths = self.num_depths - self.num_depths % tile_n
+        for begin, end, depths in ((k.int(0), full_depths, tile_n), (full_depths, self.num_depths, 1)):
+            with k.loop(begin, end, depths) as d:
+                with k.loop(0, full_rows, tile_m) as row:
+                    self._micro_kernel(row, d, tile_m, depths, pixels)
+                with k.loop(full_rows, self.num_rows) as row:
+                    self._micro_kernel(row, d, 1, depths, pixels)
+
+    def _micro_kernel(self, row: Value, d: Value, rows: int, depths: int, pixels: Value) -> None:
+        """Partial sums of `rows` x `depths` elements += dy im2col^T over the pixels."""
+        k = self.k
+        partial = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
+        acc = [[k.var(p.load()) for p in line] for line in partial]
+        a = [self.packed_dy.at((row + r) * self.pitch) for r in range(rows)]
+        b = [self.panel.at.at((d + c) * self.pitch) for c in range(depths)]
+        with k.loop(0, pixels, k.lanes) as j:
+            a_vectors = [p.load(j) for p in a]
+            for c, p in enumerate(b):
+                b_vector = p.load(j)
+                for r, a_vector in enumerate(a_vectors):
+                    acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
+        for to, line in zip(partial, acc, strict=True):
+            for p, var in zip(to, line, strict=True):
+                p.store(var.value)
+
+    def _partial(self, row: Value, d: Value) -> Pointer:
+        return self.sums.at((row * self.max_depths + d) * self.k.lanes)
+
+    def _store(self) -> None:
+        """The epilogue: lanes are added."""
+        k, geometry = self.k, self.geometry
+        with k.loop(0, self.num_rows) as row, k.loop(0, self.num_depths) as d:
+            channel = self.group * self.rows + self.first_row + row
+            at = channel * (geometry.channels * geometry.taps) + self.channel * geometry.taps + d
+            put_added(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
+
+
+def conv_wgrad(
+    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str
+) -> None:  # fmt: skip
+    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `count` images for
+    each of the run-time sizes `dims`."""
+    sizes: dict[str, Any] = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
+    WeightGradient(k, dw, dy, x, dims=dims, count=count, **sizes).run()
+
+
+def append_wgrad(
+    c: Lowering, dw: Any, dy: Any, x: Any, *, groups: int, geometry: ConvGeometry, mode: str, dims: tuple[str, ...], count: int
+) -> None:  # fmt: skip
+    rows = int(dy.shape[1]) // groups
+    blocking = select_blocking(c.isa, geometry, rows, int(x.shape[0]))
+    c.thread_scratch(ScratchLayout(c.isa, geometry, blocking).nbytes)
+    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
+    c.call(conv_wgrad, {"dw": dw, "dy": dy, "x": x}, sizes | {"dims": dims, "count": count}, writes="dw")

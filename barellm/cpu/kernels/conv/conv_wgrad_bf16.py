@@ -1,0 +1,229 @@
+"""Filter gradient (wgrad) of a direct convolution of bf16 images, by bf16 dot products or AMX tiles:
+
+    dw[k, c, t] = the sum over n and p of dy[n, k, p] x[n, c, p + shift(t)]
+
+M is output channels, N is input channels, K is positions (conv_polyphase.py), of which two neighbours are a VNNI pair. dy's lines
+are copied with zeros between them, so a row of the left operand is an output channel as it lies in memory. x is packed to [pair
+of positions][channels]; a second copy has the pairs that begin at odd positions, for taps with odd shifts. A work item owns some
+rows x columns of dw for all taps, whose fp32 sums stay in L2, and goes through all images in order, a K block of positions at a
+time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barellm.cpu.gemm_config import Tile
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.microkernel import add_unit
+from barellm.cpu.kernels.loops import added
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose
+from barellm.program.integers import ceil_div, round_up
+
+KC = 256  # positions of a K block, about: what a tile multiplies of them stays in L1 for all taps
+SUM_BYTES = 3 << 18  # of a work item
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A work item owns the gradients of `rows` output channels x `columns` input channels. A K block is `lines` lines of `images`
+    images."""
+
+    tile: Tile
+    use_amx: bool
+    rows: int
+    columns: int
+    lines: int
+    images: int
+
+    def layouts(self, geometry: ConvGeometry) -> tuple[PolyphaseLayout, PolyphaseLayout]:
+        """Of x and of dy."""
+        step = amx.TILE_K if self.use_amx else 2
+        x = PolyphaseLayout(geometry, self.lines, step)
+        dy = ConvGeometry(geometry.output_size, geometry.channels, geometry.output_size, (1, 1), (0,), (0,))
+        return x, PolyphaseLayout(dy, self.lines, step, x.pitch)
+
+
+def select_blocking(
+    isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int
+) -> Blocking:
+    """The work items that take least time, packing counted. Lines and images of a K block depend on the shape alone: they are the
+    order in which sums are added."""
+    P, _ = geometry.output_size
+    pitch, tile_n = PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
+    lines = ceil_div(P, ceil_div(P, max(1, min(P, KC // pitch))))
+    num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1
+
+    def cost(size: tuple[int, int]) -> float:
+        item_rows, columns = size
+        items = groups * ceil_div(rows, item_rows) * ceil_div(geometry.channels, columns)
+        work = item_rows * columns * geometry.taps / 400 + 0.4 * item_rows + columns
+        return ceil_div(items, threads) * work
+
+    sizes = [
+        (r, c)
+        for r in range(tile.mr, round_up(rows, tile.mr) + 1, tile.mr)
+        for c in range(tile_n, round_up(geometry.channels, tile_n) + 1, tile_n)
+        if 4 * r * c * geometry.taps <= SUM_BYTES
+    ] or [(tile.mr, tile_n)]
+    item_rows, columns = min(sizes, key=cost)
+    return Blocking(tile, use_amx, item_rows, columns, lines, num_images)
+
+
+class ScratchLayout:
+    """Offsets in a thread's scratch, in bytes, and its size."""
+
+    def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
+        x, dy = b.layouts(geometry)
+        tile_n = b.tile.nr(isa)
+        self.parities = sorted({shift % 2 for shift in x.shifts()})
+        self.pairs = round_up(ceil_div(x.padded_size(isa.lanes), 2), isa.lanes)  # of an image's planes
+        self.copy = 4 * self.pairs * tile_n  # bytes of such pairs of a column block
+        self.x = dy.zeros_nbytes(isa.lanes) + 2 * b.rows * b.images * dy.channel_pitch(isa.lanes)
+        self.panel = self.x + x.nbytes(isa, tile_n) + 64 * isa.lanes
+        self.sums = self.panel + b.columns // tile_n * b.images * len(self.parities) * self.copy
+        self.nbytes = self.sums + 4 * b.rows * b.columns * geometry.taps
+
+
+class WeightGradient:
+    """One thread's loop over work items."""
+
+    def __init__(
+        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
+        geometry: ConvGeometry, blocking: Blocking, mode: str,
+    ) -> None:  # fmt: skip
+        self.k, self.dw, self.images, self.groups, self.rows, self.geometry = k, dw, images, groups, rows, geometry
+        self.blocking, self.mode, self.scratch, at = (
+            blocking,
+            mode,
+            ScratchLayout(k.isa, geometry, blocking),
+            k.thread_scratch(),
+        )
+        self.tile_n = blocking.tile.nr(k.isa)
+        self.layout, dy_layout = blocking.layouts(geometry)
+        self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
+        self.dy = PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows, groups=groups, group_channels=rows)
+        self.x = PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n, groups=groups)
+        self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
+
+    def run(self) -> None:
+        k, b, geometry = self.k, self.blocking, self.geometry
+        row_blocks, column_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.columns)
+        items = self.groups * row_blocks * column_blocks
+        with amx.tile_registers(k, b.use_amx), k.parallel_for(items) as item:
+            self.group, rest = item // (row_blocks * column_blocks), item % (row_blocks * column_blocks)
+            self.row, self.column = rest // column_blocks * b.rows, rest % column_blocks * b.columns
+            self.num_rows = k.min(k.int(self.rows) - self.row, b.rows)
+            self.num_columns = k.min(k.int(geometry.channels) - self.column, b.columns)
+            with k.loop(0, self.images, b.images) as image, k.loop(0, geometry.output_size[0], b.lines) as line:
+                self._pack(image, k.min(self.images - image, b.images), line)
+                self._macro_kernel(k.min(self.images - image, b.images), (image + line).differs(0))
+            self._store()
+
+    def _pack(self, image: Value, num_images: Value, line: Value) -> None:
+        k, lanes = self.k, self.k.lanes
+        with k.loop(0, num_images) as n:
+            self.dy.seek(image + n, self.group, self.row, line)
+            self.dy.pack(n * self.blocking.rows)
+            with k.loop(0, self.num_columns, self.tile_n) as c:
+                self.x.seek(image + n, self.group, self.column + c, line)
+                self.x.pack()
+                for parity in self.scratch.parities:
+                    to = self._panel(c // self.tile_n, n, parity)
+                    with k.loop(0, self.scratch.pairs, lanes) as pair, k.loop(0, self.tile_n, lanes) as v:
+                        at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)
+                        vectors = []
+                        for i in range(lanes):
+                            p = at.at(i * self.x.pitch)
+                            vectors.append(k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align 2"))
+                        for i, value in enumerate(transpose(k, vectors)):
+                            to.store_raw(value, (pair + i) * self.tile_n + v)
+
+    def _panel(self, block: Value, n: Value, parity: int) -> Pointer:
+        """The pairs of a column block of an image."""
+        number = (block * self.blocking.images + n) * len(self.scratch.parities) + self.scratch.parities.index(parity)
+        return self.panel.as_dtype("i32").bytes(number * self.scratch.copy)
+
+    def _sums(self, row: Value, column: Value, t: int) -> Pointer:
+        """The sums (tile.mr, tile_n) of a tap."""
+        blocks = self.blocking.columns // self.tile_n
+        tile = (row // self.blocking.tile.mr * blocks + column // self.tile_n) * self.geometry.taps + t
+        return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
+
+    def _macro_kernel(self, num_images: Value, accumulate: Value) -> None:
+        k, tile = self.k, self.blocking.tile
+        with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
+            for t, shift in enumerate(self.layout.shifts()):
+                panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
+                self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, accumulate)
+
+    def _micro_kernel(self, to: Pointer, left: Pointer, panel: Pointer, num_images: Value, accumulate: Value) -> None:
+        """to (tile.mr, tile_n) += the sum over a K block's positions."""
+        k, tile, steps = self.k, self.blocking.tile, self.steps
+        left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
+        panel_bytes = len(self.scratch.parities) * self.scratch.copy
+        row = 2 * self.dy.pitch
+        if self.blocking.use_amx:
+            amx.begin_sums(k, to, accumulate, row=4 * self.tile_n)
+            with k.loop(0, num_images) as n:
+                of = amx.Left(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
+                amx.add_steps(k, of, panel.bytes(n * panel_bytes), k.int(steps))
+            amx.store_sums(k, to, row=4 * self.tile_n)
+            return
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        flat = [var for line in acc for var in line]
+        with k.when(accumulate):
+            for var, p in zip(flat, targets, strict=True):
+                var.value = p.load()
+        with k.loop(0, num_images) as n:
+            of, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
+
+            def pair(r: int, u: Value, of: Pointer = of) -> Value:
+                return k.splat(k.op("i32", f"load i32, ptr {of.bytes(u * 4 + r * row).ref}, align 4"))
+
+            with k.loop(0, steps) as u:
+                add_unit(k, acc, pair, right, u, True)
+        for var, p in zip(flat, targets, strict=True):
+            p.store(var.value)
+
+    def _store(self) -> None:
+        """The epilogue: transpose to dw's layout, in which a channel's taps are adjacent."""
+        k, lanes, taps, C = self.k, self.k.lanes, self.geometry.taps, self.geometry.channels
+        rows = self.blocking.tile.mr
+        with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:
+            first = self._sums(r, c, 0).at(r % rows * self.tile_n + c % self.tile_n)
+            to = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
+            count = k.min(self.num_columns - c, lanes)
+            for t in range(0, taps, lanes):
+                n = min(lanes, taps - t)
+                found = [first.at((t + min(i, n - 1)) * (rows * self.tile_n)).load() for i in range(lanes)]
+                mask = None if n == lanes else k.mask_first(n)
+                for i, value in enumerate(transpose(k, found)):
+                    with k.when(count > i):
+                        place = to.at(i * taps + t)
+                        place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+
+
+def conv_wgrad_bf16(
+    k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: ConvGeometry,
+    blocking: Blocking, mode: str
+) -> None:  # fmt: skip
+    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `count`
+    images for each of the run-time sizes `dims`."""
+    WeightGradient(
+        k,
+        dw,
+        dy,
+        x,
+        images=k.num_elements(dims, count),
+        groups=groups,
+        rows=rows,
+        geometry=geometry,
+        blocking=blocking,
+        mode=mode,
+    ).run()

@@ -1,0 +1,125 @@
+"""Filter gradient (wgrad) of 3 x 3 filters by Winograd's F(3x3, 2x2) and F(3x3, 4x4): dy's tiles are the filters.
+
+Both operands are transformed as the forward pass transforms its tiles (winograd.py), lanes along tiles. For each position the
+gradient is then a GEMM whose K dimension is all tiles; its sums stay in registers until their lanes are added. The K blocks, tiles
+that are transformed at a time, are accumulated in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernels.conv.conv_wgrad import tile_shape
+from barellm.cpu.kernels.conv.im2col import ConvGeometry
+from barellm.cpu.kernels.conv.winograd import append_input_transform, gemm_tile
+from barellm.cpu.kernels.conv.winograd_transform import both_ways
+from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.lang import Value
+from barellm.program.integers import ceil_div
+from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
+from barellm.runtime.lowering import part
+
+KC = 48  # blocks of tiles of a K block: they are the order of summation
+MC, NC = 48, 64  # rows and columns of a work item at a position: what it reads of a K block stays in L2
+
+
+def winograd_wgrad_gemm(
+    k: KernelBuilder, products, dy, x, first, limit, *, dims, count: int, groups: int, rows: int, columns: int, positions: int,
+    outputs: tuple[int, int], tile_n: int,
+) -> None:  # fmt: skip
+    """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) x (..., columns, tile_n)^T,
+    summed over blocks and tile_n; accumulated but for the first K block."""
+    total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
+    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
+    accumulate = k.int(first) > 0
+    tile_m, columns_of_tile = tile_shape(k.isa)
+    row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
+
+    with k.parallel_for(groups * positions * (row_blocks * column_blocks)) as item:
+        column0, rest = item % column_blocks * NC, item // column_blocks
+        row0, rest = rest % row_blocks * MC, rest // row_blocks
+        position, group = rest % positions, rest // positions
+        row1, column1 = k.min(row0 + MC, rows), k.min(column0 + NC, columns)
+        plane = group * positions + position
+
+        def micro_kernel(row: Value, column: Value, num_rows: int, num_columns: int) -> None:
+            acc = [[k.var_vec(0.0) for _ in range(num_columns)] for _ in range(num_rows)]
+            with k.loop(0, blocks) as block:
+                at = block * (groups * positions) + plane
+                left, right = dy.at((at * rows + row) * tile_n), x.at((at * columns + column) * tile_n)
+                for v in range(0, tile_n, k.lanes):
+                    a = [left.load(r * tile_n + v) for r in range(num_rows)]
+                    for c in range(num_columns):
+                        b_vector = right.load(c * tile_n + v)
+                        for r, a_vector in enumerate(a):
+                            acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
+            for r, line in enumerate(acc):
+                for c, var in enumerate(line):
+                    to = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
+                    to.put(k.select(accumulate, to.get(), 0.0) + k.sum(var.value))
+
+        full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
+        for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
+            with k.loop(begin, end, step) as column:
+                with k.loop(row0, full_rows, tile_m) as row:
+                    micro_kernel(row, column, tile_m, step)
+                with k.loop(full_rows, row1) as row:
+                    micro_kernel(row, column, 1, step)
+
+
+def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
+    """dw (size, 3, 3) = A^T products A, of products (positions, size). `flip`: filters are read from their end."""
+    n, A = m + 2, output_matrix(3, m)
+    with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
+        first = block * k.lanes
+        mask = k.mask_first(size - first) if size % k.lanes else None
+        square = [[products.load((i * n + j) * size + first, mask) for j in range(n)] for i in range(n)]
+        made = [v for row in both_ways(k, A, square) for v in row]
+        for t, v in enumerate(reversed(made) if flip else made):
+            for lane in range(k.lanes):
+                with k.when(first + lane < size):
+                    put_added(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
+
+
+def append_winograd_wgrad(
+    c: Lowering,
+    *,
+    m: int,
+    dw: Any,
+    dy: Any,
+    x: Any,
+    geometry: ConvGeometry,
+    groups: int,
+    mode: str,
+    dims: tuple[str, ...],
+    count: int,
+) -> None:
+    """`geometry`: of the direct convolution."""
+    rows, columns, n = int(dy.shape[1]) // groups, geometry.channels, m + 2
+    P, Q = geometry.output_size
+    outputs = ceil_div(P, m), ceil_div(Q, m)
+    offset = min(geometry.row_offsets), min(geometry.column_offsets)
+    of_x = ConvGeometry(
+        geometry.input_size, columns, outputs, (m, m), tuple(offset[0] + i for i in range(n)),
+        tuple(offset[1] + i for i in range(n)), geometry.reflect,
+    )  # fmt: skip
+    of_dy = ConvGeometry((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
+    tile_n = gemm_tile(c.isa).nr(c.isa)
+    blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
+    limit = min(blocks, KC)
+    made = {
+        name: (part(c.workspace(name, 4 * limit * groups * n * n * channels * tile_n)), "fp32")
+        for name, channels in (("dy tiles", rows), ("x tiles", columns))
+    }
+    products = part(c.workspace("products", 4 * n * n * groups * rows * columns)), "fp32"
+    images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
+    for first in range(0, blocks, limit):
+        where = {"first": first, "limit": limit}
+        append_input_transform(c, made["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where)
+        append_input_transform(c, made["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
+        sizes = {"rows": rows, "columns": columns, "positions": n * n, "outputs": outputs, **images}
+        operands = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}
+        c.call(winograd_wgrad_gemm, operands, sizes, writes="products")
+    sizes = {"size": groups * rows * columns, "m": m, "flip": geometry.flipped, "mode": mode}
+    c.call(winograd_wgrad_output, {"dw": dw, "products": products}, sizes, writes="dw")

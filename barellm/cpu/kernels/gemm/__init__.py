@@ -1,0 +1,1 @@
+"""Matmuls: dense, block-sparse, quantised, binary, FP8."""

@@ -1,0 +1,87 @@
+"""How a block of a block-sparse matrix is cut into strips of columns and into register tiles, and the tile's inner loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from barellm.cpu.gemm_config import register_tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm.microkernel import Left, add_unit
+from barellm.cpu.kernels.gemm.packing import uses_vnni
+from barellm.cpu.lang import Pointer, Value, Var
+
+TURN = 8  # units of depth that are multiplied between two tests of the loop
+
+
+def isa_of(isa: ISA, block: int) -> ISA:
+    """The instruction set with vectors that are no wider than a block. A processor that multiplies and adds a vector of 512 bits a
+    cycle does two of 256 in that time; others lose nothing, since half of the wider vectors would be empty."""
+    return replace(isa, lanes=min(isa.lanes, block))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Strips of `vectors` vectors of columns, and tiles of up to `rows` rows. Packed operands are made of strips; a strip has one
+    32-bit unit a column and step of the depth, where a step is `pair` numbers."""
+
+    block: int
+    pair: int
+    lanes: int
+    vectors: int
+    rows: int
+    tiles: bool = False  # products in AMX's tile registers: two by two of them a strip and `rows`
+
+    @classmethod
+    def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
+        """Of a kernel that uses `isa_of` the same block."""
+        isa = isa_of(isa, block)
+        if amx.uses_tiles(isa, dtype) and block % amx.NR == 0:
+            return cls(block, 2, isa.lanes, amx.NR // isa.lanes, amx.MR, True)
+        vectors = 2 if block % (2 * isa.lanes) == 0 else 1
+        rows = next(tile.mr for tile in register_tiles(isa) if tile.vectors == vectors)
+        return cls(block, 2 if uses_vnni(isa, dtype) else 1, isa.lanes, vectors, rows)
+
+    @property
+    def span(self) -> int:
+        """Columns of a strip."""
+        return self.vectors * self.lanes
+
+    @property
+    def strips(self) -> int:
+        """Strips of a block."""
+        return self.block // self.span
+
+    def steps(self, depth: Any) -> Any:
+        return (depth + 1) >> 1 if self.pair == 2 else depth
+
+
+def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:
+    return [[k.var_vec(0.0) for _ in range(vectors)] for _ in range(rows)]
+
+
+def accumulate(k: KernelBuilder, acc: list[list[Var]], left: Left, panel: Pointer, steps: Any, pair: int) -> None:
+    """acc += left x panel over `steps`, in order."""
+    if isinstance(steps, int) and steps <= 2 * TURN:
+        for u in range(steps):
+            add_unit(k, acc, left, panel, k.int(u), pair == 2)
+        return
+    whole = steps - steps % TURN
+    with k.loop(0, whole, TURN) as u:
+        for i in range(TURN):
+            add_unit(k, acc, left, panel, u + i, pair == 2)
+    if not isinstance(whole, int) or whole < steps:
+        with k.loop(whole, steps) as u:
+            add_unit(k, acc, left, panel, u, pair == 2)
+
+
+def broadcast(k: KernelBuilder, rows: list[Pointer], step: int, pair: int) -> Left:
+    """The left operand whose row r starts at `rows[r]` and goes on `step` units later."""
+
+    def unit(r: int, u: Value) -> Value:
+        p, type_ = rows[r].bytes(u * (4 * step)), "i32" if pair == 2 else "float"
+        return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
+
+    return unit

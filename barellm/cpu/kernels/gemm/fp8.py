@@ -1,0 +1,107 @@
+"""Products in 8 bits, simulated: codes become the numbers that they are, in the shortest float that this processor multiplies, and
+the products are the usual ones. Nothing is lost on the way: both formats are part of bf16, and the sums are fp32 as they are there.
+
+Shapes: x (..., K), weight (K, N), y (..., N), scales (1,).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.gemm import amx, gemm, weight_gradient
+from barellm.cpu.kernels.gemm.linear import role_of, tokens_of
+from barellm.cpu.kernels.gemm.packing import uses_vnni
+from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
+from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
+from barellm.cpu.kernels.pointwise.elementwise import cast
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.tuning import select_config
+from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import weight_operand
+
+
+def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
+    by = scale.get(0)
+    if per_target:
+        by = by * k.to(k.scalar("inv_targets"), "float")
+    divisor = k.splat(by)
+    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
+
+
+@lowering("quantise", also={"x": PLANES, "y": EIGHTS})
+def lower_quantise(op: Op, c: Lowering) -> None:
+    operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
+    c.call(quantise, operands, {"per_target": op.per_target, **flat(op.y)}, writes="y")
+
+
+def factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:
+    """The number that a sum of products of codes is multiplied by."""
+    by = one.get(0) * other.get(0)
+    return k.splat(by * k.to(k.scalar("inv_targets"), "float") if per_target else by)
+
+
+def scaled_product(k: KernelBuilder, out, a, weight, scale, other, *, per_target, **how) -> None:
+    by = factor(k, scale, other, per_target=per_target)
+    rows = k.int(0), k.int(ALL_ROWS)
+    gemm.product(k, out, None, a, weight, None, None, *rows, epilogues=("times",), scale=by, **how)
+
+
+def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how) -> None:
+    by = factor(k, scale, other, per_target=True)
+    weight_gradient.weight_gradient(k, dweight, dy, x, k.int(0), k.int(ALL_ROWS), scale=by, **how)
+
+
+def multiplied(isa: ISA) -> str:
+    """The dtype that codes are multiplied in."""
+    return "bf16" if uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
+
+
+def decoded(c: Lowering, name: str, codes: Tensor) -> Tensor:
+    """The numbers that they are, in scratch; numbers as they are."""
+    if codes.dtype not in LARGEST:
+        return codes
+    t = Tensor(f"{c.op.name}.{name}", codes.shape, multiplied(c.isa), "scratch")
+    c.scratch_tensors.append(t)
+    c.call(cast, {"y": t, "x": codes}, {"columns": None, "mode_y": "store", **shape_of(t), **flat(t)}, writes="y")
+    return t
+
+
+def append_product(
+    c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool, mode: str
+) -> None:
+    x, w = decoded(c, "x", a), decoded(c, "weight", weight)
+    N, K = (int(n) for n in w.shape)
+    cols, depth = (N, K) if transposed else (K, N)
+    choice = select_config(c.isa, role_of(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)), c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, x.dtype, depth, choice))
+    constants: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "mode": mode}
+    constants |= {"choice": choice, "per_target": transposed, **shape_of(x)}
+    operands = {"out": out, "a": x, "weight": w, "scale": scales[0], "other": scales[1]}
+    c.call(scaled_product, operands, constants, writes="out")
+
+
+@lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})
+def scaled_matmul(op: Op, c: Lowering) -> None:
+    append_product(c, op.y, op.x, op.weight, (op.x_scale, op.weight_scale), transposed=False, mode="store")
+
+
+@lowering("scaled_matmul_dx", adds="dx", also={"dy": EIGHTS, "weight": EIGHTS})
+def scaled_matmul_dx(op: Op, c: Lowering) -> None:
+    scales = op.dy_scale, op.weight_scale
+    append_product(c, op.dx, op.dy, op.weight, scales, transposed=True, mode=op.modes["dx"])
+
+
+@lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
+def scaled_matmul_dw(op: Op, c: Lowering) -> None:
+    x, dy = decoded(c, "x", op.x), decoded(c, "dy", op.dy)
+    N, K = (int(n) for n in op.dweight.shape)
+    tokens = tokens_of(x, (0, ALL_ROWS))
+    choice = select_config(c.isa, "weight_gradient", x.dtype, K, tokens, N, c.threads)
+    c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, x.dtype, tokens, choice))
+    constants = {"N": N, "K": K, "mode": op.modes["dweight"], "choice": choice, **shape_of(x)}
+    operands = {"dweight": op.dweight, "dy": x, "x": dy, "scale": op.x_scale, "other": op.dy_scale}
+    c.call(scaled_weight_gradient, operands, constants, writes="dweight")

@@ -1,0 +1,121 @@
+"""How products with weights become calls of the GEMM kernels: plain, and fused with what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.gemm_config import FEW_ROLE
+from barellm.cpu.kernel import Lowering, lowering
+from barellm.cpu.kernels.gemm import gemm, weight_gradient
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_gemm, skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.loops import shape_of
+from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
+from barellm.cpu.tuning import select_config, select_skinny_config
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import view_stride, weight_operand
+
+CHEAP = ("bias", "rescale")  # epilogues that no choice depends on
+
+
+def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
+    """The name of a product where its choice is kept. Its bias and a factor make no difference to it."""
+    return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name not in CHEAP)])
+
+
+def few_role_of(epilogues: tuple[str, ...]) -> str:
+    """The same of a product of few rows."""
+    return role_of(True, epilogues).replace("forward", FEW_ROLE)
+
+
+def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
+    """Rows of the activation `like` that a call does where a run is as large as planned; of chunks, a whole one."""
+    return min(like.size // int(like.shape[-1]), rows[1])
+
+
+def views_of(**operands: Any) -> dict[str, Any]:
+    """The constant `strides` of a product with operands that are columns of wider tensors; without any there is none."""
+    strides = tuple((name, stride) for name, t in operands.items() if (stride := view_stride(t)))
+    return {"strides": strides} if strides else {}
+
+
+def append_product(
+    c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (),
+    second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
+    factor: float | None = None,
+) -> None:  # fmt: skip
+    """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does. A program that
+    may have few rows gets two calls, of which a run needs one."""
+    N, K = (int(n) for n in weight.shape)
+    cols, depth = (N, K) if transposed else (K, N)
+    a_dtype = a[1] if isinstance(a, tuple) else a.dtype
+    role = role_of(transposed, epilogues)
+    operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other}
+    constants = {
+        "cols": cols,
+        "depth": depth,
+        "epilogues": epilogues,
+        "mode": mode,
+        **shape_of(like),
+        **views_of(out=out, second=second, a=a, other=other),
+        **({} if factor is None else {"factor": factor}),
+    }
+    most = tokens_of(like, rows)
+    if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
+        c.thread_scratch(skinny_gemm_scratch_bytes(c.isa, depth))
+        few = select_skinny_config(c.isa, few_role_of(epilogues), a_dtype, cols, depth, c.threads)
+        c.call(skinny_gemm, operands, constants | {"choice": few}, writes="out second")
+        if most <= FEW:
+            return
+        constants |= {"least": FEW + 1}
+    choice = select_config(c.isa, role, a_dtype, cols, depth, most, c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, a_dtype, depth, choice))
+    operands |= {"row_begin": rows[0], "row_limit": rows[1]}
+    constants |= {"transposed": transposed, "choice": choice}
+    c.call(gemm.product, operands, constants, writes="out second")
+
+
+def append_weight_gradient(
+    c: Lowering,
+    dweight: Tensor,
+    dy: Any,
+    x: Any,
+    like: Tensor,
+    mode: str,
+    rows=(0, ALL_ROWS),
+    squares: Tensor | None = None,
+) -> None:
+    """`squares` gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
+    N, K = (int(n) for n in dweight.shape)
+    dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
+    choice = select_config(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
+    c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, dtype, tokens_of(like, rows), choice))
+    operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1], "squares": squares}
+    constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like), **views_of(dy=dy, x=x)}
+    c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight squares")
+
+
+@lowering("product", adds="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
+@lowering("matmul_dx", adds="dx", also={"weight": PLANES}, views="dy dx")
+@lowering("matmul", adds="y", also={"weight": PLANES}, views="x y")
+def product(op: Op, c: Lowering) -> None:
+    """A product with a weight or the gradient of its input, with what follows it."""
+    epilogues = op.attrs.get("epilogues", ())
+    if "dy" in op.inputs:
+        append_product(
+            c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"],
+            other=op.inputs.get("pre"), epilogues=epilogues, factor=op.attrs.get("forward"),
+        )  # fmt: skip
+    else:
+        append_product(
+            c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"], bias=op.inputs.get("bias"),
+            second=op.outputs.get("pre"), other=op.inputs.get("residual", op.inputs.get("pre")), epilogues=epilogues,
+            factor=op.attrs.get("forward"),
+        )  # fmt: skip
+
+
+@lowering("matmul_dw", starts="dweight", views="dy x")
+def matmul_dw(op: Op, c: Lowering) -> None:
+    mode, squares = op.modes["dweight"], op.outputs.get("squares")
+    append_weight_gradient(c, op.dweight, op.dy, op.x, op.x, mode, squares=squares)

@@ -1,0 +1,125 @@
+"""One to four rows times a weight of few bits: codes become numbers in registers, a table of 16 bytes away.
+
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import reduce
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.gemm.codes import Codes, Scales
+from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
+from barellm.cpu.lang import Pointer, Value, Var
+from barellm.program.integers import ceil_div
+from barellm.program.quantization import BLOCK, TILE, scheme
+
+ROWS = (1, 2, 4)  # that are multiplied with numbers in registers; three are done as four
+FEW = ROWS[-1]
+CHAINS = 4  # sums that do not wait for each other: as many as hide the latency of a multiply-add
+CLAIM_BYTES = 1 << 15  # of codes that a thread claims at once: some two microseconds of reading
+AHEAD = 16  # blocks of codes that are on their way into the first cache
+TOGETHER = 4  # blocks in a turn of the loop, where a block is few vectors
+
+
+class FewRows:
+    """One thread's part of a product with FEW rows at most."""
+
+    def __init__(
+        self, k: KernelBuilder, x: Pointer, codes: Pointer, scales: Pointer, rows: Value, *, cols: int, depth: int,
+        weights: str, stride: int,
+    ) -> None:  # fmt: skip
+        """`stride`: elements from a row of x to the next."""
+        self.k, self.rows, self.cols, self.how = k, rows, cols, scheme(weights)
+        self.blocks, self.groups = ceil_div(depth, BLOCK), self.how.groups(depth)
+        self.vectors = TILE // k.lanes
+        self.codes, self.scales = Codes(k, codes, self.how, self.blocks), Scales(k, scales, self.groups)
+        self.depth, self.x, self.stride = depth, x, stride
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is done with x before the first claim."""
+        self.pair = uses_vnni(self.k.isa, self.x.dtype) and bool(self.how.table)
+        if self.depth % BLOCK or not (self.pair or self.x.dtype == "fp32"):
+            self._copy(self.depth)
+
+    def _copy(self, depth: int) -> None:
+        """x as the multiply-adds take it, in this thread's scratch: as fp32, or bf16 if in pairs, and zeros behind each row."""
+        k, length = self.k, self.blocks * BLOCK
+        copied = k.thread_scratch("bf16" if self.pair else "fp32")
+        with k.loop(0, self.rows) as row:
+            for at, mask in ((length - BLOCK + v, None) for v in range(0, BLOCK, min(k.lanes, BLOCK))):
+                copied.store(0.0, row * length + at, mask if k.lanes <= BLOCK else k.mask_first(BLOCK))
+            with k.loop(0, depth - depth % k.lanes, k.lanes) as c:
+                copied.store(self.x.at(row * self.stride).load(c), row * length + c)
+            if depth % k.lanes:
+                c, mask = depth - depth % k.lanes, k.mask_first(depth % k.lanes)
+                copied.store(self.x.at(row * self.stride).load(c, mask), row * length + c, mask)
+        self.x, self.stride = copied, length
+
+    def run(self, finish: Any) -> None:
+        """`finish(column)` makes the epilogue of a tile."""
+        k, tiles = self.k, ceil_div(self.cols, TILE)
+        grain = max(1, CLAIM_BYTES // (self.blocks * self.codes.block_bytes))
+        with k.parallel_range(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
+            for fewer, rows in zip((0, *ROWS), ROWS, strict=False):
+                with k.when((self.rows > fewer) & (self.rows <= rows)):
+                    sums = self._tile(tile, rows)
+                    epilogue = finish(tile * TILE)
+                    for r, values in enumerate(sums):
+                        with k.when(self.rows > r) if r > fewer else nullcontext():
+                            for v, x in enumerate(values):
+                                epilogue.put(k.int(r), v, x)
+
+    def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
+        """The finished sums of 16 columns: a vector for each `lanes` of them, of each row."""
+        k = self.k
+        totals = [[k.var_vec(0.0) for _ in range(self.vectors)] for _ in range(rows)]
+        each = (self.how.group or self.blocks * BLOCK) // BLOCK  # blocks of a group
+        whole, rest = self.blocks // each, self.blocks % each
+        with k.loop(0, whole) as group:
+            self._group(tile, group, each, totals)
+        if rest:
+            self._group(tile, k.int(whole), rest, totals)
+        powers = [self.scales.powers(tile, v * k.lanes) for v in range(self.vectors)]
+        return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
+
+    def _group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
+        """Adds the products of a group of so many `blocks`."""
+        k, rows = self.k, len(totals)
+        ways = max(1, CHAINS // (self.vectors * rows))
+        sums = [[[k.var_vec(0.0) for _ in range(ways)] for _ in range(self.vectors)] for _ in range(rows)]
+        first = group * ((self.how.group or 0) // BLOCK)
+        together = TOGETHER if self.vectors <= 2 else 1
+        with k.loop(0, blocks - blocks % together, together) as b:
+            for i in range(together):
+                self._block(tile, first + (b + i), sums)
+        for i in range(blocks - blocks % together, blocks):
+            self._block(tile, first + i, sums)
+        for v in range(self.vectors):
+            scale = self.scales.load(tile, group, v * k.lanes)
+            for r in range(rows):
+                total = reduce(lambda a, b: a + b, [chain.value for chain in sums[r][v]])
+                totals[r][v].value = k.fma(total, scale, totals[r][v].value)
+
+    def _block(self, tile: Value, block: Value, sums: list[list[list[Var]]]) -> None:
+        k = self.k
+        p = self.codes.block(tile, block)
+        for line in range(0, self.codes.block_bytes, LINE):
+            k.prefetch(p.bytes(AHEAD * self.codes.block_bytes + line))
+        read = self.codes.pairs if self.pair else self.codes.values
+        for i, right in enumerate(zip(*(read(p, v * k.lanes) for v in range(self.vectors)), strict=True)):
+            for r, of_row in enumerate(sums):
+                left = self._broadcast(r, block, i)
+                for chains, w in zip(of_row, right, strict=True):
+                    chain = chains[i % len(chains)]
+                    chain.value = k.dot(chain.value, left, w) if self.pair else k.fma(left, w, chain.value)
+
+    def _broadcast(self, row: int, block: Value, i: int) -> Value:
+        """Element i, or pair i, of a block of a row of x, in all lanes. Rows that are not there are the last one."""
+        k = self.k
+        last = k.int(row) if row == 0 else k.min(self.rows - 1, row)
+        p = self.x.at(block * BLOCK + last * self.stride)
+        return k.splat(k.op("i32", f"load i32, ptr {p.bytes(4 * i).ref}, align 2") if self.pair else p.get(i))

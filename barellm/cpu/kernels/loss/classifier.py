@@ -1,0 +1,146 @@
+"""The classifier in chunks of tokens: logits, losses, logit gradients in their place, and the two products from them. Logits of
+all tokens never exist.
+
+Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.kernel import Emit, Lowering, lowering
+from barellm.cpu.kernels.gemm.linear import append_product, append_weight_gradient
+from barellm.cpu.kernels.gemm.quantized import append_quantized
+from barellm.cpu.kernels.loops import shape_of
+from barellm.cpu.kernels.loss import cross_entropy, softcap
+from barellm.program.dtypes import PLANES, itemsize
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, rows_of
+
+CHUNK = 1024  # tokens whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over rows of logits, and the head that goes with it. `constants` are those of its kernels, by the op, the columns
+    and the tensor whose sizes count the rows; `scratch` bytes of each thread are wanted by `gradients`, by the columns."""
+
+    transposed: bool
+    losses: Emit
+    gradients: Emit  # and losses
+    constants: Callable[[Op, int, Tensor], dict[str, Any]]
+    scratch: Callable[[int], int] = lambda V: 0
+
+
+PLAIN = Loss(
+    False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of
+)  # fmt: skip
+SOFTCAPPED = Loss(
+    True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V
+)
+
+
+def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    x, weight = op.x, op.inputs.get("weight")
+    width = int(x.shape[-1])
+    V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
+    rows = x.size // width
+    logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
+    of_rows = {name: c.workspace(name, 4 * rows) for name in totals}
+    if gradients:
+        c.thread_scratch(loss.scratch(V))
+    for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
+        chunk = (first, CHUNK)
+        x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
+        operands = {
+            "lse": None,
+            "logits": logits,
+            "targets": rows_of(op.targets, first, rows, 1),
+            "loss_scale": op.loss_scale if gradients else None,
+            "row_begin": first,
+            "row_limit": CHUNK,
+        }
+        for name, held in of_rows.items():
+            operands[name] = (part(held, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
+        emit = loss.gradients if gradients else loss.losses
+        c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
+        if gradients and weight is not None:
+            append_product(
+                c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
+                mode=op.modes["dx"], rows=chunk,
+            )  # fmt: skip
+            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            mode = op.modes["dweight"] if first == 0 else "add"
+            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
+    for name, total in totals.items():
+        operands = {"loss": total, "losses": (part(of_rows[name]), "fp32")}
+        c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
+
+
+def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
+    """Multiply a chunk of rows of x with the head, numbers or codes; gives those rows."""
+    x, weight, width = op.x, op.inputs.get("weight"), int(op.x.shape[-1])
+    x_rows = rows_of(x, *chunk, width)
+    if weight is None:
+        how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
+        append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
+    else:
+        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+    return x_rows
+
+
+def lower_scores(op: Op, c: Lowering) -> None:
+    """The loss and the margin of each target, a chunk of logits at a time."""
+    x, weight = op.x, op.inputs.get("weight")
+    V = op.columns if weight is None else int(weight.shape[0])
+    rows = x.size // int(x.shape[-1])
+    logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    for first in range(0, rows, CHUNK):
+        append_logits(op, c, logits, V, (first, CHUNK))
+        given = {name: rows_of(getattr(op, name), first, rows, 1) for name in ("losses", "margins", "targets")}
+        operands = given | {"logits": logits, "row_begin": first, "row_limit": CHUNK}
+        c.call(cross_entropy.row_scores, operands, PLAIN.constants(op, V, x), writes="losses margins")
+
+
+@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
+def classifier_scores(op: Op, c: Lowering) -> None:
+    lower_scores(op, c)
+
+
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
+def quantized_classifier_scores(op: Op, c: Lowering) -> None:
+    lower_scores(op, c)
+
+
+@lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
+def classifier(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=True)
+
+
+@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
+def classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=False)
+
+
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def quantized_classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=False)
+
+
+@lowering(
+    "softcapped_classifier",
+    adds="dx",
+    starts="dweight",
+    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
+)
+def softcapped_classifier(op: Op, c: Lowering) -> None:
+    lower(op, c, SOFTCAPPED, gradients=True)
+
+
+@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
+def softcapped_classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, SOFTCAPPED, gradients=False)

@@ -1,0 +1,215 @@
+"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses
+(rows) fp32. Columns from `valid` on are padding.
+
+Every kernel does `row_limit` rows from `row_begin` of the run's rows (as many as there are), its pointers being to the first of
+them: a lowering may call it for all rows or for a chunk. Gradients may be written over the logits.
+"""
+
+from __future__ import annotations
+
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import Vector, fold, foreach_column, foreach_vector, row_grain, shape_of, zeros
+from barellm.cpu.kernels.loss.loss_scale import scale_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import exp, ln
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part
+
+ALL_ROWS = 1 << 62
+CHAINS = 4
+
+
+def rows_here(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+    return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
+
+
+def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+    """The maximum of a row as a float."""
+    tops = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
+
+    def higher(c, mask, j):
+        x = logits.load(c, mask)
+        tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
+
+    foreach_column(k, valid, higher, unroll=CHAINS)
+    return k.maximum(fold(tops, k.max))
+
+
+def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
+    """The sum of term(column, mask) over the vectors of a row, as a float."""
+    sums = zeros(k, CHAINS)
+
+    def body(c, mask, j):
+        e = term(c, mask)
+        sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
+
+    foreach_column(k, valid, body, unroll=CHAINS)
+    return k.sum(fold(sums, add))
+
+
+def logarithm(k: KernelBuilder, x: Value) -> Value:
+    return k.lane(ln(k, k.splat(x)), 0)
+
+
+def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+    """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
+    return sum_above(k, logits, valid, highest(k, logits, valid))
+
+
+def sum_above(k: KernelBuilder, logits: Pointer, valid: int, top: Value) -> Value:
+    """ln(sum(exp(row))) where the row's maximum is known."""
+    shift = k.splat(top)
+    return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
+
+
+def write_gradient(
+    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
+    *, V: int, valid: int, mode: str,
+) -> None:  # fmt: skip
+    """Write one row of the gradient: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the
+    padding."""
+    counted = target >= 0
+    scale = k.to(k.scalar("inv_targets"), "float")
+    scale = k.select(counted, scale if by is None else scale * by, 0.0)
+    factor, shift = k.splat(scale), k.splat(lse)
+    at = k.max(target, 0)
+    # Read before the row is overwritten.
+    at_target = (k.lane(exp(k, k.splat(logits.get(at)) - shift), 0) - 1.0) * scale
+    if mode == "add":
+        at_target = at_target + dlogits.get(at)
+
+    def body(c, mask, j):
+        d = exp(k, logits.load(c, mask) - shift) * factor
+        dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
+
+    foreach_column(k, valid, body, unroll=CHAINS)
+    if mode == "store" and valid < V:
+        padding = dlogits.at(valid)
+        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+    with k.when(counted):
+        dlogits.put(at_target, at)
+
+
+def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
+    """lse, and losses = lse - logits[target], zero where the target is ignored."""
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
+
+
+def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
+    value = log_sum_exp(k, logits, valid)
+    if lse is not None:
+        lse.put(value, row)
+    losses.put(k.select(target >= 0, value - logits.get(k.max(target, 0)), 0.0), row)
+    return value
+
+
+def row_scores(
+    k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner
+) -> None:
+    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of, target = logits.at(row * V), targets.get(row)
+        top, at_target = highest(k, of, valid), of.get(k.max(target, 0))
+        value = sum_above(k, of, valid, top)
+        losses.put(k.select(target >= 0, value - at_target, 0.0), row)
+        margins.put(k.select(target >= 0, top - at_target, 0.0), row)
+
+
+def row_losses_and_gradients(
+    k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
+) -> None:
+    """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
+    by = scale_of(k, loss_scale)
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of, target = logits.at(row * V), targets.get(row)
+        lse = write_loss(k, None, losses, of, target, row, valid)
+        write_gradient(k, of, of, target, lse, by, V=V, valid=valid, mode="store")
+
+
+def row_gradients(
+    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
+) -> None:
+    by = scale_of(k, loss_scale)
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        at = row * V
+        write_gradient(
+            k, dlogits.at(at), logits.at(at), targets.get(row), lse.get(row), by, V=V, valid=valid, mode=mode
+        )
+
+
+def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
+    """loss (1) = inv_targets * sum of losses, over all rows of the run."""
+    with k.parallel_for(1):
+        sums = zeros(k, CHAINS)
+
+        def body(i, mask, j):
+            sums[j].value = sums[j].value + losses.load(i, mask)
+
+        foreach_vector(k, 0, k.num_elements(dims) * inner, body, unroll=CHAINS)
+        loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
+
+
+def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
+    """`logits` columns, and the activation `like` whose sizes count the rows."""
+    return {"V": logits, "valid": op.valid_vocab, **shape_of(like)}
+
+
+@lowering("cross_entropy", also={"targets": "i32"})
+def cross_entropy(op: Op, c: Lowering) -> None:
+    losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
+    operands = {
+        "lse": op.lse,
+        "losses": losses,
+        "logits": op.logits,
+        "targets": op.targets,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
+    c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
+
+
+@lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
+def cross_entropy_backward(op: Op, c: Lowering) -> None:
+    operands = {
+        "dlogits": op.dlogits,
+        "logits": op.logits,
+        "targets": op.targets,
+        "lse": op.lse,
+        "loss_scale": op.loss_scale,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
+    c.call(row_gradients, operands, constants, writes="dlogits")
+
+
+@lowering("token_losses", also={"targets": "i32"})
+def token_losses(op: Op, c: Lowering) -> None:
+    operands = {
+        "losses": op.losses,
+        "margins": op.margins,
+        "logits": op.logits,
+        "targets": op.targets,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits)
+    c.call(row_scores, operands, constants, writes="losses margins")

@@ -1,0 +1,246 @@
+"""The loss of softcapped logits over several next tokens, and its gradient. Shapes as in cross_entropy.py, whose kernels these are
+like: rows from `row_begin` on, pointers to the first of them; `targets` reaches to the last row of the run.
+
+z lies below the cap's scale, so that exp(z - scale) needs no maximum: one pass makes the sum of a row. Where the gradient follows,
+it keeps exp(z - scale) times the slope of z in this thread's scratch, and the second pass is one multiplication an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import Vector, elementwise_map, flat, foreach_column, row_grain, shape_of
+from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, rows_here, sum_of, total_loss
+from barellm.cpu.kernels.loss.loss_scale import scale_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
+from barellm.program.dtypes import EIGHTS
+from barellm.program.ops.base import Op
+from barellm.program.ops.softcap import MTP, Cap, cap_of
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.lowering import part
+
+SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero there, and their products finite
+
+
+def bend(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
+    """s = sigmoid((x + shift) / width), and s (1 - s), where 1 - s is s exp(-u): its digits do not cancel."""
+    _, shift, width = cap
+    u = k.fma(x, -LOG2E / width, k.to(-LOG2E * shift / width, k.vec))
+    e = exp2_within(k, k.max(-SATURATED, k.min(SATURATED, u)))  # of a number and a NaN the second: NaN stays
+    s = 1.0 / (1.0 + e)
+    return s, s * s * e
+
+
+def exponential(k: KernelBuilder, x: Value, less: Value, cap: Cap | None) -> tuple[Value, Value]:
+    """exp(z - less) of a logit x, and the same times the slope of z, less the factor `steepness`."""
+    if cap is None:
+        e = exp(k, x - less)
+        return e, e
+    s, slope = bend(k, x, cap)
+    e = exp2_within(k, k.fma(s, cap[0] * LOG2E, less * -LOG2E))
+    return e, e * slope
+
+
+def steepness(cap: Cap | None) -> float:
+    """The factor by which dz/dx is larger than the slope of the sigmoid."""
+    return 1.0 if cap is None else cap[0] / cap[2]
+
+
+@dataclass
+class Target:
+    """One target of a row: its column; whether there is one; its weight, which is 0 if there is none; the capped logit there; and
+    its slope without the factor `steepness`."""
+
+    column: Value
+    counted: Value
+    weight: Value
+    z: Value
+    slope: Value
+
+
+def targets_of(
+    k: KernelBuilder, logits: Pointer, targets: Pointer, row: Value, row_begin: Value,
+    *, cap: Cap | None, predict: int, length: str | int,
+) -> list[Target]:  # fmt: skip
+    """The row is number row_begin + row of the run, whose sequences have `length` rows."""
+    size = k.scalar(length) if isinstance(length, str) else k.int(length)
+    position, found = (row_begin + row) % size, []
+    for ahead in range(predict):
+        inside = position + ahead < size
+        target = k.select(inside, targets.get(k.select(inside, row + ahead, row)), -1)
+        column, counted = k.max(target, 0), target >= 0
+        z, slope = logits.get(column), k.to(1.0, "float")
+        if cap is not None:
+            s, slope = (k.lane(v, 0) for v in bend(k, k.splat(z), cap))
+            z = s * cap[0]
+        weight = k.select(counted, k.to(k.scalar(MTP[ahead]), "float"), 0.0)
+        found.append(Target(column, counted, weight, z, slope))
+    return found
+
+
+def weights_of(found: list[Target]) -> Value:
+    return added([t.weight for t in found])
+
+
+def added(values: list[Value]) -> Value:
+    return sum(values[1:], values[0])
+
+
+def log_sum_exp(
+    k: KernelBuilder, logits: Pointer, kept: Pointer | None, valid: int, cap: Cap | None
+) -> tuple[Value, Value]:
+    """ln(sum(exp(z))) of a row, and what the elements of `kept` must be divided by to be softmax times slope."""
+    shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
+    less = k.splat(shift)
+
+    def term(c: Any, mask: Value | None) -> Value:
+        e, sloped = exponential(k, logits.load(c, mask), less, cap)
+        if kept is not None:
+            kept.store(sloped, c, mask)
+        return e
+
+    total = sum_of(k, valid, term)
+    return shift + logarithm(k, total), total
+
+
+def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
+    nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
+    losses.put(added([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
+
+
+def write_gradient(
+    k: KernelBuilder, dlogits: Pointer, found: list[Target], lse: Value, scale: Value, elsewhere: Vector,
+    *, V: int, valid: int, mode: str,
+) -> None:  # fmt: skip
+    """Write one row of the gradient. `elsewhere(column, mask)` is its value where no target is; in the padding it is zero. Logits
+    may be overwritten."""
+    at_targets = []  # read before anything is overwritten
+    for t in found:
+        p = k.lane(exp(k, k.splat(t.z - lse)), 0)
+        here = added([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
+        value = (weights_of(found) * p - here) * t.slope * scale
+        at_targets.append(dlogits.get(t.column) + value if mode == "add" else value)
+
+    def body(c: Any, mask: Value | None, j: int) -> None:
+        d = elsewhere(c, mask)
+        dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
+
+    foreach_column(k, valid, body)
+    if mode == "store" and valid < V:
+        padding = dlogits.at(valid)
+        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+    for t, value in zip(found, at_targets, strict=True):
+        with k.when(t.counted):
+            dlogits.put(value, t.column)
+
+
+def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, divisor: Pointer | None = None) -> Value:
+    """The factor that every logit gradient is multiplied by; of its codes it is divided by `divisor` times inv_targets."""
+    if divisor is not None:
+        return steepness(cap) / divisor.get(0)
+    factor = k.to(k.scalar("inv_targets"), "float") * steepness(cap)
+    by = scale_of(k, loss_scale)
+    return factor if by is None else factor * by
+
+
+def row_losses(
+    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit,
+    *, V, valid, dims, inner, cap, **more,
+) -> None:  # fmt: skip
+    """lse, losses: the weighted sum of lse - z[target] over a row's targets, and nexts: that of the first alone."""
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of = logits.at(row * V)
+        value, _ = log_sum_exp(k, of, None, valid, cap)
+        if lse is not None:
+            lse.put(value, row)
+        write_loss(k, losses, nexts, row, targets_of(k, of, targets, row, row_begin, cap=cap, **more), value)
+
+
+def row_losses_and_gradients(
+    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit,
+    *, V, valid, dims, inner, cap, **more,
+) -> None:  # fmt: skip
+    """Compute the losses, and write the gradient over the logits."""
+    factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of = logits.at(row * V)
+        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
+        lse, total = log_sum_exp(k, of, kept, valid, cap)
+        write_loss(k, losses, nexts, row, found, lse)
+        scale = k.splat(factor * weights_of(found) / total)
+        write_gradient(
+            k, of, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
+            V=V, valid=valid, mode="store",
+        )  # fmt: skip
+
+
+def row_gradients(
+    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
+    *, V, valid, dims, inner, cap, mode, **more,
+) -> None:  # fmt: skip
+    """dlogits, or their codes with this `scale`."""
+    factor = factor_of(k, loss_scale, cap, scale)
+    with (
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of, value = logits.at(row * V), lse.get(row)
+        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
+        here, less = k.splat(factor * weights_of(found)), k.splat(value)
+
+        def elsewhere(c, mask, of=of, here=here, less=less):
+            return exponential(k, of.load(c, mask), less, cap)[1] * here
+
+        write_gradient(k, dlogits.at(row * V), found, value, factor, elsewhere, V=V, valid=valid, mode=mode)
+
+
+def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
+    """`logits` columns, and the activation `like` whose sizes count the rows."""
+    length = op.targets.shape[-1]
+    return {
+        "V": logits, "valid": op.valid_vocab, "cap": cap_of(op), "predict": op.predict,
+        "length": length.name if isinstance(length, Dim) else int(length), **shape_of(like),
+    }  # fmt: skip
+
+
+@lowering("softcap_cross_entropy", also={"targets": "i32"})
+def softcap_cross_entropy(op: Op, c: Lowering) -> None:
+    losses, nexts = ((part(c.workspace(name, 4 * op.targets.size)), "fp32") for name in ("losses", "nexts"))
+    operands = {"lse": op.lse, "losses": losses, "nexts": nexts, "logits": op.logits, "targets": op.targets}
+    operands |= {"row_begin": 0, "row_limit": ALL_ROWS}
+    c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses nexts")
+    for loss, of_rows in ((op.loss, losses), (op.next_loss, nexts)):
+        c.call(total_loss, {"loss": loss, "losses": of_rows}, shape_of(op.logits), writes="loss")
+
+
+@lowering("softcap_cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
+def softcap_cross_entropy_backward(op: Op, c: Lowering) -> None:
+    lower_gradients(op, c, op.dlogits, op.modes["dlogits"], loss_scale=op.loss_scale)
+
+
+@lowering("softcap_codes", also={"targets": "i32", "y": EIGHTS})
+def softcap_codes(op: Op, c: Lowering) -> None:
+    lower_gradients(op, c, op.y, "store", scale=op.scale)
+
+
+def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any) -> None:
+    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    operands |= {"loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}
+    c.call(row_gradients, operands, constants, writes="dlogits")
+
+
+@kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
+def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
+    elementwise_map(
+        k, k.num_elements(dims) * width, y, lambda i, mask: bend(k, x.load(i, mask), cap)[0] * cap[0], mode=mode_y
+    )

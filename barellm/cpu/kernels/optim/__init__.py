@@ -1,0 +1,1 @@
+"""Optimizers, gradient norms and statistics."""

@@ -1,0 +1,114 @@
+"""Histograms of exponents. Shapes: x any, n elements; counts (256) i32; sums (4); partial ones (chunks, 256) and (chunks, 4).
+
+Chunks, whose number follows from n, are counted each by one thread. Equal exponents often stand side by side, and a counter that is
+added to twice waits for its store: so each of TABLES neighbours has counters of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import flat, fold, foreach_vector, zeros
+from barellm.cpu.lang import Value
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.program.ops.optim.exponents import BINS, NOT_FINITE, SUMS
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import Region, part, weight_operand
+
+CHUNKS, CHUNK = 64, 32768  # at most so many chunks, of at least so many elements
+TABLES, WIDTH = 8, BINS + 64  # WIDTH: of a table, with the bin of lanes that hold no element
+UNROLL = 2
+
+
+def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
+    return k.max(k.ceil_div(n, CHUNKS), CHUNK)
+
+
+def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
+    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
+    n = k.num_elements(dims) * width
+    per = elements_per_chunk(k, n)
+    with k.parallel_for(k.ceil_div(n, per)) as chunk:
+        tables = k.thread_scratch("i32")
+        found = tables.at(TABLES * WIDTH)  # exponents on the way from lanes to addresses
+        foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
+        total, size, square = (zeros(k, UNROLL) for _ in range(3))
+        largest = zeros(k, UNROLL)
+
+        def body(i, mask, j):
+            v = x.load(i, mask)
+            bits = k.bitcast(v, k.ivec)
+            e = (bits >> 23) & NOT_FINITE
+            finite = e < NOT_FINITE
+            v = k.select(finite, v, 0.0)
+            a = k.bitcast(k.bitcast(v, k.ivec) & 0x7FFFFFFF, k.vec)
+            total[j].value = total[j].value + v
+            size[j].value = size[j].value + a
+            square[j].value = k.fma(v, v, square[j].value)
+            largest[j].value = k.max(a, largest[j].value)
+            to = found.at(j * k.lanes)
+            to.store(e if mask is None else k.select(mask, e, BINS))
+            for lane in range(k.lanes):
+                counter = tables.at(to.get(lane) + lane % TABLES * WIDTH)
+                counter.put(counter.get() + 1)
+
+        begin = chunk * per
+        foreach_vector(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
+
+        def together(i, mask, j):
+            count = tables.load(i, mask)
+            for table in range(1, TABLES):
+                count = count + tables.load(i + table * WIDTH, mask)
+            counts.store(count, chunk * BINS + i, mask)
+
+        foreach_vector(k, 0, BINS, together)
+        for place, chains in enumerate((total, size, square)):
+            sums.put(k.sum(fold(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
+        sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
+
+
+def combine_exponents(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
+    """The chunks' counts and sums as one, in the chunks' order."""
+    n = k.num_elements(dims) * width
+    with k.parallel_for(1):
+        chunks = k.ceil_div(n, elements_per_chunk(k, n))
+
+        def body(i, mask, j):
+            total = k.var(k.const(0, k.ivec))
+            with k.loop(0, chunks) as chunk:
+                total.value = total.value + partial_counts.load(chunk * BINS + i, mask)
+            counts.store(total.value, i, mask)
+
+        foreach_vector(k, 0, BINS, body, unroll=1)
+        for place, name in enumerate(SUMS):
+            total = k.var(k.const(0.0, "double"))
+            with k.loop(0, chunks) as chunk:
+                value = k.to(partial_sums.get(chunk * len(SUMS) + place), "double")
+                total.value = k.max(value, total.value) if name == "max_abs" else total.value + value
+            sums.put(k.to(total.value, "float"), place)
+
+
+def whole(out: Tensor) -> tuple[Region, str]:
+    """The bytes of a result, which may be columns of a tensor that has one row."""
+    first = out.first_column * 4
+    return Region(out.base, first, first + 4 * out.size), out.dtype
+
+
+@lowering("exponents", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
+def lower_exponents(op: Op, c: Lowering) -> None:
+    outs: dict[str, Any] = {name: whole(op.outputs[name]) for name in ("counts", "sums")}
+    x, like = weight_operand(op.x), flat(op.x)
+    c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))
+    if op.x.size <= CHUNK:
+        c.call(exponents, {**outs, "x": x}, like, writes="counts sums")
+        return
+    chunks = min(CHUNKS, -(-op.x.size // CHUNK))
+    partials = {
+        "counts": (part(c.workspace("counts", 4 * chunks * BINS)), "i32"),
+        "sums": (part(c.workspace("sums", 4 * chunks * len(SUMS))), "fp32"),
+    }
+    c.call(exponents, {**partials, "x": x}, like, writes="counts sums")
+    given = {f"partial_{name}": operand for name, operand in partials.items()}
+    c.call(combine_exponents, {**outs, **given}, like, writes="counts sums")

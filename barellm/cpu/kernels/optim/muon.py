@@ -1,0 +1,213 @@
+"""Muon but for its symmetric products (symmetric.py): momentum, the division by the norm, the iteration's last product, NorMuon's
+factors, and the weight's own step. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
+
+Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.gemm.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
+from barellm.cpu.kernels.numbers import bits, number
+from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATED
+from barellm.cpu.kernels.optim.optimizer import sweep_pairs
+from barellm.cpu.kernels.storage import Weight, weight_operands
+from barellm.cpu.lang import Value
+from barellm.cpu.tuning import select_config
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.program.ops.optim.muon import LEAST
+from barellm.program.ops.optim.optimizer import CHUNK
+from barellm.runtime.lowering import part, share
+
+CHAINS = 4  # sums of squares side by side
+
+
+def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
+    """The operands of each matrix of the op's bank."""
+    for i in range(op.matrices):
+        yield {name: t if t is None else share(t, i, op.matrices) for name, t in operands.items()}
+
+
+def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
+    """A claim is what one partial sum is of."""
+    momentum, scale = k.scalar("momentum"), clip.get(1)
+    finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
+    kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
+    with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
+        sums = zeros(k, CHAINS)
+
+        def body(i, mask, j):
+            old, g = m.load(i, mask), grad.load(i, mask) * fresh
+            new = k.fma(old, kept, g)
+            ahead = k.fma(new, kept, g) if nesterov else new
+            m.store(k.select(finite, new, old), i, mask)
+            ahead = k.select(finite, ahead, 0.0)
+            u.store(ahead, i, mask)
+            sums[j].value = k.fma(ahead, ahead, sums[j].value)
+
+        foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        partials.put(k.sum(fold(sums, add)), chunk)
+
+
+@lowering("muon_momentum")
+def lower_momentum(op: Op, c: Lowering) -> None:
+    for one in each_matrix(op, **op.outputs, grad=op.grad):
+        operands = {**one, "clip": op.clip, "n": op.grad.size // op.matrices}
+        c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
+
+
+def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -> None:
+    """The sum of the few partial sums is found by each thread, in order."""
+    total = k.var(k.const(0.0, "double"))
+    with k.loop(0, count) as i:
+        total.value = total.value + k.to(partials.get(i), "double")
+    factor = k.splat(1.0 / (k.sqrt(total.value) * margin + eps))
+    with k.parallel_range(n, GRAIN) as (begin, end):
+        foreach_vector(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
+
+
+@lowering("muon_normalize")
+def lower_normalize(op: Op, c: Lowering) -> None:
+    sizes = {"n": op.u.size // op.matrices, "count": op.partials.size // op.matrices}
+    for one in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
+        c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
+
+
+def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice) -> None:
+    """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is no constant of the code: turns differ in it."""
+    factor = k.splat(number(k, scale))
+    product(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
+            epilogues=("scaled",), mode="store", choice=choice, scale=factor)  # fmt: skip
+
+
+@lowering("gram_apply")
+def lower_apply(op: Op, c: Lowering) -> None:
+    rows, cols = op.one(op.x)
+    a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
+    choice = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
+    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, choice))
+    constants = {"rows": rows, "cols": cols, "depth": depth, "choice": choice}
+    for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
+        c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
+
+
+# --- NorMuon ---
+
+
+def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
+    """means (rows) of the squares of x (rows, C)."""
+    with k.parallel_range(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
+        sums, at = zeros(k, CHAINS), x.at(row * C)
+
+        def body(c, mask, j):
+            value = at.load(c, mask)
+            sums[j].value = k.fma(value, value, sums[j].value)
+
+        foreach_column(k, C, body, unroll=CHAINS)
+        means.put(k.sum(fold(sums, add)) / float(C), row)
+
+
+def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
+    """means (C) of the squares of x (rows, C): a claim is a few vectors of columns, from the first row to the last."""
+    with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
+
+        def body(c, mask, j):
+            total = k.var(k.to(0.0, k.vec))
+            with k.loop(0, rows) as row:
+                value = x.load(row * C + c, mask)
+                total.value = k.fma(value, value, total.value)
+            means.store(total.value / k.to(rows, "float"), c, mask)
+
+        foreach_vector(k, begin, end, body, unroll=1)
+
+
+def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
+    """scales (n) that leave the norm of x; a mean is of `each` elements. Sums are few: one thread adds them, in double."""
+    finite = clip.get(1).equals(clip.get(1))
+    with k.parallel_for(1):
+        before, after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
+        with k.loop(0, n) as i:
+            mean, old = means.get(i), second.get(i)
+            new = k.select(finite, k.fma(old, k.float(beta2), mean * (1.0 - beta2)), old)
+            d = 1.0 / k.sqrt(k.max(new, k.float(LEAST)))
+            second.put(new, i)
+            scales.put(d, i)
+            mean = k.to(mean, "double")
+            before.value = before.value + mean
+            after.value = after.value + mean * k.to(d, "double") * k.to(d, "double")
+        norm, scaled = k.sqrt(before.value * float(each)), k.sqrt(after.value * float(each))
+        ratio = k.splat(norm / k.max(scaled, LEAST))
+        foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
+
+
+@lowering("normuon_scales")
+def lower_scales(op: Op, c: Lowering) -> None:
+    rows, C = op.one(op.x)
+    means = (part(c.workspace("means", 4 * op.second.size)), "fp32")
+    for one in each_matrix(op, means=means, x=op.x):
+        c.call(row_means if rows >= C else column_means, {**one, "rows": rows}, {"C": C}, writes="means")
+    constants = {"beta2": float(op.beta2), "each": min(rows, C)}
+    for one in each_matrix(op, **op.outputs, means=means):
+        operands = {**one, "clip": op.clip, "n": op.second.size // op.matrices}
+        c.call(scales_of_means, operands, constants, writes="second scales")
+
+
+# --- the weight ---
+
+
+def muon_update(
+    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
+    cautious
+) -> None:  # fmt: skip
+    """param = param - decay - scale x, in one pass. `scales`: one for each row of x, or `by_column`. `rate` names the scalar."""
+    lr = k.scalar(rate) * lr_scale
+    lost = lr * lr * (weight_decay * scale) if squared else lr * weight_decay
+    shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(lr * scale)
+    weights, ok = Weight(k, param, param_lo), clip.get(1)
+
+    def step(begin: Value, end: Value, factor) -> None:
+        """Elements [begin, end), x times factor(index, mask)."""
+
+        def body(i, mask, vectors):
+            updated = []
+            for j in range(len(vectors)):
+                at = i + j * k.lanes
+                p, update = weights.load(at, mask), x.load(at, mask) * factor(at, mask)
+                if cautious:
+                    same = update * p >= 0.0
+                    updated.append(p - k.select(same, p * decay, 0.0) - update)
+                else:
+                    updated.append(k.fma(p, shrink, -update))
+            weights.store_all(updated, i, mask)
+
+        sweep_pairs(k, begin, end, body)
+
+    # NaN says that the gradient's norm is not finite: nobody claims anything.
+    with k.parallel_range(k.select(ok.equals(ok), rows, 0), max(1, UPDATED // C)) as (begin, end):
+        if scales is None:
+            step(begin * C, end * C, lambda at, mask: size)
+            return
+        with k.loop(begin, end) as row:
+            first = row * C
+            if by_column:
+                step(first, first + C, lambda at, mask: scales.load(at - first, mask) * size)
+            else:
+                of_row = k.splat(scales.get(row)) * size
+                step(first, first + C, lambda at, mask: of_row)
+
+
+@lowering("muon_update", also={"param": PLANES})
+def lower_update(op: Op, c: Lowering) -> None:
+    rows, C = op.one(op.x)
+    constants = {name: float(op.attrs[name]) for name in ("lr_scale", "scale", "weight_decay")}
+    cautious = bool(op.cautious and op.weight_decay)
+    constants |= {"rate": op.rate, "C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
+    operands = {**weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
+    for one in each_matrix(op, **operands):
+        c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

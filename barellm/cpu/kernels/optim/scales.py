@@ -1,0 +1,105 @@
+"""Scales that follow the numbers they are for. Shapes: history (entries), bias (2), scale (1), sums (4); x and y flat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import elementwise_map, flat
+from barellm.cpu.lang import Value
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.program.ops.optim.exponents import SUMS
+from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
+from barellm.runtime.lowering import weight_operand
+
+DROPPED = 23 - FRACTION  # bits of an fp32 fraction
+
+
+def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
+    return value / k.to(k.scalar("inv_targets"), "float") if per_target else value
+
+
+@kernel("delayed_scale", floats="fp32", constants=lambda op: {
+    "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
+})  # fmt: skip
+def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
+    with k.parallel_for(1):
+        top = k.float(0.0)
+        for i in range(entries):
+            top = k.max(history.get(i), top)
+        scale.put(k.select(top > 0.0, top * per_number, first))
+
+
+@kernel("remember", floats="fp32", constants=lambda op: {"entries": op.history.size, "per_target": op.per_target})
+def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
+    with k.parallel_for(1):
+        for i in reversed(range(1, entries)):
+            history.put(history.get(i - 1), i)
+        history.put(per_target_of(k, sums.get(SUMS.index("max_abs")), per_target), 0)
+
+
+def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
+    with k.parallel_for(1):
+        count = k.to(bias.get(1), "i64")
+        doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)
+        due = (count & (LAST - 1)).equals(0) | doubling
+        total, size, squares, top = (sums.get(i) for i in range(4))
+        if deviations:
+            n = k.float(k.num_elements(dims) * width)
+            mean = total / n
+            top = size / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
+        top = per_target_of(k, top, per_target)
+        exponent = (k.bitcast(top, "i32") >> 23) - (127 if deviations else 127 - ABOVE)
+        found = k.to(k.max(k.min(exponent, FARTHEST), -FARTHEST), "float")
+        bias.put(k.select(due & (top > 0.0), found, bias.get(0)), 0)
+        bias.put(bias.get(1) + 1.0, 1)
+
+
+@lowering("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"})
+def lower_float_bias(op: Op, c: Lowering) -> None:
+    constants = {"deviations": op.deviations, "per_target": op.per_target, **flat(op.x)}
+    c.call(float_bias, {"bias": op.bias, "sums": op.sums}, constants, writes="bias")
+
+
+def power(k: KernelBuilder, exponent: Value) -> Value:
+    """2^exponent (i32, of a normal number) as a float."""
+    return k.bitcast((exponent + 127) << 23, "float")
+
+
+def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims, width) -> None:
+    """Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit,
+    which is small, the fraction is compared with a half, for a sum with one could round."""
+    most = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
+    largest = k.splat(((most + 127) << 23) | ((1 << 23) - (1 << DROPPED)))
+    least = k.splat((most + (127 - EXPONENTS + 1)) << 23)
+    unit = power(k, most - (EXPONENTS - 1 + FRACTION))
+    by, back = k.splat(1.0 / unit), k.splat(unit)
+    less = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
+
+    def vector(i: Any, mask: Value | None) -> Value:
+        v = x.load(i, mask)
+        bits = k.bitcast(v if less is None else v / less, k.ivec)
+        size = bits & 0x7FFFFFFF
+        near = (size + (1 << (DROPPED - 1))) & -(1 << DROPPED)
+        if denormals:
+            multiple = k.bitcast(k.min(size, least), k.vec) * by
+            whole = k.to(multiple, k.ivec)
+            rest = multiple - k.to(whole, k.vec)
+            small = k.bitcast(k.to(k.select(rest >= 0.5, whole + 1, whole), k.vec) * back, k.ivec)
+            near = k.select(size < least, small, near)
+        else:
+            near = k.select(near < least, 0, near)
+        near = k.select(size > 0x7F800000, size, k.min(near, largest))  # NaN stays
+        return k.bitcast(near | (bits & ~0x7FFFFFFF), k.vec)
+
+    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4)
+
+
+@lowering("round_floating", also={"x": PLANES})
+def lower_round_floating(op: Op, c: Lowering) -> None:
+    operands = {"y": op.y, "x": weight_operand(op.x), "bias": op.bias}
+    constants = {"denormals": op.denormals, "per_target": op.per_target, **flat(op.y)}
+    c.call(round_floating, operands, constants, writes="y")

@@ -1,0 +1,53 @@
+"""Sums of squares of a matrix, a block of BLOCK x BLOCK at a time: of one in memory, and beside a product that stores one.
+
+Each column of a block is one chain over its rows, whoever computes it, so both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import fold, zeros
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.base import Op
+from barellm.program.ops.gemm.block_squares import BLOCK
+
+
+class BlockSum:
+    """The sum of squares of one block whose rows come one after the other."""
+
+    def __init__(self, k: KernelBuilder) -> None:
+        self.k, self.chains = k, zeros(k, BLOCK // k.lanes)
+
+    def add_row(self, values: list[Value]) -> None:
+        """Add a row: vectors, with zeros where the matrix has no columns."""
+        for chain, x in zip(self.chains, values, strict=True):
+            chain.value = self.k.fma(x, x, chain.value)
+
+    def put(self, partials: Pointer, number: Value) -> None:
+        partials.put(self.k.sum(fold(self.chains, add)), number)
+
+
+def block_number(row: Value, col: Value, columns: Any) -> Value:
+    """The number of the block that begins at `row` and `col` of a matrix with so many columns."""
+    return row // BLOCK * ((columns + (BLOCK - 1)) // BLOCK) + col // BLOCK
+
+
+def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
+    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of blocks of x (rows, columns)."""
+    with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
+        block, first = BlockSum(k), band * BLOCK
+        masks = [k.mask_first(columns - col - v) for v in range(0, BLOCK, k.lanes)]
+        with k.loop(first, k.min(first + BLOCK, rows)) as row:
+            at = row * columns + col
+            block.add_row([x.load(at + v * k.lanes, mask) for v, mask in enumerate(masks)])
+        block.put(partials, block_number(first, col, columns))
+
+
+@lowering("block_squares", floats="fp32")
+def lower_block_squares(op: Op, c: Lowering) -> None:
+    rows, columns = (int(n) for n in op.x.shape)
+    operands = {"partials": op.partials, "x": op.x, "rows": rows, "columns": columns}
+    c.call(block_squares, operands, writes="partials")

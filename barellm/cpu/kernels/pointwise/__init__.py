@@ -1,0 +1,1 @@
+"""Element by element: activations, gates, dropout, initial values."""

@@ -1,0 +1,77 @@
+"""Signs in words of 32 bits: packing, unpacking, and their gradient. Shapes: x, signs (..., K), words (..., W), with W =
+ceil(K / 32)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import added, elementwise_map, flat, row_grain, shape_of
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.random import signed
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.program.ops.pointwise.binary import BITS, words_of
+from barellm.runtime.lowering import weight_operand
+
+
+def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
+    """The i32 of `count` signs from x[column] on. Each vector's comparison is as many bits, which one instruction takes out."""
+    word = k.const(0, "i32")
+    for part in range(0, min(count, BITS), k.lanes):
+        left = count - part
+        mask = None if left >= k.lanes else k.mask_first(left)
+        ones = k.bitcast(x.load(k.int(column) + part, mask) >= 0.0, f"i{k.lanes}")
+        word = word | (k.op("i32", f"zext {ones.typed} to i32") << part)
+    return word if count >= BITS else word & ((1 << count) - 1)
+
+
+def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
+    W = words_of(K)
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
+        to, of = words.at(row * W), x.at(row * K)
+        with k.loop(0, K // BITS) as w:
+            to.put(word_of(k, of, w * BITS, BITS), w)
+        if K % BITS:
+            to.put(word_of(k, of, K // BITS * BITS, K % BITS), K // BITS)
+
+
+@lowering("pack_signs", also={"x": PLANES, "words": "i32"})
+def lower_pack_signs(op: Op, c: Lowering) -> None:
+    constants = {"K": int(op.x.shape[-1]), **shape_of(op.x)}
+    c.call(pack_signs, {"words": op.words, "x": weight_operand(op.x)}, constants, writes="words")
+
+
+@kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
+def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
+    def word(to: Pointer, first: Any, word: Value, count: int) -> None:
+        """The signs of a word's lower bits: a lane takes its own bit, whose value is a constant."""
+        for part in range(0, min(count, BITS), k.lanes):
+            left = count - part
+            mask = None if left >= k.lanes else k.mask_first(left)
+            bits = ", ".join(f"i32 {signed(1 << (part + i))}" for i in range(k.lanes))
+            one = (k.splat(word) & Value(k, k.ivec, f"<{bits}>")).differs(0)
+            c = k.int(first) + part
+            to.store(added(k, to, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
+
+    W = words_of(K)
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
+        to, of = signs.at(row * K), words.at(row * W)
+        with k.loop(0, K // BITS) as w:
+            word(to, w * BITS, k.to(of.get(w), "i32"), BITS)
+        if K % BITS:
+            word(to, K // BITS * BITS, k.to(of.get(K // BITS), "i32"), K % BITS)
+
+
+def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode) -> None:
+    def vector(i: Any, mask: Value | None) -> Value:
+        size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
+        return k.select(size <= 1.0, dy.load(i, mask), 0.0)
+
+    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode)
+
+
+@lowering("straight_through", starts="dx", also={"x": PLANES})
+def lower_straight_through(op: Op, c: Lowering) -> None:
+    operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
+    c.call(straight_through, operands, {"mode": op.modes["dx"], **flat(op.dx)}, writes="dx")

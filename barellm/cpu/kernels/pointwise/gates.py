@@ -1,0 +1,266 @@
+"""Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows; weight (N, K); z, dz (rows, N) fp32; base, y,
+dy, dx (rows, C), of which N divides C.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention.attention_blocks import dim_size, size
+from barellm.cpu.kernels.loops import (
+    ROW_UNROLL,
+    STREAM_BYTES,
+    added,
+    fold,
+    foreach_column,
+    row_grain,
+    shape_of,
+    write_row,
+    zeros,
+)
+from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import exp
+from barellm.program.dtypes import PLANES
+from barellm.program.ops.base import Op
+from barellm.runtime.lowering import weight_operand
+
+# --- logits ---
+
+
+def logits_constants(op: Op) -> dict[str, Any]:
+    """`strides`: from one row of x and of extra to the next; `widths`: their columns."""
+    read = [op.x] if op.extra is None else [op.x, op.extra]
+    widths, strides = tuple(int(t.shape[-1]) for t in read), tuple(t.row_stride for t in read)
+    return {"N": int(op.weight.shape[0]), "widths": widths, "strides": strides, **shape_of(op.x)}
+
+
+def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
+    """A dot product for each gate; the columns of a row are found in the first cache from the second gate on."""
+    K = sum(widths)
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
+        read = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
+        with k.loop(0, N) as n:
+            sums, first = zeros(k, ROW_UNROLL), 0
+            for of, columns in zip(read, widths, strict=True):
+                w = weight.at(n * K + first)
+
+                def body(c: Any, mask: Value | None, j: int, of=of, w=w, sums=sums) -> None:
+                    sums[j].value = k.fma(of.load(c, mask), w.load(c, mask), sums[j].value)
+
+                foreach_column(k, columns, body)
+                first += columns
+            z.put(k.sum(fold(sums, add)), row * N + n)
+
+
+@lowering("gate_logits", also={"weight": PLANES}, views="x extra")
+def lower_gate_logits(op: Op, c: Lowering) -> None:
+    operands = {"z": op.z, "x": op.x, "extra": op.extra, "weight": weight_operand(op.weight)}
+    c.call(gate_logits, operands, logits_constants(op), writes="z")
+
+
+def gate_logits_backward(
+    k: KernelBuilder, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
+) -> None:
+    """dx and dextra, and the weights' gradient (chunks, N, K) of each chunk of rows, in one pass. The sums of few gates stay in
+    registers, those of many in the first cache."""
+    K = sum(widths)
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
+    in_registers = N * len(vectors) <= k.isa.registers // 2
+    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (to, begin, end):
+        assert to is not None
+        held = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
+        with k.loop(begin, end) as row:
+            given, at = dz.at(row * N), row
+            for v, (i, c, mask) in enumerate(vectors):
+                of, d = (x, extra)[i], (dx, dextra)[i].at(at * dstrides[i])
+                value, total, w = of.at(at * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
+
+                def gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
+                    by = k.splat(given.get(n))
+                    total.value = k.fma(by, weight.load(n * K + w, mask), total.value)
+                    if in_registers:
+                        held[n, v].value = k.fma(by, value, held[n, v].value)
+                    else:
+                        to.store(k.fma(by, value, to.load(n * K + w, mask)), n * K + w, mask)
+
+                if in_registers:
+                    for n in range(N):
+                        gate(n)
+                else:
+                    with k.loop(0, N) as n:
+                        gate(n)
+                d.store(added(k, d, c, mask, total.value, modes[i]), c, mask)
+        for (n, v), sums in held.items():
+            i, c, mask = vectors[v]
+            to.store(sums.value, n * K + starts[i] + c, mask)
+
+
+@lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
+def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
+    results = [t for t in (op.dx, op.dextra) if t is not None]
+    partials = lower_partials(c, op.x, op.weight.size)
+    operands = {"partials": partials, "dx": op.dx, "dextra": op.dextra, "dz": op.dz, "x": op.x, "extra": op.extra}
+    constants = logits_constants(op) | {
+        "dstrides": tuple(t.row_stride for t in results),
+        "modes": tuple(op.modes.get(name, "store") for name in ("dx", "dextra")),
+    }
+    operands["weight"] = weight_operand(op.weight)
+    c.call(gate_logits_backward, operands, constants, writes="partials dx dextra")
+    size = op.weight.size
+    sums = {"C": size, "stride": size, "mode": op.modes["dweight"], **shape_of(op.x)}
+    c.call(combine_sums, {"out": op.dweight, "partials": partials}, sums, writes="out")
+
+
+# --- what they let through ---
+
+
+def gated_constants(op: Op) -> dict[str, Any]:
+    """`strides`: from one row of an operand or result to the next, by its name."""
+    strides = tuple((name, t.row_stride) for name, t in (op.inputs | op.outputs).items() if len(t.shape) == 3)
+    sizes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "C": int(op.x.shape[2]), "N": int(op.z.shape[2])}
+    return {**sizes, "strides": strides, "scale": op.scale, "squash": op.squash, "shift": op.shift}
+
+
+def sigmoid(k: KernelBuilder, x: Value) -> Value:
+    return 1.0 / (1.0 + exp(k, -x))
+
+
+def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
+    """All lanes: what a gate is multiplied with, and its derivative by the factor."""
+    if factor is None:
+        return k.to(scale, k.vec), None
+    by = k.splat(factor.get(0))
+    if not squash:
+        return by * scale, k.to(scale, k.vec)
+    s = sigmoid(k, by)
+    return s * scale, s * (1.0 - s) * scale
+
+
+def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
+    """The gates of a row first, into this thread's scratch, then the groups of columns one after another."""
+    T, D, stride = dim_size(k, seq), C // N, dict(strides)
+    rows, gates = dim_size(k, batch) * T, k.thread_scratch()
+    times, _ = factors(k, factor, scale, squash=squash)
+    past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
+        to, under = y.at(row * C), None if base is None else base.at(row * stride["base"])
+        source = x.at((row - shift) * stride["x"])
+
+        def through(n: Value, *, opens: bool) -> None:
+            gate = k.splat(gates.get(n))
+
+            def vector(c: Any, mask: Value | None) -> Value:
+                at = n * D + c
+                value = k.to(0.0, k.vec) if under is None else under.load(at, mask)
+                if opens:
+                    passed = source.load(at, mask)
+                    value = passed * gate if under is None else k.fma(passed, gate, value)
+                return added(k, to, at, mask, value, mode_y)
+
+            write_row(k, to.at(n * D), D, vector, past=past)
+
+        def columns(*, opens: bool) -> None:
+            with k.loop(0, N) as n:
+                through(n, opens=opens)
+
+        if not shift:
+            columns(opens=True)
+        else:
+            first = row % T < shift
+            with k.when(first):
+                columns(opens=False)
+            with k.otherwise(first):
+                columns(opens=True)
+
+
+@lowering("gated", starts="y", views="x base factor")
+def lower_gated(op: Op, c: Lowering) -> None:
+    c.thread_scratch(4 * gates_of(op, c))
+    operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor}
+    c.call(gated, operands, gated_constants(op) | {"mode_y": op.modes["y"]}, writes="y")
+
+
+def gates_of(op: Op, c: Lowering) -> int:
+    """Floats that have room for whole vectors of a row's gates."""
+    return -(-int(op.z.shape[2]) // c.isa.lanes) * c.isa.lanes
+
+
+def gated_backward(
+    k: KernelBuilder, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes
+) -> None:
+    """One pass: what a group of columns passes on, and its dot product, which is what its gate's gradient needs. partials (chunks)
+    are sums for the factor's gradient."""
+    T, D, stride = dim_size(k, seq), C // N, dict(strides)
+    rows, padded = dim_size(k, batch) * T, -(-N // k.lanes) * k.lanes
+    gates = k.thread_scratch()
+    dots = gates.at(padded)
+    times, rise = factors(k, factor, scale, squash=squash)
+    to_caches = modes[0] != "store" or D % (ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
+    past = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
+    with chunks_of_rows(k, partials, rows, 1, 1) as (to, begin, end):
+        total = k.var_vec(0.0)
+        with k.loop(begin, end) as row:
+            logits, found = z.at(row * N), dz.at(row * N)
+            by, of, back = dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"])
+
+            def store_dz(c: Any, mask: Value | None, value: Any, found=found) -> None:
+                found.store(added(k, found, c, mask, k.to(value, k.vec), modes[1]), c, mask)
+
+            def group(n: Value, by=by, of=of, back=back) -> None:
+                gate, sums, turn = k.splat(gates.get(n)) * times, zeros(k, ROW_UNROLL), cycle(range(ROW_UNROLL))
+
+                def vector(c: Any, mask: Value | None) -> Value:
+                    at, chain = n * D + c, sums[next(turn)]
+                    d = by.load(at, mask)
+                    chain.value = k.fma(d, of.load(at, mask), chain.value)
+                    return added(k, back, at, mask, d * gate, modes[0])
+
+                write_row(k, back.at(n * D), D, vector, past=past)
+                dots.put(k.sum(fold(sums, add)), n)
+
+            def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
+                s, dot = gates.load(c, mask), dots.load(c, mask)
+                if factor is not None:
+                    total.value = k.fma(s, dot, total.value)
+                store_dz(c, mask, times * (s * (1.0 - s)) * dot)
+
+            def open_row(logits=logits) -> None:
+                foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
+                with k.loop(0, N) as n:
+                    group(n)
+                foreach_column(k, N, gate_gradient)
+
+            if not shift:
+                open_row()
+            else:
+                t = row % T
+                first = t < shift
+                with k.when(first):
+                    foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
+                with k.otherwise(first):
+                    open_row()
+                last = dx.at(row * stride["dx"])
+                with k.when(t >= T - shift):
+                    write_row(
+                        k, last, C, lambda c, mask: added(k, last, c, mask, k.to(0.0, k.vec), modes[0]), past=None
+                    )
+        if rise is not None:
+            assert to is not None
+            to.put(k.lane(rise, 0) * k.sum(total.value), 0)
+
+
+@lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
+def lower_gated_backward(op: Op, c: Lowering) -> None:
+    c.thread_scratch(8 * gates_of(op, c))
+    learned = {} if op.factor is None else {"dfactor": op.dfactor}
+    partials = lower_partials(c, op.dy, len(learned))
+    operands = {"partials": partials, "dx": op.dx, "dz": op.dz, "dy": op.dy, "x": op.x, "z": op.z, "factor": op.factor}
+    constants = gated_constants(op) | {"modes": (op.modes["dx"], op.modes["dz"])}
+    c.call(gated_backward, operands, constants, writes="partials dx dz")
+    lower_scalars(c, partials, op.dy, learned, op.modes)

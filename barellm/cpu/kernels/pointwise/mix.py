@@ -1,0 +1,136 @@
+"""Sums of tensors times numbers, and their gradients. Shapes: terms x0..x3, y, dy, dx0..dx3 of equal shapes; coefficients k0..k3
+and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or None where it is the
+tensor.
+"""
+
+from __future__ import annotations
+
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import (
+    ROW_UNROLL,
+    added,
+    elementwise_map,
+    flat,
+    fold,
+    past_caches,
+    shape_of,
+    store_all,
+    zeros,
+)
+from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.base import Op
+from barellm.program.ops.pointwise.mix import COEFFICIENTS, MOST, TERMS
+
+AHEAD = 512  # elements that are on their way into the second cache: four streams are more than the hardware keeps going
+CHAINS = ROW_UNROLL  # so that rows of whole groups of vectors are aligned
+
+DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIENTS))
+
+
+def coefficient(k: KernelBuilder, number: float | None, tensor: Pointer | None) -> Any:
+    """A number, or all lanes of the tensor's element; None where it is 1."""
+    if tensor is not None:
+        return k.splat(tensor.get(0))
+    return None if number == 1.0 else number
+
+
+def fetch_ahead(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
+    """What is read AHEAD elements behind i."""
+    for p in streams:
+        k.prefetch(p.at(i + AHEAD), near=False)
+
+
+@kernel("mix", constants=lambda op: {"numbers": op.numbers, **flat(op.y)}, views=" ".join(COEFFICIENTS))
+def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
+    factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
+    (first, by), *others = zip((x0, x1, x2, x3), factors, strict=False)
+
+    def vector(i: Any, mask: Value | None) -> Value:
+        total = first.load(i, mask)
+        total = total if by is None else total * by
+        fetch_ahead(k, i, [first, *(x for x, _ in others)])
+        for x, factor in others:
+            value = x.load(i, mask)
+            total = total + value if factor is None else k.fma(value, factor, total)
+        return total
+
+    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4, mode=mode_y)
+
+
+def mix_backward(
+    k: KernelBuilder,
+    partials,
+    dx0,
+    dx1,
+    dx2,
+    dx3,
+    dy,
+    x0,
+    x1,
+    x2,
+    x3,
+    k0,
+    k1,
+    k2,
+    k3,
+    *,
+    numbers,
+    modes,
+    C,
+    dims,
+    inner,
+) -> None:
+    """All in one pass, in which dy is read once. partials (chunks, learned coefficients): sums of dy x over the rows of a chunk."""
+    n = len(numbers)
+    learned = [i for i in range(n) if numbers[i] is None]
+    xs = (x0, x1, x2, x3)
+    factors = [coefficient(k, numbers[i], p) for i, p in zip(range(n), (k0, k1, k2, k3), strict=False)]
+    results = [
+        (dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None
+    ]
+    rows = k.num_elements(dims) * inner
+    step = CHAINS * k.lanes
+    leaves = [past_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
+    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (to, first, last):
+        sums = [zeros(k, CHAINS) for _ in learned]
+
+        def part_of(i: Any, mask: Value | None, chain: int) -> tuple[Value, list[Value]]:
+            """dy, and what belongs to each result."""
+            fetch_ahead(k, i, [dy, *(xs[t] for t in learned)])
+            by = dy.load(i, mask)
+            for t, chains in zip(learned, sums, strict=True):
+                chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)
+            return by, [
+                added(k, dx, i, mask, by if factor is None else by * factor, mode) for dx, factor, mode in results
+            ]
+
+        begin, end = first * C, last * C
+        whole = begin + ((end - begin) & -step)
+        with k.loop(begin, whole, step) as i:
+            groups = [part_of(i + j * k.lanes, None, j)[1] for j in range(CHAINS)]
+            for (dx, _, _), values, leave in zip(results, zip(*groups, strict=True), leaves, strict=True):
+                store_all(k, dx, list(values), i, leave)
+        with k.loop(whole, end, k.lanes) as i:
+            mask = k.mask_first(end - i)
+            for (dx, _, _), value in zip(results, part_of(i, mask, 0)[1], strict=True):
+                dx.store(value, i, mask)
+        for t, chains in enumerate(sums):
+            to.put(k.sum(fold(chains, add)), t)
+
+
+@lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
+def lower_mix_backward(op: Op, c: Lowering) -> None:
+    numbers = op.numbers
+    learned = [i for i, number in enumerate(numbers) if number is None]
+    named = op.inputs | op.outputs
+    operands = {f"{name}{i}": named.get(f"{name}{i}") for name in ("dx", "x", "k") for i in range(MOST)}
+    partials = lower_partials(c, op.dy, len(learned))
+    modes = tuple(op.modes.get(f"dx{i}", "store") for i in range(len(numbers)))
+    constants = {"numbers": numbers, "modes": modes, "C": int(op.dy.shape[-1]), **shape_of(op.dy)}
+    c.call(mix_backward, {"partials": partials, "dy": op.dy, **operands}, constants, writes=f"partials {DX}")
+    outputs = {f"dk{i}": op.outputs[f"dk{i}"] for i in learned}
+    lower_scalars(c, partials, op.dy, outputs, op.modes)

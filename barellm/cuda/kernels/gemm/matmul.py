@@ -1,0 +1,208 @@
+"""Matrix products, with what follows them in the table of fusions done on the accumulators.
+
+Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. Three roles, one kernel over out (M, N) = a b, depth K:
+
+    nt  y = x weight^T       a (M, K)             b stored (N, K)
+    nn  dx = dy weight       a (M, K)             b stored (K, N)
+    tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    K: tokens
+
+bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says
+tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. A product moves
+(M K + K N + M N) elements at least and does 2 M N K operations; what is fused adds its own operand and no other pass over y.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda import choices, tuning
+from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
+from barellm.cuda.kernels.common import view_strides
+from barellm.cuda.kernels.gemm import cublaslt, hopper, skinny_gemm
+from barellm.cuda.kernels.gemm.epilogue import epilogue_operands, epilogue_tile
+from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
+from barellm.cuda.kernels.norm.column_sums import bias_grad_partials, lower_sums
+from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import weight_operand
+
+PART = 64  # columns of a tile that a fused epilogue handles at a time
+
+
+@device
+def gemm(
+    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
+    A_ROW: tl.constexpr, B_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+):  # fmt: skip
+    """One tile of out. With `chunk`, axis 1 of the grid counts parts of K of that many, and part s writes the s-th (M, N) of out.
+    A tile starts at a 64-bit address; within it offsets are 32-bit. NAME_ROW: elements from a row of a view to the next, None where
+    rows lie side by side."""
+    pid = tl.program_id(0)
+    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = pid // (GROUP * n_tiles) * GROUP
+    height = min(m_tiles - first, GROUP)
+    within = pid % (GROUP * n_tiles)
+    m0, n0 = (first + within % height) * BM, within // height * BN
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    m_in, n_in = m < M - m0, n < N - n0
+
+    a_row: tl.constexpr = A_ROW if A_ROW is not None else M if A_TRANSPOSED else K
+    b_row: tl.constexpr = B_ROW if B_ROW is not None else K if B_TRANSPOSED else N
+    depth = K
+    a_at, b_at, out_at = a, b, tl.cast(m0, tl.int64) * N + n0
+    if chunk is not None:
+        start = tl.cast(tl.program_id(1) * chunk, tl.int64)
+        depth = min(K - tl.program_id(1) * chunk, chunk)
+        a_at += start * (a_row if A_TRANSPOSED else 1)
+        b_at += start * (1 if B_TRANSPOSED else b_row)
+        out_at += tl.cast(tl.program_id(1), tl.int64) * M * N
+    if A_TRANSPOSED:
+        a_at += m0 + m[:, None] + k[None, :] * a_row
+    else:
+        a_at += tl.cast(m0, tl.int64) * a_row + m[:, None] * a_row + k[None, :]
+    if B_TRANSPOSED:
+        b_at += tl.cast(n0, tl.int64) * b_row + n[None, :] * b_row + k[:, None]
+    else:
+        b_at += n0 + n[None, :] + k[:, None] * b_row
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, depth, BK):
+        if EVEN_K:
+            x, y = tl.load(a_at, mask=m_in[:, None], other=0.0), tl.load(b_at, mask=n_in[None, :], other=0.0)
+        else:
+            k_in = k < depth - k0
+            x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="tf32" if TF32 else "ieee")
+        a_at += BK * a_row if A_TRANSPOSED else BK
+        b_at += BK if B_TRANSPOSED else BK * b_row
+
+    epilogue_tile(
+        out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS, OUT_ROW, PRE_ROW, OTHER_ROW
+    )  # fmt: skip
+
+
+def product(
+    c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
+    bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
+) -> None:  # fmt: skip
+    """Append one product. The weight is (N, K); `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor
+    or (Region, dtype).
+
+    "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the product and out the activation of it; with "residual",
+          out is the sum of `residual` and the product
+    "nn"  out (rows, K)
+    "tn"  out (N, K) fp32, the sum over rows
+
+    With an activation's slope as `epilogue` of "nt" or "nn", out is the product times that slope at `pre`.
+    """
+    given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
+    given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
+    if role == "nt" and skinny_gemm.fits(c, most=most, K=K):
+        skinny_gemm.launch_gemm(c, **given)
+        if most <= choices.FEW:
+            return
+        given["rows"] = rows = skinny_gemm.RowsUnlessSkinny(rows)
+    if cublaslt.fits(c, **given):
+        cublaslt.append(c, role, **given)
+        return
+    if hopper.fits(c, role, **given):
+        hopper.launch_gemm(c, role, **given)
+        return
+    dtype = a[1] if isinstance(a, tuple) else a.dtype
+    if role == "tn":
+        _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
+        return
+    cols, depth = (N, K) if role == "nt" else (K, N)
+    t = tuning.choose(c.target, tuning.GemmKey(role, _kind(c, dtype), most, cols, depth))
+    written, other = epilogue_operands(pre, residual, epilogue)
+    operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
+    constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
+    constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
+    constants |= {"PARTS": ceil_div(t.cols, PART) if epilogue else 1} | view_strides(
+        a=a, b=b, out=out, pre=written, other=other
+    )
+    n_tiles = ceil_div(cols, t.cols)
+    c.launch(
+        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), t.rows) * n_tiles,), writes="out pre",
+        warps=t.warps, stages=t.stages,
+    )  # fmt: skip
+
+
+def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
+    """Append a weight gradient. If the result has too few tiles, parts of the tokens are summed apart in fp32 and then added in
+    order."""
+    product = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
+    t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
+    tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
+    constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
+    constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
+    constants |= view_strides(a=dy, b=x, out=None, pre=None, other=None)
+    operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
+    options = {"writes": "out", "warps": t.warps, "stages": t.stages}
+    parts = choices.most_splits(counted, most)  # by the default's tiles: bits do not depend on tuning
+    if parts == 1:
+        operands |= {"out": out, "chunk": None}
+        c.launch(gemm, operands, constants | {"MODE": mode}, grid=lambda s: (tiles,), **options)
+        return
+    split = SplitK(rows, counted)
+    partials = c.scratch("partials", (parts, N, K))
+    operands |= {"out": partials, "chunk": split}
+    c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)
+    reduce_splits(c, out, partials, split.count, N * K, mode)
+
+
+def _kind(c: Lowering, dtype: str) -> str:
+    """How operands of a dtype are multiplied: "bf16", "fp16", "fp32" or "tf32"."""
+    return "tf32" if dtype == "fp32" and c.target.tf32 else dtype
+
+
+def _constants(c: Lowering, t: choices.Tile) -> dict[str, Any]:
+    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": t.group, "TF32": c.target.tf32 or None}
+
+
+def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
+    """The sizes that `product` wants to know."""
+    N, K = (int(n) for n in weight.shape)
+    return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
+
+
+@lowering("product", starts="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
+@lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
+@lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
+def lower_product(op: Any, c: Lowering) -> None:
+    """A product with a weight or the gradient of its input, with what follows it."""
+    follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
+    assert len(follows) <= 1, follows
+    weight, more = weight_operand(op.weight), {"epilogue": "".join(follows)}
+    if "dy" in op.inputs:
+        more |= {"pre": op.inputs.get("pre"), "mode": mode(op, "dx"), **shape_of(c, op.dy, op.weight)}
+        product(c, "nn", out=op.dx, a=op.dy, b=weight, **more)
+    else:
+        pre = op.outputs.get("pre", op.inputs.get("pre"))  # an input of slopes
+        more |= {"bias": op.inputs.get("bias"), "residual": op.inputs.get("residual"), "pre": pre}
+        product(c, "nt", out=op.y, a=op.x, b=weight, mode=mode(op, "y"), **more, **shape_of(c, op.x, op.weight))
+
+
+@lowering("matmul_dw", starts="dweight", views="dy x")
+def lower_weight_gradient(op: Any, c: Lowering) -> None:
+    product(c, "tn", **_gradient_of(op, c))
+
+
+@lowering("matmul_dw_dbias", starts="dweight dbias", views="x")
+def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
+    """On Hopper the bias's gradient comes from the tiles of dy that are in shared memory anyway; else it is a pass of its own."""
+    given = _gradient_of(op, c)
+    if hopper.fits(c, "tn", **given) and not cublaslt.fits(c, **given):
+        hopper.launch_gemm(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
+        return
+    product(c, "tn", **given)
+    lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
+
+
+def _gradient_of(op: Any, c: Lowering) -> dict[str, Any]:
+    return {"out": op.dweight, "a": op.dy, "b": op.x, "mode": mode(op, "dweight"), **shape_of(c, op.x, op.dweight)}

@@ -1,0 +1,224 @@
+"""Products with weights of few bits (`program.quantization`).
+
+Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), y (rows, N). Codes are read as words of 32 bits,
+BLOCK_WORDS of a block. Of 4-bit codes the word j of a block has eight: those of two neighbouring columns, the lower one in its
+lower half, for the elements k and k + 1 in turn of bytes and, in the upper halves of the bytes, k + 4 and k + 5. Of 8-bit codes
+a word has four columns of one element.
+
+A few rows of 16 bits and 4-bit codes are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a tile of 16
+columns, TOGETHER blocks at a time, and turns the words into numbers in registers. It reads them again for each row, from the second
+cache. An integer of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in its last
+places, so a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits. More
+rows: the matrix is written out in the dtype of x, and multiplied as any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda import choices
+from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering
+from barellm.cuda.kernels.common import pow2, view_strides
+from barellm.cuda.kernels.gemm import quantized_mma
+from barellm.cuda.kernels.gemm.epilogue import epilogue_operands, epilogue_subtile
+from barellm.cuda.kernels.gemm.matmul import product
+from barellm.cuda.kernels.gemm.skinny_gemm import RowsIfSkinny, RowsUnlessSkinny
+from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
+from barellm.program.quantization import BLOCK, INTEGERS, TILE, Scheme, scheme
+from barellm.runtime.lowering import Region, part
+
+TOGETHER = 64  # blocks that a program multiplies at a time: eight words of 4-bit codes for each thread
+WRITTEN = 64  # blocks of a tile that a program writes out
+
+
+@device
+def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
+    """The value of the 4-bit code NIBBLE of each word, fp32. T0 to T3: the bf16 of a table, four in each; None for integers."""
+    place: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16
+    if T0 is not None:
+        n = (words >> place) & 15
+        four = tl.where(n < 8, tl.where(n < 4, T0, T1), tl.where(n < 12, T2, T3)).to(tl.int64)
+        bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16
+        value = bits.to(tl.float32, bitcast=True)
+    elif place <= 16:  # it lies among the places of an fp32's mantissa: 2^23 / 2^place is the exponent that makes it n
+        bits = words & (15 << place) | ((150 - place) << 23)
+        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - place) + 8)
+    else:
+        bits = (words >> 12) & (15 << (place - 12)) | ((162 - place) << 23)
+        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (35 - place) + 8)
+    return value
+
+
+@device
+def power_of_two(exponents):
+    """2^n of whole numbers in fp16, as the scales' last group has them."""
+    return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@device
+def quantized_skinny_gemm(
+    out, pre, x, codes, scales, bias, other, scalars, rows,
+    N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+):  # fmt: skip
+    """16 columns of out, all rows, BB blocks at a time. GROUP blocks share a scale. WIDE: codes of 8 bits."""
+    x_row: tl.constexpr = X_ROW if X_ROW is not None else K
+    block_words: tl.constexpr = 32 if WIDE else 16
+    tile = tl.program_id(0)
+    j = tl.arange(0, block_words)[None, :]
+    first = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
+    scales += tile * ((GROUPS + 1) * 16)
+    within, c = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
+    for row in range(rows):
+        a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
+        if WIDE:
+            a2, a3 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
+        for b0 in range(0, BLOCKS, BB):
+            b = b0 + tl.arange(0, BB)[:, None]
+            b_in = (b < BLOCKS) & (j >= 0)
+            words = tl.load(codes + first + b * block_words, mask=b_in, other=0)
+            scale = scales + b // GROUP * 16 + c
+            s0 = tl.load(scale, mask=b_in, other=0.0).to(tl.float32)
+            s1 = tl.load(scale + 1, mask=b_in, other=0.0).to(tl.float32)
+            k = b * 8 + within
+            at = x + row * x_row + k
+            v0 = tl.load(at, mask=k < K, other=0.0).to(tl.float32)
+            if WIDE:
+                a0 += v0 * s0 * ((words << 24) >> 24).to(tl.float32)
+                a1 += v0 * s1 * ((words << 16) >> 24).to(tl.float32)
+                a2 += v0 * tl.load(scale + 2, mask=b_in, other=0.0).to(tl.float32) * ((words << 8) >> 24).to(tl.float32)
+                a3 += v0 * tl.load(scale + 3, mask=b_in, other=0.0).to(tl.float32) * (words >> 24).to(tl.float32)
+            else:
+                v1 = tl.load(at + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
+                v4 = tl.load(at + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
+                v5 = tl.load(at + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
+                left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)
+                left += v1 * code_value(words, 2, T0, T1, T2, T3) + v5 * code_value(words, 3, T0, T1, T2, T3)
+                right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)
+                right += v1 * code_value(words, 6, T0, T1, T2, T3) + v5 * code_value(words, 7, T0, T1, T2, T3)
+                a0 += left * s0
+                a1 += right * s1
+        if WIDE:
+            even, odd = tl.join(columns(a0, 8, 1), columns(a2, 8, 1)), tl.join(columns(a1, 8, 1), columns(a3, 8, 1))
+            total = tl.join(even, odd)
+        else:
+            total = tl.join(columns(a0, 2, 2), columns(a1, 2, 2))
+        n0 = tile * 16
+        power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
+        epilogue_subtile(
+            out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
+            OUT_ROW, PRE_ROW, OTHER_ROW,
+        )  # fmt: skip
+
+
+@device
+def columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
+    """The sums over blocks, and over the ELEMENTS that lie PAIRS words apart where there are PAIRS of columns for each four, in the
+    order of columns."""
+    sums = tl.sum(products, 0)
+    if PAIRS == 1:
+        found = tl.sum(tl.reshape(sums, (ELEMENTS, 4)), 0)
+    else:
+        found = tl.sum(tl.reshape(sums, (4, ELEMENTS, PAIRS)), 1)
+    return found
+
+
+@device
+def written_out(
+    out, codes, scales,
+    N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+):  # fmt: skip
+    """out (N, K) as numbers: BB blocks of a tile."""
+    block_words: tl.constexpr = 32 if WIDE else 16
+    tile = tl.program_id(0) // tl.cdiv(BLOCKS, BB)
+    b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
+    b_in = (b < BLOCKS) & (j >= 0)
+    words = tl.load(codes + tl.cast(tile, tl.int64) * (BLOCKS * block_words) + b * block_words + j, mask=b_in, other=0)
+    scales += tile * ((GROUPS + 1) * 16)
+    scale = scales + b // GROUP * 16
+    for i in tl.static_range(4 if WIDE else 8):
+        if WIDE:
+            k = b * 8 + j // 4
+            c = j % 4 * 4 + i
+            value = ((words << (24 - 8 * i)) >> 24).to(tl.float32)
+        else:
+            k = b * 8 + j // 2 % 2 * 2 + i // 2 % 2 + i % 2 * 4
+            c = j // 4 * 4 + j % 2 * 2 + i // 4
+            value = code_value(words, i, T0, T1, T2, T3)
+        n = tile * 16 + c
+        value *= tl.load(scale + c, mask=b_in, other=0.0).to(tl.float32)
+        value *= power_of_two(tl.load(scales + GROUPS * 16 + c))
+        tl.store(out + n.to(tl.int64) * K + k, value, mask=b_in & (k < K) & (n < N))
+
+
+def constants_of(how: Scheme, N: int, K: int) -> dict[str, Any]:
+    """Those that both kernels take."""
+    blocks = ceil_div(K, BLOCK)
+    table: list[int | None] = [None] * 4
+    if how.table and how.table != INTEGERS:
+        import struct
+
+        halves = b"".join(struct.pack("<f", v)[2:] for v in how.table)
+        table = list(struct.unpack("<4q", halves))
+    return {
+        "N": N, "K": K, "BLOCKS": blocks, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK or blocks,
+        "WIDE": how.codes == "i8", **{f"T{i}": words for i, words in enumerate(table)},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class If:
+    """A grid, empty in runs without rows."""
+
+    rows: Size
+    programs: int
+
+    def __call__(self, sizes: Sizes) -> tuple[int]:
+        return (self.programs if self.rows(sizes) else 0,)
+
+
+def words_of(codes: Any) -> tuple[Region, str]:
+    """Codes as the words that kernels read."""
+    return part(codes), "i32"
+
+
+def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
+    """Write the matrix out, in runs that have `rows`; gives it as the operand of a product."""
+    how, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
+    out = part(c.scratch("weight", (N, K), dtype)), dtype
+    constants = constants_of(how, N, K)
+    programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], WRITTEN)
+    operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
+    c.launch(written_out, operands, constants | {"BB": WRITTEN}, grid=If(rows, programs), writes="out")
+    return out
+
+
+@lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
+def lower_quantized(op: Any, c: Lowering) -> None:
+    """A product with codes, with what follows it."""
+    how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
+    epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
+    rows, most = c.rows(op.x), op.x.size // K
+    few, BB = RowsIfSkinny(rows), min(TOGETHER, pow2(ceil_div(K, BLOCK)))
+    written, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
+    operands = {"out": op.y, "pre": written, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
+    operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": few}
+    grid = If(few, ceil_div(N, TILE))
+    if quantized_mma.fits(how, op.x):
+        quantized_mma.launch(c, op, how, operands, grid, epilogue=epilogue, mode=MODES["store"])
+    else:
+        constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
+        constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
+        c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
+    if most > choices.FEW:
+        more = RowsUnlessSkinny(rows)
+        weight = append_numbers(c, op, more)
+        product(
+            c, "nt", out=op.y, a=op.x, b=weight, rows=more, most=most, N=N, K=K, bias=op.inputs.get("bias"),
+            residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), epilogue=epilogue, mode=MODES["store"],
+        )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The classifier in chunks of tokens: logits, loss, logit gradients in their place, input gradient, weight gradient.
+
+Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
+for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and beside the products' operands the logits are written,
+read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
+summed in the order of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
+from barellm.cuda.kernels.gemm.matmul import product
+from barellm.cuda.kernels.gemm.quantized import append_numbers
+from barellm.cuda.kernels.loss import softcap
+from barellm.cuda.kernels.loss.cross_entropy import launch_rows, launch_total, row_losses, row_scores
+from barellm.cuda.lang import DeviceFunction
+from barellm.program.dtypes import PLANES, itemsize
+from barellm.runtime.lowering import part, rows_of, weight_operand
+
+# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it anew, and ends
+# three products with a wave that does not fill the card.
+LOGITS_BYTES = 4 << 30
+
+
+def chunk_tokens(V: int, itemsize: int) -> int:
+    """The number of tokens of a chunk. It is part of the result's definition, so a function of the shape alone."""
+    return 1 << max((LOGITS_BYTES // (V * itemsize)).bit_length() - 1, 0)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """How many tokens of a run are in a chunk."""
+
+    rows: Size
+    first: int
+    count: int
+
+    def __call__(self, sizes: Sizes) -> int:
+        return max(min(self.rows(sizes) - self.first, self.count), 0)
+
+
+@dataclass(frozen=True)
+class Unless:
+    """A grid, empty where the chunk is."""
+
+    chunk: Chunk
+    grid: Any
+
+    def __call__(self, sizes: Sizes) -> tuple[int, ...]:
+        return self.grid(sizes) if self.chunk(sizes) else (0,)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over rows of logits, and the head that goes with it. `rows` is its kernel; `more` has the operands and the constants
+    that it wants beside those of every loss, for a chunk from a row on."""
+
+    transposed: bool
+    rows: DeviceFunction
+    more: Callable[[Any, int], tuple[dict[str, Any], dict[str, Any]]] = lambda op, first: ({}, {})
+
+
+PLAIN = Loss(False, row_losses)
+SOFTCAPPED = Loss(
+    True, softcap.softcap_row_losses, lambda op, first: (softcap.places_of(op, first), softcap.constants_of(op))
+)
+
+
+def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    op: Any = c.op
+    x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
+    N, K = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
+    C, V = (N, K) if loss.transposed else (K, N)
+    most = x.size // C
+    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
+    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
+    of_rows = {name: c.scratch(name, (most,)) for name in totals}
+    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
+    to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
+    for first in range(0, most, count):
+        chunk, before = Chunk(rows, first, count), len(c.launches)
+        sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
+        x_rows = rows_of(x, first, count, C)
+        product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
+        operands = {
+            name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
+            for name, held in of_rows.items()
+        }
+        operands |= {"lse": None, "dlogits": logits if gradients else None}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}
+        operands |= {"loss_scale": op.loss_scale if gradients else None}
+        more, constants = loss.more(op, first)
+        launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
+        if gradients:
+            product(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            into = mode(op, "dweight") if first == 0 else MODES["add"]
+            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
+        only_of_tokens(c, before, chunk)
+    for name, total in totals.items():
+        launch_total(c, total, of_rows[name], rows)
+
+
+def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:
+    """Do nothing, in the launches from `before` on, where the chunk is empty."""
+    for launch in c.launches[before:]:
+        if isinstance(launch, Launch):  # a library's product of no tokens is none
+            launch.grid = Unless(chunk, launch.grid)
+
+
+def lower_scores(c: Lowering) -> None:
+    """The loss and the margin of each target, a chunk of logits at a time."""
+    op: Any = c.op
+    x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
+    V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
+    most = x.size // C
+    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
+    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
+    for first in range(0, most, count):
+        chunk, before = Chunk(rows, first, count), len(c.launches)
+        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
+        product(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
+        given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
+        launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
+        only_of_tokens(c, before, chunk)
+
+
+LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
+OPERANDS = {"weight": PLANES, "targets": "i32"}
+
+
+@lowering(*LOSSES, starts="dx dweight", also=OPERANDS | {"loss_scale": "i32"})
+def lower_classifier(op: Any, c: Lowering) -> None:
+    lower(c, LOSSES[op.kernel], gradients=True)
+
+
+@lowering(*(f"{name}_loss" for name in LOSSES), also=OPERANDS)
+def lower_classifier_loss(op: Any, c: Lowering) -> None:
+    lower(c, LOSSES[op.kernel.removesuffix("_loss")], gradients=False)
+
+
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def lower_quantized_classifier_loss(op: Any, c: Lowering) -> None:
+    lower(c, PLAIN, gradients=False)
+
+
+@lowering("classifier_scores", also=OPERANDS)
+def lower_classifier_scores(op: Any, c: Lowering) -> None:
+    lower_scores(c)
+
+
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
+def lower_quantized_classifier_scores(op: Any, c: Lowering) -> None:
+    lower_scores(c)

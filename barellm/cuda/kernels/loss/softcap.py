@@ -1,0 +1,221 @@
+"""The loss of softcapped logits over several next tokens, and its gradient. Shapes as in cross_entropy.py, whose kernels these are
+like; row r of a launch is number `first` + r of the run, and `targets` reaches from row `first` to the last one.
+
+A SCALE of 0 stands for logits that are not capped. With one, z lies below it, so that exp(z - SCALE) needs no maximum. An element
+costs two exponentials and a division each time its row is read.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import Any
+
+from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
+from barellm.cuda.kernels.loss.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.dtypes import EIGHTS
+from barellm.program.ops.base import Op
+from barellm.program.ops.softcap import MTP, cap_of
+from barellm.program.scalars import SCALARS
+from barellm.program.tensor import Dim, Tensor
+
+FIRST_WEIGHT = constant(SCALARS[MTP[0]].index)  # the others follow it
+LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
+SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good as zero there, and their products finite
+
+
+@device
+def bend(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """s = sigmoid((x + SHIFT) / WIDTH), and s (1 - s), where 1 - s is s exp(-u): its digits do not cancel."""
+    other = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
+    other = tl.where(other > SATURATED, SATURATED, other)  # NaN stays
+    s = 1.0 / (1.0 + other)
+    return s, s * s * other
+
+
+@device
+def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """z and dz/dx of logits x."""
+    if SCALE == 0.0:
+        z, slope = x, 1.0
+    else:
+        s, slope = bend(x, SHIFT, WIDTH)
+        z = s * SCALE
+        slope *= SCALE / WIDTH
+    return z, slope
+
+
+@device
+def log_sum_exp_of(
+    logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if SCALE == 0.0:
+        lse = log_sum_exp(logits, V, VALID, BLOCK)
+    else:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for c in range(0, VALID, BLOCK):
+            x, i = columns_of(logits, c, V, VALID, BLOCK)
+            s, _ = bend(x, SHIFT, WIDTH)
+            sums += tl.where(i < VALID, tl.math.exp2((s - 1.0) * (SCALE * LOG2_E)), 0.0)
+        lse = SCALE + tl.math.log2(tl.sum(sums, 0)) * LN_2
+    return lse
+
+
+@device
+def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PREDICT: tl.constexpr):
+    """The target AHEAD of a row, -1 where the sequence ends before, and its weight, else 0."""
+    target, weight = -1, 0.0
+    if AHEAD < PREDICT:
+        target = tl.load(targets + row + AHEAD, mask=position + AHEAD < length, other=-1)
+        weight = tl.where(target >= 0, scalar_fp64(scalars, FIRST_WEIGHT + AHEAD).to(tl.float32), 0.0)
+    return target, weight
+
+
+@device
+def capped_at(
+    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The capped logit at a target."""
+    z = 0.0
+    if AHEAD < PREDICT:
+        z, _ = capped(tl.load(logits + tl.maximum(target, 0)).to(tl.float32), SCALE, SHIFT, WIDTH)
+    return z
+
+
+@device
+def write_gradient(
+    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
+    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row, whose targets and weights are t0, w0 and so on; zero in the padding. With a `scale` it is one of codes, which stand
+    for that many times inv_targets."""
+    factor = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
+    if scale is not None:
+        factor = 1.0 / tl.load(scale)
+    if loss_scale is not None:
+        factor *= scale_of(loss_scale)
+    weights = w0 + w1 + w2
+    for c in range(0, V, BLOCK):
+        x, i = columns_of(logits, c, V, VALID, BLOCK)
+        z, slope = capped(x, SCALE, SHIFT, WIDTH)
+        d = tl.math.exp2((z - lse) * LOG2_E) * weights
+        d = tl.where(i == t0, d - w0, d)
+        if PREDICT > 1:
+            d = tl.where(i == t1, d - w1, d)
+        if PREDICT > 2:
+            d = tl.where(i == t2, d - w2, d)
+        store_or_add(dlogits + i, i < V, tl.where(i < VALID, d * (slope * factor), 0.0), scalars, MODE)
+
+
+@device
+def softcap_row_losses(
+    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
+    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+    PREDICT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """losses: the weighted sum of lse - z over the targets; nexts: that of the first alone, with the weight 1; dlogits, which may
+    be logits, where it is given. The logits at the targets are read before the row's sum, so before any thread writes."""
+    row = tl.program_id(0).to(tl.int64)
+    position = (first + row) % length
+    logits += row * V
+    t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
+    t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
+    t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
+    z0 = capped_at(logits, t0, 0, PREDICT, SCALE, SHIFT, WIDTH)
+    z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
+    z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
+    value = log_sum_exp_of(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
+    following = tl.where(t0 >= 0, value - z0, 0.0)
+    tl.store(nexts + row, following)
+    loss = w0 * following
+    if PREDICT > 1:
+        loss += tl.where(t1 >= 0, w1 * (value - z1), 0.0)
+    if PREDICT > 2:
+        loss += tl.where(t2 >= 0, w2 * (value - z2), 0.0)
+    tl.store(losses + row, loss)
+    if lse is not None:
+        tl.store(lse + row, value)
+    if dlogits is not None:
+        write_gradient(
+            dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
+            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
+        )  # fmt: skip
+
+
+@device
+def softcap_row_gradients(
+    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
+    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    position = (first + row) % length
+    t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
+    t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
+    t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
+    write_gradient(
+        dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
+        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
+    )  # fmt: skip
+
+
+def constants_of(op: Op) -> dict[str, Any]:
+    scale, shift, width = cap_of(op) or (0.0, 0.0, 1.0)
+    return {"SCALE": float(scale), "SHIFT": float(shift), "WIDTH": float(width), "PREDICT": op.predict}
+
+
+def places_of(op: Op, first: int = 0) -> dict[str, Any]:
+    """The operands that say where in its sequence a row is."""
+    length = op.targets.shape[-1]
+    return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
+
+
+@lowering("softcap_cross_entropy", also={"targets": "i32"})
+def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
+    rows = c.rows(op.logits)
+    losses, nexts = (c.scratch(name, (op.targets.size,)) for name in ("losses", "nexts"))
+    operands = {"losses": losses, "nexts": nexts, "lse": op.lse, "dlogits": None, "logits": op.logits}
+    operands |= {"targets": op.targets}
+    operands |= {"loss_scale": None, **places_of(op)}
+    V = int(op.logits.shape[-1])
+    launch_rows(c, softcap_row_losses, operands, rows, V, "losses nexts lse", **constants_of(op))
+    launch_total(c, op.loss, losses, rows)
+    launch_total(c, op.next_loss, nexts, rows)
+
+
+@lowering("softcap_cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})
+def lower_softcap_cross_entropy_backward(op: Any, c: Lowering) -> None:
+    lower_gradients(op, c, op.dlogits, mode(op, "dlogits"), loss_scale=op.loss_scale)
+
+
+@lowering("softcap_codes", also={"targets": "i32", "y": EIGHTS})
+def lower_softcap_codes(op: Any, c: Lowering) -> None:
+    lower_gradients(op, c, op.y, MODES["store"], scale=op.scale)
+
+
+def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: Any) -> None:
+    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    operands |= {"loss_scale": None, "scale": None, **places_of(op), **more}
+    constants = constants_of(op) | {"MODE": mode}
+    V = int(op.logits.shape[-1])
+    launch_rows(c, softcap_row_gradients, operands, c.rows(op.logits), V, "dlogits", **constants)
+
+
+@device
+def softcap(
+    y, x, scalars, units,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    i, mask = flat_indices(units, UNIT, BLOCK)
+    z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)
+    store_or_add(y + i, mask, z, scalars, MODE)
+
+
+@lowering("softcap", starts="y")
+def lower_softcap(op: Any, c: Lowering) -> None:
+    constants = {**dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)), "MODE": mode(op, "y")}
+    launch_elementwise(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)

@@ -1,0 +1,245 @@
+"""LayerNorm, and the gradient of RMSNorm, which is LayerNorm's without the mean (`mean` None) and maybe without a weight.
+
+Shapes: x, y, b, total, dy, dx, narrow (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, store_or_add
+from barellm.cuda.kernels.pointwise.dropout import constants_of as dropout_constants
+from barellm.cuda.kernels.pointwise.dropout import kept
+from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+
+# Columns of a row that is held in registers behind an addition. Alone, a forward pass holds one tensor, of which 1024 threads have
+# four times as many elements in fp32, but twice as many in 16 bits, where the weights change their layout beside it. A backward
+# pass holds two tensors. Longer rows are walked in blocks and read again, from the caches.
+IN_REGISTERS = 8192
+FORWARD, FORWARD_16, BACKWARD = 4, 2, 2
+LONG_BLOCK = 4096
+MOST_WARPS, MOST_REGISTERS = 32, 64  # of a program: 1024 threads, which have 64 registers each
+THREAD = 16
+
+
+@device
+def summed(
+    x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """fp32 x (BR, BC); or x + b, or x + dropout(b), which is stored as `total` too."""
+    v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+    if b is not None:
+        u = tl.load(b + i, mask=mask, other=0.0).to(tl.float32)
+        if THRESHOLD is not None:
+            u = tl.where(kept(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), u * SCALE, 0.0)
+        v += u
+        tl.store(total + i, v, mask=mask)
+    return v
+
+
+@device
+def normalised(v, centre, inverse, weight, bias, column, inside):
+    """(v - centre) * inverse * weight + bias."""
+    n = (v - centre[:, None]) * inverse[:, None] * tl.load(weight + column, mask=inside, other=0.0)[None, :]
+    if bias is not None:
+        n += tl.load(bias + column, mask=inside, other=0.0)[None, :]
+    return n
+
+
+@device
+def layernorm(
+    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
+    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """A row is read once and stays in registers. The rough mean is taken off before anything is squared, and what it missed
+    after: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.arange(0, BC)
+    live, inside = row < rows, column < C
+    mask = live[:, None] & inside[None, :]
+    i = row[:, None] * C + column[None, :]
+    v = summed(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD, SCALE, BR, BC)
+    rough = tl.sum(v, 1) / C
+    d = tl.where(mask, v - rough[:, None], 0.0)
+    offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C
+    inverse = 1.0 / tl.sqrt(tl.maximum(square - offset * offset, 0.0) + EPS)
+    tl.store(mean + row, rough + offset, mask=live)
+    tl.store(rstd + row, inverse, mask=live)
+    tl.store(y + i, normalised(d, offset, inverse, weight, bias, column, inside), mask=mask)
+
+
+@device
+def layernorm_long(
+    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
+    C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The same for a row that does not fit in registers: one program walks it three times."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    base = row[:, None] * C
+    sums = tl.zeros((1, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        sums += summed(
+            x, b, total, base + column[None, :], (column < C)[None, :], row, scalars, seq, stream, None, None, 1, BC
+        )
+    if b is not None:
+        tl.debug_barrier()  # other threads may read what this one stored
+        x = total
+    rough = tl.sum(sums, 1) / C
+    sums, squares = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        mask = (column < C)[None, :]
+        v = tl.load(x + base + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.where(mask, v - rough[:, None], 0.0)
+        sums += d
+        squares += d * d
+    offset = tl.sum(sums, 1) / C
+    inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 1) / C - offset * offset, 0.0) + EPS)
+    centre = rough + offset
+    tl.store(mean + row, centre)
+    tl.store(rstd + row, inverse)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        inside = column < C
+        i = base + column[None, :]
+        v = tl.load(x + i, mask=inside[None, :], other=0.0).to(tl.float32) - rough[:, None]
+        tl.store(y + i, normalised(v, offset, inverse, weight, bias, column, inside), mask=inside[None, :])
+
+
+@device
+def statistics(mean, rstd, row, live):
+    """Two statistics of rows: their means, which are zeros where there is no `mean`, and the inverses of their deviations."""
+    centre = tl.zeros(row.shape, tl.float32)
+    if mean is not None:
+        centre = tl.load(mean + row, mask=live, other=0.0)
+    return centre, tl.load(rstd + row, mask=live, other=0.0)
+
+
+@device
+def factors(dy, x, weight, i, column, mask, inside, centre, inverse):
+    """dy (BR, BC) fp32, dn = dy * weight, and n the normalised row; zero off the mask."""
+    g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+    dn = g
+    if weight is not None:
+        dn = g * tl.load(weight + column, mask=inside, other=0.0)[None, :]
+    v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+    return g, dn, tl.where(mask, (v - centre[:, None]) * inverse[:, None], 0.0)
+
+
+@device
+def offset_of(mean, dn, C: tl.constexpr):
+    """mean(dn) of each row, zeros where no mean was taken off."""
+    offset = tl.zeros((dn.shape[0],), tl.float32)
+    if mean is not None:
+        offset = tl.sum(dn, 1) / C
+    return offset
+
+
+@device
+def layernorm_dx(
+    dx, dy, x, weight, mean, rstd, scalars, rows,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd (dn - mean(dn) - n mean(dn n)), rows in registers."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.arange(0, BC)
+    live, inside = row < rows, column < C
+    mask = live[:, None] & inside[None, :]
+    i = row[:, None] * C + column[None, :]
+    centre, inverse = statistics(mean, rstd, row, live)
+    _, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
+    a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
+    store_or_add(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
+
+
+@device
+def layernorm_dx_long(
+    dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
+):
+    """The same for a row that does not fit in registers: one program walks it twice."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    base = row[:, None] * C
+    centre, inverse = statistics(mean, rstd, row, row < rows)
+    sums, products = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        inside = column < C
+        _, dn, n = factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
+        sums += dn
+        products += dn * n
+    a, p = offset_of(mean, sums, C), tl.sum(products, 1) / C
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        inside = column < C
+        i = base + column[None, :]
+        _, dn, n = factors(dy, x, weight, i, column, inside[None, :], inside, centre, inverse)
+        store_or_add(dx + i, inside[None, :], inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
+
+
+def launch_rows(
+    c: Lowering,
+    like: Tensor,
+    short: Any,
+    long: Any,
+    operands: dict[str, Any],
+    *,
+    writes: str,
+    thread: int = THREAD,
+    times: int = 1,
+    **constants: Any,
+) -> None:
+    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers, which hold
+    `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds where they need not be more."""
+    C, rows = int(like.shape[-1]), c.rows(like)
+    if times * IN_REGISTERS < C:
+        if "THRESHOLD" in constants:
+            assert constants.pop("THRESHOLD") is None and constants.pop("SCALE") is None, "no dropout in blocks"
+        shape = {"C": C, "BC": LONG_BLOCK, **constants}
+        c.launch(long, {**operands, "rows": rows}, shape, grid=lambda s: (rows(s),), writes=writes, warps=8)
+        return
+    BC = max(MIN_SUM_COLUMNS, pow2(C))
+    BR = max(1, 128 * thread // BC)
+    warps = min(MOST_WARPS, max(4, BC // (32 * thread)))
+    shape = {"C": C, "BR": BR, "BC": BC, **constants}
+    c.launch(
+        short,
+        {**operands, "rows": rows},
+        shape,
+        grid=lambda s: (ceil_div(rows(s), BR),),
+        writes=writes,
+        warps=warps,
+        registers=MOST_REGISTERS if warps == MOST_WARPS else 0,  # else ptxas takes 32 of them and spills
+    )
+
+
+def times_alone(op: Any) -> int:
+    """How many times IN_REGISTERS columns a norm holds."""
+    if "x" not in op.inputs:
+        return 1
+    return FORWARD if op.x.dtype == "fp32" else FORWARD_16
+
+
+@lowering("layernorm", "add_layernorm", "dropout_add_layernorm")
+def lower_layernorm(op: Any, c: Lowering) -> None:
+    """Alone; behind an addition, whose result it writes; with dropout of what is added. The row is read once in each."""
+    dropped = op.name == "dropout_add_layernorm"
+    operands = {
+        "y": op.y, "mean": op.mean, "rstd": op.rstd, "weight": op.weight, "bias": op.bias,
+        "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
+        "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
+    }  # fmt: skip
+    dropout = dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}
+    writes, times = "y mean rstd total", times_alone(op)
+    launch_rows(c, op.y, layernorm, layernorm_long, operands, writes=writes, times=times, EPS=float(op.eps), **dropout)
+
+
+@lowering("layernorm_dx", "rmsnorm_dx", starts="dx")
+def lower_layernorm_dx(op: Any, c: Lowering) -> None:
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
+    launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", times=BACKWARD, MODE=mode(op, "dx"))

@@ -1,0 +1,104 @@
+"""Softmax over rows. Shapes: x, y, dy, dx (rows, C)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.norm.layernorm import BACKWARD, FORWARD, launch_rows
+from barellm.cuda.lang import constant, device, tl
+
+LOG2_E = constant(1.4426950408889634)
+LOWEST = constant(float("-inf"))
+
+
+@device
+def powers(v, top, SCALE: tl.constexpr):
+    """exp(SCALE (v - top)) by the instruction that has base 2: both factors are one."""
+    return tl.exp2((v - top[:, None]) * (SCALE * LOG2_E))
+
+
+@device
+def softmax(y, x, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """A row is read once and stays in registers."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.arange(0, BC)
+    mask = (row < rows)[:, None] & (column < C)[None, :]
+    i = row[:, None] * C + column[None, :]
+    v = tl.load(x + i, mask=mask, other=LOWEST).to(tl.float32)
+    e = powers(v, tl.max(v, 1), SCALE)
+    tl.store(y + i, e * (1.0 / tl.sum(e, 1))[:, None], mask=mask)
+
+
+@device
+def softmax_long(y, x, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr):
+    """The same for a row that does not fit in registers: one program walks it twice. Each lane has a maximum and a sum of its own,
+    which shrinks when the maximum rises; in the end they are joined."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    base = row[:, None] * C
+    top, total = tl.full((1, BC), LOWEST, tl.float32), tl.zeros((1, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        v = tl.load(x + base + column[None, :], mask=(column < C)[None, :], other=LOWEST).to(tl.float32)
+        now = tl.maximum(top, v)
+        shift = tl.where(now == LOWEST, 0.0, now)  # -inf less -inf would be NaN
+        total = total * tl.exp2((top - shift) * (SCALE * LOG2_E)) + tl.exp2((v - shift) * (SCALE * LOG2_E))
+        top = now
+    most = tl.max(top, 1)
+    by = 1.0 / tl.sum(total * powers(top, most, SCALE), 1)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        i, mask = base + column[None, :], (column < C)[None, :]
+        v = tl.load(x + i, mask=mask, other=LOWEST).to(tl.float32)
+        tl.store(y + i, powers(v, most, SCALE) * by[:, None], mask=mask)
+
+
+@device
+def softmax_dx(
+    dx, dy, y, scalars, rows,
+    C: tl.constexpr, SCALE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """dx = SCALE y (dy - sum(dy y)), both rows in registers."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.arange(0, BC)
+    mask = (row < rows)[:, None] & (column < C)[None, :]
+    i = row[:, None] * C + column[None, :]
+    g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(y + i, mask=mask, other=0.0).to(tl.float32)
+    store_or_add(dx + i, mask, (g - tl.sum(g * p, 1)[:, None]) * p * SCALE, scalars, MODE)
+
+
+@device
+def softmax_dx_long(
+    dx, dy, y, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
+):
+    """The same for rows that do not fit in registers: one program walks them twice."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    base = row[:, None] * C
+    sums = tl.zeros((1, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        i, mask = base + column[None, :], (column < C)[None, :]
+        g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+        sums += g * tl.load(y + i, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(sums, 1)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        i, mask = base + column[None, :], (column < C)[None, :]
+        g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+        p = tl.load(y + i, mask=mask, other=0.0).to(tl.float32)
+        store_or_add(dx + i, mask, (g - total[:, None]) * p * SCALE, scalars, MODE)
+
+
+@lowering("softmax")
+def lower_softmax(op: Any, c: Lowering) -> None:
+    how = {"writes": "y", "times": FORWARD, "SCALE": float(op.scale)}
+    launch_rows(c, op.y, softmax, softmax_long, {"y": op.y, "x": op.x}, **how)
+
+
+@lowering("softmax_dx", starts="dx")
+def lower_softmax_dx(op: Any, c: Lowering) -> None:
+    operands = {"dx": op.dx, "dy": op.dy, "y": op.y}
+    constants = {"SCALE": float(op.scale), "MODE": mode(op, "dx")}
+    launch_rows(c, op.dx, softmax_dx, softmax_dx_long, operands, writes="dx", times=BACKWARD, **constants)

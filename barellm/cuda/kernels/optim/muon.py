@@ -1,0 +1,278 @@
+"""Muon: each kernel does its step for many matrices in one launch, by a table of their addresses; those of a bank have an entry
+each. Shapes: param, grad, m, u, x (rows, cols), n elements each; partials (chunks); clip (2); scales (rows), or (cols) of a wide
+x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Table, lowering
+from barellm.cuda.kernels.common import BLOCK, MOMENTUM, matrix_unit, scalar_fp64
+from barellm.cuda.kernels.optim.multi_tensor import (
+    aligned_pointer,
+    entry_constants,
+    find_entry,
+    first_programs,
+    integer,
+    matrix_constants,
+    matrix_pointer,
+    number,
+    of_matrices,
+    pointer,
+    repeated,
+)
+from barellm.cuda.kernels.optim.optimizer import SPAN
+from barellm.cuda.kernels.storage import (
+    lo_pointer,
+    load_weight,
+    store_weight,
+    weight_constants,
+    weight_operands,
+    weight_pointer,
+)
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.dtypes import PLANES
+from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
+from barellm.program.ops.optim.muon import LEAST
+from barellm.program.ops.optim.optimizer import CHUNK
+from barellm.program.scalars import SCALARS
+
+MOMENTUM_FIELDS = ("first", "units", "m", "grad", "u", "partials")
+NORMALIZE_FIELDS = ("first", "units", "x", "u", "partials", "count", "margin", "eps")
+UPDATE_FIELDS = ("first", "units", "param", "lo", "x", "scales", "scale", "decay", "lr_scale", "cols")
+UNITS = constant(1)
+M, GRAD, U, PARTIALS = (constant(MOMENTUM_FIELDS.index(name)) for name in MOMENTUM_FIELDS[2:])
+TO, FROM, SUMS, COUNT, MARGIN, EPSILON = (constant(NORMALIZE_FIELDS.index(name)) for name in NORMALIZE_FIELDS[2:])
+PARAM, LO, X, SCALES, SCALE, DECAY, LR_SCALE, COLS = (constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:])
+TINY = constant(LEAST)
+
+
+@device
+def muon_momentum(
+    table, clip, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
+):  # fmt: skip
+    """A program does what one partial sum is of."""
+    entry, chunk = find_entry(table, ENTRIES, WIDE)
+    n = integer(table, entry, UNITS, ENTRIES) * UNIT
+    m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
+    grad = aligned_pointer(table, entry, GRAD, ENTRIES, tl.float32, UNIT)
+    u = matrix_pointer(table, entry, U, ENTRIES, UNIT, HALF, FP16)
+    scale, momentum = tl.load(clip + 1), scalar_fp64(scalars, MOMENTUM)
+    finite = scale == scale  # NaN says that the gradient's norm is not finite
+    kept, fresh = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, CHUNK, BLOCK):
+        i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)
+        mask = i < n
+        old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * fresh
+        new = kept * old + g
+        ahead = kept * new + g if NESTEROV else new
+        ahead = tl.where(finite, ahead, 0.0)
+        tl.store(m + i, tl.where(finite, new, old), mask=mask)
+        tl.store(u + i, ahead, mask=mask)
+        total += tl.where(mask, ahead * ahead, 0.0)
+    tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 4) + chunk, tl.sum(total, 0))
+
+
+@lowering("muon_momentum")
+def lower_momentum(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    unit = matrix_unit(each[0], each[0].grad)
+    firsts, programs = first_programs(repeated(each, lambda o: o.chunks(o.grad)))
+    units = repeated(each, lambda o: o.grad.size // o.matrices // unit)
+    fields = {"first": ("i64", firsts), "units": ("i64", units)}
+    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in MOMENTUM_FIELDS[2:]}
+    table = Table(fields, writes=("m", "u", "partials"))
+    constants = {**entry_constants(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
+    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(each[0].u.dtype)}
+    operands = {"table": table, "clip": each[0].clip}
+    c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
+
+
+@device
+def muon_normalize(
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program adds up the few partial sums, in the same order."""
+    entry, turn = find_entry(table, ENTRIES, WIDE)
+    n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
+    sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
+    total = tl.zeros((SUM_BLOCK,), tl.float64)
+    for begin in range(0, count, SUM_BLOCK):
+        total += tl.load(sums + begin + j, mask=begin + j < count, other=0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(total, 0))
+    factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))
+    u = matrix_pointer(table, entry, FROM, ENTRIES, UNIT, HALF, FP16)
+    x = matrix_pointer(table, entry, TO, ENTRIES, UNIT, HALF, FP16)
+    for begin in range(turn * SPAN, tl.minimum((turn + 1) * SPAN, n), BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        value = tl.load(u + i, mask=i < n, other=0.0).to(tl.float32) * factor.to(tl.float32)
+        tl.store(x + i, value, mask=i < n)
+
+
+@lowering("muon_normalize")
+def lower_normalize(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    unit = matrix_unit(each[0], each[0].u)
+    sizes = repeated(each, lambda o: o.u.size // o.matrices)
+    firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
+    fields = {"first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes])}
+    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in ("x", "u", "partials")}
+    fields |= {"count": ("i64", repeated(each, lambda o: o.chunks(o.u)))}
+    fields |= {"margin": ("fp64", repeated(each, lambda o: float(o.margin)))}
+    fields |= {"eps": ("fp64", repeated(each, lambda o: float(o.eps)))}
+    constants = {**entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
+    constants |= {**matrix_constants(each[0].u.dtype), "SUM_BLOCK": 64}
+    table = Table(fields, writes=("x",))
+    c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
+
+
+# --- NorMuon ---
+
+
+@device
+def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """means (rows) of the squares of x (rows, C)."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    total = tl.zeros((BR, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        mask = (row < rows)[:, None] & (column < C)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(means + row, tl.sum(total, 1) / C, mask=row < rows)
+
+
+@device
+def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """means (C) of the squares of x (rows, C); axis 1 of the grid is the matrix of a bank."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    means += tl.program_id(1) * C
+    x += tl.program_id(1).to(tl.int64) * rows * C
+    total = tl.zeros((BR, BC), tl.float32)
+    for first in range(0, rows, BR):
+        row = first + tl.arange(0, BR)
+        mask = (row < rows)[:, None] & (column < C)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(means + column, tl.sum(total, 0) / rows, mask=column < C)
+
+
+@device
+def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
+    """scales (n) that leave the norm of x, in one program for each matrix of a bank; a mean is of EACH elements."""
+    second += tl.program_id(0) * n
+    scales += tl.program_id(0) * n
+    means += tl.program_id(0) * n
+    scale, j = tl.load(clip + 1), tl.arange(0, BLOCK)
+    before, after = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        mask = first + j < n
+        mean = tl.load(means + first + j, mask=mask, other=0.0)
+        old = tl.load(second + first + j, mask=mask, other=1.0)
+        new = tl.where(scale == scale, BETA2 * old + (1.0 - BETA2) * mean, old)
+        d = 1.0 / tl.sqrt(tl.maximum(new, TINY))
+        tl.store(second + first + j, new, mask=mask)
+        before += mean.to(tl.float64)
+        after += mean.to(tl.float64) * d.to(tl.float64) * d.to(tl.float64)
+    norm, scaled = tl.sqrt(tl.sum(before, 0) * EACH), tl.sqrt(tl.sum(after, 0) * EACH)
+    ratio = (norm / tl.maximum(scaled, TINY)).to(tl.float32)
+    tl.debug_barrier()
+    for first in range(0, n, BLOCK):
+        mask = first + j < n
+        new = tl.load(second + first + j, mask=mask, other=1.0)
+        tl.store(scales + first + j, ratio / tl.sqrt(tl.maximum(new, TINY)), mask=mask)
+
+
+@lowering("normuon_scales")
+def lower_scales(op: Any, c: Lowering) -> None:
+    rows, C = op.one(op.x)
+    means = c.scratch("means", op.second.shape)
+    operands, wide = {"means": means, "x": op.x}, rows < C
+    BR, BC = (32, 32) if wide else (8, 128)
+    constants, many = {"C": C, "BR": BR, "BC": BC}, rows * op.matrices
+    if wide:
+        grid = (ceil_div(C, BC), op.matrices)
+        c.launch(column_means, operands | {"rows": rows}, constants, grid=lambda s: grid, writes="means")
+    else:
+        c.launch(row_means, operands | {"rows": many}, constants, grid=lambda s: (ceil_div(many, BR),), writes="means")
+    operands = {**op.outputs, "means": means, "clip": op.clip, "n": op.second.size // op.matrices}
+    constants = {"EACH": min(rows, C), "BETA2": float(op.beta2), "BLOCK": BLOCK}
+    c.launch(scales_of_means, operands, constants, grid=lambda s: (op.matrices,), writes="second scales")
+
+
+# --- the weight ---
+
+
+@device
+def muon_update(
+    table, clip, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
+    RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each. RATE:
+    the place of the learning rate among the scalars."""
+    ok = tl.load(clip + 1)
+    if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
+        entry, turn = find_entry(table, ENTRIES, WIDE)
+        n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+        if FORMAT is not None:
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
+        x = matrix_pointer(table, entry, X, ENTRIES, UNIT, HALF, FP16)
+        rate = scalar_fp64(scalars, RATE) * number(table, entry, LR_SCALE, ENTRIES)
+        size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
+        lost = rate * number(table, entry, DECAY, ENTRIES)
+        if SQUARED:
+            lost *= rate * number(table, entry, SCALE, ENTRIES)
+        decay = lost.to(tl.float32)
+        begin = turn * SPAN
+        for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
+            i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
+            mask = i < n
+            update, p = size * tl.load(x + i, mask=mask, other=0.0).to(tl.float32), load_weight(param, lo, i, mask)
+            if SCALED != "":
+                scales = pointer(table, entry, SCALES, ENTRIES, tl.float32, 4)
+                which = i // cols if SCALED == "rows" else i % cols
+                update *= tl.load(scales + which, mask=mask, other=0.0)
+            kept = p * decay
+            if CAUTIOUS:
+                kept = tl.where(update * p >= 0, kept, 0.0)
+            store_weight(param, lo, i, mask, p - kept - update)
+
+
+@lowering("muon_update", also={"param": PLANES})
+def lower_update(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    param = each[0].outputs["param"]
+    unit = matrix_unit(each[0], param)
+    sizes = repeated(each, lambda o: o.x.size // o.matrices)
+    firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
+    scaled = each[0].scales is not None
+    rows, cols = each[0].one(each[0].x)
+    planes = [weight_operands("param", o.outputs["param"]) for o in each]
+    lo = of_matrices(each, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
+    columns = {
+        "first": ("i64", firsts),
+        "units": ("i64", [n // unit for n in sizes]),
+        "param": of_matrices(each, (p["param"] for p in planes)),
+        "lo": lo,
+        "x": of_matrices(each, (o.x for o in each)),
+        "scales": of_matrices(each, (o.scales for o in each)) if scaled else ("i64", [0] * len(sizes)),
+        "scale": ("fp64", repeated(each, lambda o: float(o.scale))),
+        "lr_scale": ("fp64", repeated(each, lambda o: float(o.lr_scale))),
+        "decay": ("fp64", repeated(each, lambda o: float(o.weight_decay))),
+        "cols": ("i64", repeated(each, lambda o: int(o.x.shape[1]))),
+    }
+    constants = {
+        **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
+        **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
+        "RATE": SCALARS[each[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
+    }  # fmt: skip
+    table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
+    c.launch(muon_update, {"table": table, "clip": each[0].clip}, constants, grid=lambda s: (programs,), writes="")

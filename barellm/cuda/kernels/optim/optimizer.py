@@ -1,0 +1,276 @@
+"""The gradient's norm, clipping and AdamW, each for all parameters in one launch. Shapes: grad, param, m, v flat, n elements each;
+partials (chunks); clip (2)."""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Any
+
+from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
+from barellm.cuda.kernels.common import BLOCK, LR, STEP, scalar_fp64, unit_of
+from barellm.cuda.kernels.loss.cross_entropy import scale_of
+from barellm.cuda.kernels.optim.multi_tensor import (
+    column,
+    entry_constants,
+    find_entry,
+    first_programs,
+    integer,
+    number,
+    pointer,
+)
+from barellm.cuda.kernels.pointwise.random import sample_key, shared_words
+from barellm.cuda.kernels.single_pass_reduction import is_last_program
+from barellm.cuda.kernels.storage import (
+    WHOLE,
+    lo_pointer,
+    load_moment,
+    load_weight,
+    moment_constants,
+    moment_operand,
+    store_moment,
+    store_weight,
+    to_bf16,
+    weight_columns,
+    weight_constants,
+    weight_pointer,
+)
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.dtypes import PLANES
+from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
+from barellm.program.ops.optim.optimizer import CHUNK
+from barellm.runtime.lowering import part
+
+SPAN = (
+    4 * BLOCK
+)  # elements of one parameter that a program updates: what it looks up and the step's factors count little then
+SUM_FIELDS = ("first", "units", "x", "partials")
+UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "stream", "origin")
+GROWTH = constant(GROWTH_STEPS)
+LEAST_POWER, MOST_POWER = constant(LEAST_SCALE - FIRST_SCALE), constant(MOST_SCALE - FIRST_SCALE)
+UNITS, X, PARTIALS = (constant(SUM_FIELDS.index(name)) for name in ("units", "x", "partials"))
+PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (
+    constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:]
+)
+
+
+@device
+def sum_squares(
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program sums one chunk: few of them for a small matrix, so each has many loads under way."""
+    entry, chunk = find_entry(table, ENTRIES, WIDE)
+    n = integer(table, entry, UNITS, ENTRIES) * UNIT
+    x = pointer(table, entry, X, ENTRIES, tl.float32, 16)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, CHUNK, BLOCK):
+        i = chunk * CHUNK + first + tl.arange(0, BLOCK)
+        v = tl.load(x + i, mask=i < n, other=0.0)
+        total += v * v
+    tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 4) + chunk, tl.sum(total, 0))
+
+
+@lowering("sum_squares", floats="fp32", spans="x partials")
+def lower_sum_squares(op: Any, c: Lowering) -> None:
+    sums: list[Any] = members(op)
+    unit = unit_of(sums[0].x)
+    firsts, programs = first_programs(ceil_div(s.x.size, CHUNK) for s in sums)
+    columns = {
+        "first": ("i64", firsts),
+        "units": ("i64", [s.x.size // unit for s in sums]),
+        "x": ("*fp32", [part(s.x) for s in sums]),
+        "partials": ("*fp32", [part(s.partials) for s in sums]),
+    }
+    c.launch(
+        sum_squares,
+        {"table": Table({name: columns[name] for name in SUM_FIELDS}, writes=("partials",))},
+        {**entry_constants(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192},
+        grid=lambda s: (programs,),
+        writes="",
+        warps=16,
+    )
+
+
+@device
+def reduce_splits(total, p, n, BLOCK: tl.constexpr):
+    """total (1) fp64 = the sum of p (n)."""
+    t = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        t += tl.load(p + i, mask=i < n, other=0.0).to(tl.float64)
+    tl.store(total, tl.sum(t, 0))
+
+
+@device
+def clip_scale(
+    clip, skipped, loss_scale, totals, counter, table,
+    LIMIT: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last one then has clip (2) = [norm,
+    min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the loss scale, which then
+    moves on."""
+    j = tl.program_id(0)
+    reduce_splits(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
+    if is_last_program(counter):
+        i = tl.arange(0, WIDE)
+        norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < ENTRIES, other=0.0), 0))
+        if loss_scale is not None:
+            by = scale_of(loss_scale).to(tl.float64)
+            norm /= by
+        scale = tl.where(norm > LIMIT, LIMIT / norm, 1.0) if LIMIT > 0 else tl.full((), 1.0, tl.float64)
+        finite = norm.to(tl.float32) < float("inf")  # false for NaN as well
+        if loss_scale is not None:
+            scale /= by
+            power, good = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
+            grows = good >= GROWTH
+            kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
+            tl.store(loss_scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
+            tl.store(loss_scale + 1, tl.where(finite & (grows == 0), good, 0))
+        tl.store(clip, norm.to(tl.float32))
+        tl.store(clip + 1, tl.where(finite, scale, float("nan")).to(tl.float32))
+        tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
+
+
+@lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
+def lower_clip_scale(op: Any, c: Lowering) -> None:
+    partials = [t for name, t in op.inputs.items() if name not in op.inplace]
+    count = len(partials)
+    fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
+    operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
+    c.launch(
+        clip_scale,
+        {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
+        {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512},
+        grid=lambda s: (count,),
+        writes="totals clip skipped loss_scale",
+    )
+
+
+@device
+def step_factors(
+    factors, scalars, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, LR_SCALE: tl.constexpr, CAUTIOUS: tl.constexpr
+):
+    """factors (2) = what a step multiplies by everywhere, from doubles: the rate with both bias corrections, which CAUTIOUS wants,
+    or with the first, and 1 / sqrt of the second. One program does it: in each thread of the update it took 90 instructions of
+    doubles and three calls."""
+    lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
+    rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
+    if CAUTIOUS:
+        rate *= root
+    tl.store(factors, rate.to(tl.float32))
+    tl.store(factors + 1, (1.0 / root).to(tl.float32))
+
+
+@device
+def adamw(
+    table, clip, factors, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, LR_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr, BF16: tl.constexpr,
+    M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
+):  # fmt: skip
+    """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. `factors`: `step_factors` made them.
+    STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream. CAUTIOUS: modded-nanogpt's Adam, whose
+    eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way. BF16: the new weight is
+    rounded to it."""
+    scale = tl.load(clip + 1)
+    if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
+        entry, turn = find_entry(table, ENTRIES, WIDE)
+        n = integer(table, entry, UNITS, ENTRIES) * UNIT
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
+        if FORMAT is not None:
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
+        m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
+        v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
+        grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
+        lr = scalar_fp64(scalars, LR) * LR_SCALE
+        decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
+        rate, unbias = tl.load(factors), tl.load(factors + 1)
+        if CAUTIOUS:
+            lost = (lr * decay).to(tl.float32)
+        else:
+            shrink = (1.0 - decay).to(tl.float32)
+        begin = turn * SPAN
+        for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
+            # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
+            # through shared memory.
+            i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
+            mask = i < n
+            dither_m, dither_v = None, None
+            if STOCHASTIC:
+                stream = integer(table, entry, STREAM, ENTRIES)
+                k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), stream)
+                bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
+                dither_m, dither_v = (bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32)
+            g = tl.load(grad + i, mask=mask, other=0.0) * scale
+            mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
+            square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g
+            p = load_weight(param, lo, i, mask)
+            if CAUTIOUS:
+                update = rate * mean / (tl.sqrt(square) + EPSILON)
+                p = p - update - tl.where(update * p > 0, p * lost, 0.0)
+            else:
+                p = p * shrink - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
+            if BF16:
+                p = to_bf16(p)
+            store_weight(param, lo, i, mask, p)
+            store_moment(m, i, mask, mean, dither_m, M_MANTISSA, M_SIGNED)
+            store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
+
+
+def _log2(beta: float) -> float:
+    """The logarithm of a decay rate; of 0 a number to which 2 is 0 in fp64."""
+    return log2(beta) if beta else -2048.0
+
+
+def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
+    updates: list[Any] = members(op)
+    params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
+    unit = unit_of(params[0])
+    firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
+    columns = {
+        "first": ("i64", firsts),
+        "units": ("i64", [p.size // unit for p in params]),
+        **weight_columns(params),
+        "m": column(moment_operand(m) for m in ms),
+        "v": column(moment_operand(v) for v in vs),
+        "grad": column(u.grad for u in updates),
+        "decay": ("fp64", [float(u.weight_decay) for u in updates]),
+        "stream": ("i64", [u.stream or 0 for u in updates]),
+        "origin": ("i64", [u.grad.first_element for u in updates]),  # in the whole tensor, of a rank's share
+    }
+    beta1, beta2 = float(op.beta1), float(op.beta2)
+    both = {"LR_SCALE": float(updates[0].lr_scale), "CAUTIOUS": cautious or None}
+    factors = c.scratch("factors", (2,))
+    c.launch(
+        step_factors, {"factors": factors}, both | {"LOG_BETA1": _log2(beta1), "LOG_BETA2": _log2(beta2)},
+        grid=lambda s: (1,), writes="factors", warps=1,
+    )  # fmt: skip
+    constants = both | {
+        **entry_constants(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
+        "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
+        "STOCHASTIC": updates[0].stream is not None, "BF16": updates[0].bf16,
+        **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
+    }  # fmt: skip
+    table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
+    c.launch(
+        adamw,
+        {"table": table, "clip": updates[0].clip, "factors": factors},
+        constants,
+        grid=lambda s: (programs,),
+        writes="",
+    )
+
+
+TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}
+
+
+@lowering("adamw", **TAKES)
+def lower_adamw(op: Any, c: Lowering) -> None:
+    _lower(op, c, cautious=False)
+
+
+@lowering("cautious_adam", **TAKES)
+def lower_cautious_adam(op: Any, c: Lowering) -> None:
+    _lower(op, c, cautious=True)

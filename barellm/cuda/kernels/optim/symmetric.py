@@ -1,0 +1,155 @@
+"""Products with symmetric results, and what Muon multiplies with them: each for all matrices of one shape in one launch, axis 1 of
+the grid being the matrix.
+
+Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
+What lies below it is stored as it is and mirrored, so both triangles are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Table, lowering
+from barellm.cuda.kernels.optim.multi_tensor import matrix_constants, matrix_pointer, number, of_matrices, repeated
+from barellm.cuda.lang import device, tl
+from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
+
+
+@device
+def symmetric_product(
+    table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out (N, N) = x x^T of x (N, DEPTH), x^T x of x (DEPTH, N) where COLUMNS; or linear x + square x x of a symmetric x."""
+    TILES: tl.constexpr = (N + B - 1) // B
+    m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
+    if n0 <= m0:
+        out = matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16)
+        x = matrix_pointer(table, entry, 1, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
+        m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
+        m_in, n_in = m < N, n < N
+        if COLUMNS:
+            a_at, b_at = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
+        else:
+            a_at = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
+            b_at = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
+        acc = tl.zeros((B, B), tl.float32)
+        for k0 in range(0, DEPTH, BK):
+            k_in = k < DEPTH - k0
+            a = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            b = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
+            a_at += BK * N if COLUMNS else BK
+            b_at += BK * N if COLUMNS else BK
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        inside = m_in[:, None] & n_in[None, :]
+        if POLYNOMIAL:
+            linear, square = number(table, entry, 2, ENTRIES), number(table, entry, 3, ENTRIES)
+            before = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
+        mirrored = n.to(tl.int64)[:, None] * N + m[None, :]
+        mirrored_inside = n_in[:, None] & m_in[None, :]
+        if m0 == n0:
+            tl.store(out + at, acc, mask=inside & (m[:, None] >= n[None, :]))
+            tl.store(out + mirrored, tl.trans(acc), mask=mirrored_inside & (m[None, :] > n[:, None]))
+        else:  # without a mask by element both stores are as wide as can be
+            tl.store(out + at, acc, mask=inside)
+            tl.store(out + mirrored, tl.trans(acc), mask=mirrored_inside)
+
+
+@device
+def gram_apply(
+    table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """y (M, N) = scale x + a (M, K) b (K, N)."""
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
+    y, a, b, x = (
+        matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16),
+        matrix_pointer(table, entry, 1, ENTRIES, K, HALF, FP16),
+        matrix_pointer(table, entry, 2, ENTRIES, N, HALF, FP16),
+        matrix_pointer(table, entry, 3, ENTRIES, N, HALF, FP16),
+    )
+    m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
+    m_in, n_in = m < M, n < N
+    a_at = a + m.to(tl.int64)[:, None] * K + k[None, :]
+    b_at = b + n[None, :] + k[:, None] * N
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        k_in = k < K - k0
+        left = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
+        right = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+        acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
+        a_at += BK
+        b_at += BK * N
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    inside = m_in[:, None] & n_in[None, :]
+    scale = number(table, entry, 4, ENTRIES).to(tl.float32)
+    tl.store(y + at, acc + scale * tl.load(x + at, mask=inside, other=0.0).to(tl.float32), mask=inside)
+
+
+def side_of(n: int, dtype: str) -> int:
+    """Rows and columns of a tile: few large ones leave a GPU idle."""
+    return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
+
+
+def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """(constants, compiler's options) of a product on tiles with sides as `side_of` says."""
+    side = side_of(n, dtype)
+    tf32 = c.target.tf32 if dtype == "fp32" else None
+    constants = {**matrix_constants(dtype), "TF32": tf32 or None, "BK": 32 if dtype == "fp32" else 64}
+    return constants, {"warps": 8 if side == 128 else 4, "stages": 3}
+
+
+def _symmetric(
+    c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
+) -> None:
+    n, dtype = int(outs[0].shape[1]), xs[0].dtype
+    constants, options = tile_constants(c, n, dtype)
+    side, entries = side_of(n, dtype), sum(o.matrices for o in each)
+    constants |= {
+        "ENTRIES": entries,
+        "N": n,
+        "DEPTH": depth,
+        "COLUMNS": columns,
+        "POLYNOMIAL": bool(factors),
+        "B": side,
+    }
+    table = Table({"out": of_matrices(each, outs), "x": of_matrices(each, xs), **factors}, writes=("out",))
+    tiles = ceil_div(n, side) ** 2
+    c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
+
+
+@lowering("gram")
+def lower_gram(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    depth, tall = max(each[0].one(each[0].x)), each[0].is_tall(each[0].x)
+    _symmetric(c, each, [o.a for o in each], [o.x for o in each], depth=depth, columns=tall, factors={})
+
+
+@lowering("gram_polynomial")
+def lower_polynomial(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
+    factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}
+    n = int(each[0].a.shape[1])
+    _symmetric(c, each, [o.b for o in each], [o.a for o in each], depth=n, columns=False, factors=factors)
+
+
+@lowering("gram_apply")
+def lower_apply(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    x, entries = each[0].x, sum(o.matrices for o in each)
+    (rows, cols), tall = each[0].one(x), each[0].is_tall(x)
+    xs, bs = [o.x for o in each], [o.b for o in each]
+    side = side_of(min(rows, cols), x.dtype)
+    constants, options = tile_constants(c, min(rows, cols), x.dtype)
+    constants |= {"ENTRIES": entries, "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
+    operands = {"y": [o.y for o in each], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
+    fields: dict[str, Any] = {name: of_matrices(each, tensors) for name, tensors in operands.items()}
+    fields["scale"] = ("fp64", repeated(each, lambda o: float(o.scale)))
+    tiles = ceil_div(rows, side) * ceil_div(cols, side)
+    table = Table(fields, writes=("y",))
+    c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)

@@ -1,0 +1,156 @@
+"""Initial values of all parameters, (rows, columns), in a few launches; a vector is one row. Elements from `valid` on are zero."""
+
+from __future__ import annotations
+
+from math import pi, prod
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Table, lowering
+from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
+from barellm.cuda.kernels.optim.multi_tensor import entry_constants, find_entry, first_programs, integer, number
+from barellm.cuda.kernels.pointwise.random import calls, threefry, to_columns
+from barellm.cuda.kernels.storage import (
+    WHOLE,
+    lo_pointer,
+    store_weight,
+    to_bf16,
+    weight_columns,
+    weight_constants,
+    weight_pointer,
+)
+from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.dtypes import PLANES
+from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+
+TURN = constant(2 * pi / 2**24)
+RANDOM_FIELDS = ("first", "param", "lo", "valid", "rows", "size", "stream")
+CONSTANT_FIELDS = ("first", "param", "lo", "valid", "units", "value")
+PARAM, LO, VALID, ROWS, SIZE, STREAM = (constant(RANDOM_FIELDS.index(name)) for name in RANDOM_FIELDS[1:])
+UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELDS[4:])
+
+
+@device
+def normals(first, second):
+    """Two standard normals from two words (Box-Muller on 24 bits of each). The logarithm is fp64: near 1, where the radius is
+    small, a fast one has no correct digit. The angle is brought into an eighth of a turn in integers, where Taylor's series
+    needs five terms; it costs no branch for large angles, which a library's function has."""
+    uniform = ((first >> 8) + 1).to(tl.float64) * (1.0 / 16777216.0)
+    radius = tl.sqrt((-2.0 * tl.log(uniform)).to(tl.float32))
+    angle = (second >> 8).to(tl.int32)
+    quarter = (angle + (1 << 21)) >> 22
+    a = (angle - (quarter << 22)).to(tl.float32) * TURN
+    s = a * a
+    sine = a * (1.0 - s * (1.0 / 6 - s * (1.0 / 120 - s * (1.0 / 5040 - s * (1.0 / 362880)))))
+    cosine = 1.0 - s * (1.0 / 2 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))))
+    swapped = (quarter & 1) != 0
+    x, y = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
+    x = tl.where(((quarter + 1) & 2) != 0, -x, x)
+    y = tl.where((quarter & 2) != 0, -y, y)
+    return radius * x, radius * y
+
+
+@device
+def uniforms(first, second):
+    """Two numbers between -1 and 1 from two words, uniform (24 bits of each)."""
+    x = ((first >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
+    y = ((second >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
+    return x, y
+
+
+@device
+def random_init(
+    table, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """size * random numbers; BF16: rounded to it."""
+    entry, turn = find_entry(table, ENTRIES, WIDE)
+    row = turn * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (row < integer(table, entry, ROWS, ENTRIES))[:, None] & (column < C)[None, :]
+    seed = tl.load(scalars + SEED).to(tl.uint32)
+    zero = tl.zeros((BR,), tl.uint32)
+    k0, k1 = threefry(seed + zero, zero, zero, integer(table, entry, STREAM, ENTRIES).to(tl.uint32) + zero)
+    first, second = calls(k0, k1, row, tl.program_id(1) * (BC // 2), BR, BC // 2)
+    if NORMAL:
+        x, y = normals(first, second)
+    else:
+        x, y = uniforms(first, second)
+    i = row[:, None] * C + column[None, :]
+    live = i < integer(table, entry, VALID, ENTRIES)
+    size = number(table, entry, SIZE, ENTRIES).to(tl.float32)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
+    if FORMAT is not None:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
+    value = tl.where(live, to_columns(x, y, BR, BC) * size, 0.0)
+    if BF16:
+        value = to_bf16(value)
+    store_weight(param, lo, i, mask, value)
+
+
+@lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
+def lower_random_init(op: Any, c: Lowering) -> None:
+    inits, params = members(op), parameters(op)
+    normal = inits[0].name == "normal_init"
+    C = int(params[0].shape[-1])
+    rows = [t.size // C for t in params]
+    BC = max(32, min(256, pow2(C)))
+    BR = BLOCK // BC
+    more = {
+        "rows": ("i64", rows),
+        "size": ("fp64", [float(i.attrs["std" if normal else "bound"]) for i in inits]),
+        "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
+    }
+    fixed = {"C": C, "BR": BR, "BC": BC, "NORMAL": normal, "BF16": inits[0].bf16}
+    launch_all(c, random_init, RANDOM_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), **fixed)
+
+
+@device
+def constant_init(
+    table,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry, turn = find_entry(table, ENTRIES, WIDE)
+    i = turn * BLOCK + tl.arange(0, BLOCK)
+    mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
+    live = i < integer(table, entry, VALID, ENTRIES)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
+    if FORMAT is not None:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
+    store_weight(param, lo, i, mask, tl.where(live, number(table, entry, VALUE, ENTRIES).to(tl.float32), 0.0))
+
+
+@lowering("constant_init", floats="fp32", also={"param": PLANES})
+def lower_constant_init(op: Any, c: Lowering) -> None:
+    sizes = [t.size for t in parameters(op)]
+    unit = unit_of(parameters(op)[0])
+    more = {
+        "units": ("i64", [n // unit for n in sizes]),
+        "value": ("fp64", [float(i.attrs["value"]) for i in members(op)]),
+    }
+    launch_all(c, constant_init, CONSTANT_FIELDS, [ceil_div(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
+
+
+def launch_all(
+    c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
+    blocks: int = 1, **constants: Any,
+) -> None:  # fmt: skip
+    """One launch for the parameters of an op or a group. `programs`: of each; `blocks`: of columns; `more`: further fields."""
+    params = parameters(c.op)
+    firsts, count = first_programs(programs)
+    valid = [
+        min(int(i.attrs["valid_rows"]), int(t.shape[0])) * prod(t.shape[1:])
+        for i, t in zip(members(c.op), params, strict=True)
+    ]
+    columns = {"first": ("i64", firsts), **weight_columns(params), "valid": ("i64", valid), **more}
+    table = Table({name: columns[name] for name in fields}, writes=("param", "lo"))
+    fixed = {**entry_constants(len(params)), "UNIT": unit_of(params[0]), **weight_constants(params[0]), **constants}
+    c.launch(function, {"table": table}, fixed, grid=lambda s: (count, blocks), writes="")
+
+
+def parameters(op: Op) -> list[Tensor]:
+    return [init.outputs["param"] for init in members(op)]

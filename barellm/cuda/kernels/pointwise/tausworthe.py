@@ -1,0 +1,109 @@
+"""Dropout by Tausworthe generators, and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the draws are those of
+`program/ops/tausworthe.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.common import SAMPLE, store_or_add
+from barellm.cuda.kernels.pointwise.dropout import constants_of
+from barellm.cuda.kernels.pointwise.random import sample_key, threefry
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.integers import ceil_div
+from barellm.program.ops.pointwise.random import HALF as LANES_OF_ROW
+from barellm.program.ops.pointwise.tausworthe import BLOCK as COLUMNS_OF_STREAMS
+from barellm.program.ops.pointwise.tausworthe import GENERATORS
+
+HALF, BLOCK = constant(LANES_OF_ROW), constant(COLUMNS_OF_STREAMS)
+ROWS = 64  # of a program: with HALF columns 8 elements for each of 128 threads
+
+
+@device
+def begin(word, MASK: tl.constexpr):
+    """A seed from random words: the lowest bit of the mask where all those inside it are zero."""
+    return tl.where((word & MASK) == 0, word | ((MASK ^ 0xFFFFFFFF) + 1), word)
+
+
+@device
+def advance(s, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, MASK: tl.constexpr):
+    return ((s & MASK) << C) ^ (((s << A) ^ s) >> B)
+
+
+@device
+def advance_all(s0, s1, s2, s3, COMPONENTS: tl.constexpr):
+    """All components one step on. Of a generator with three of them the fourth stays as it is."""
+    s0 = advance(s0, COMPONENTS[0][0], COMPONENTS[0][1], COMPONENTS[0][2], COMPONENTS[0][3])
+    s1 = advance(s1, COMPONENTS[1][0], COMPONENTS[1][1], COMPONENTS[1][2], COMPONENTS[1][3])
+    s2 = advance(s2, COMPONENTS[2][0], COMPONENTS[2][1], COMPONENTS[2][2], COMPONENTS[2][3])
+    if len(COMPONENTS) == 4:
+        s3 = advance(s3, COMPONENTS[3][0], COMPONENTS[3][1], COMPONENTS[3][2], COMPONENTS[3][3])
+    return s0, s1, s2, s3
+
+
+@device
+def streams(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexpr):
+    """The states (ROWS, HALF) of the streams of a block of columns before their first draw; keys and rows (ROWS,)."""
+    i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]
+    row = row.to(tl.uint32)[:, None]
+    s0, s1 = threefry(k0[:, None], k1[:, None], i, row)
+    s2, s3 = threefry(k0[:, None], k1[:, None], i + HALF, row)
+    s0, s1, s2 = begin(s0, COMPONENTS[0][3]), begin(s1, COMPONENTS[1][3]), begin(s2, COMPONENTS[2][3])
+    if len(COMPONENTS) == 4:
+        s3 = begin(s3, COMPONENTS[3][3])
+    else:
+        s3 = tl.zeros((ROWS, HALF), tl.uint32)
+    return advance_all(s0, s1, s2, s3, COMPONENTS)
+
+
+@device
+def tausworthe_dropout(
+    out,
+    x,
+    scalars,
+    rows,
+    seq,
+    stream,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """A program walks along one block of columns of ROWS rows, and takes HALF columns with each draw."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
+    s0, s1, s2, s3 = streams(k0, k1, row % seq, block, ROWS, COMPONENTS)
+    for first in range(block * BLOCK, min(block * BLOCK + BLOCK, C), HALF):
+        s0, s1, s2, s3 = advance_all(s0, s1, s2, s3, COMPONENTS)
+        column = first + tl.arange(0, HALF)
+        mask = (row < rows)[:, None] & (column < C)[None, :]
+        i = row[:, None] * C + column[None, :]
+        value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE
+        store_or_add(out + i, mask, tl.where((s0 ^ s1 ^ s2 ^ s3) >= THRESHOLD, value, 0.0), scalars, MODE)
+
+
+def lower(c: Lowering, out: str, x: str) -> None:
+    op: Any = c.op
+    like = op.outputs[out]
+    C, rows = int(like.shape[-1]), c.rows(like)
+    components = tuple((s.a, s.b, s.c, s.mask) for s in GENERATORS[op.bits])
+    c.launch(
+        tausworthe_dropout,
+        {"out": like, "x": op.inputs[x], "rows": rows, "seq": lambda s: s.seq, "stream": int(op.stream)},
+        {"C": C, "ROWS": ROWS, "COMPONENTS": components, "MODE": mode(op, out), **constants_of(op)},
+        grid=lambda s: (ceil_div(rows(s), ROWS), ceil_div(C, COLUMNS_OF_STREAMS)),
+        writes="out",
+    )
+
+
+@lowering("tausworthe_dropout", starts="y")
+def lower_tausworthe_dropout(op: Any, c: Lowering) -> None:
+    lower(c, "y", "x")
+
+
+@lowering("tausworthe_dropout_backward", starts="dx")
+def lower_tausworthe_dropout_backward(op: Any, c: Lowering) -> None:
+    lower(c, "dx", "dy")

@@ -1,0 +1,163 @@
+"""Global gradient norm, clipping and AdamW. Tensors of any shape; all statistics fp32."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from barellm.program.dtypes import round_to_bf16
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
+from barellm.program.moments import decode, encode
+from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.pointwise.random import shared_words
+from barellm.program.tensor import Tensor, describe
+
+STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
+CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only
+
+
+class SumSquares(Op):
+    """partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of x."""
+
+    name = "sum_squares"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        return {"partials": ((-(-x.size // CHUNK),), "fp32")}
+
+    def reference(self, x):
+        return {"partials": np.add.reduceat(x.reshape(-1) ** 2, np.arange(0, x.size, CHUNK))}
+
+    def flops(self) -> int:
+        return 2 * self.x.size
+
+
+class ClipScale(Op):
+    """clip = [norm, scale], from the partial sums p0, p1, ... in this order; scale = min(1, clip / norm).
+
+    `clip` 0 means no clipping. A norm that is not finite gives scale NaN, which AdamW obeys by changing nothing, and
+    counts one more in `skipped` (1,) i32.
+
+    With a `loss_scale` (`program.loss_scale`) the gradients are too large by it: the norm is divided by it, and so is
+    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without.
+    """
+
+    name = "clip_scale"
+    optional = ("loss_scale",)
+    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped", "loss_scale": "loss_scale"}
+
+    def infer(self, skipped: Tensor, loss_scale: Tensor | None = None, **partials: Tensor) -> dict[str, Spec]:
+        state = {} if loss_scale is None else {"loss_scale": (loss_scale.shape, loss_scale.dtype)}
+        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype), **state}
+
+    def reference(self, skipped, loss_scale=None, **partials):
+        by = 1.0 if loss_scale is None else scale_of(loss_scale)
+        norm = np.sqrt(sum(p.sum() for p in partials.values())) / by
+        finite = np.isfinite(norm)
+        state = {} if loss_scale is None else {"loss_scale": self._next(loss_scale, bool(finite))}
+        if not finite:
+            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1, **state}
+        limit = self.attrs["clip"]
+        scale = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
+        return {"clip": np.array([norm, scale / by]), "skipped": skipped, **state}
+
+    @staticmethod
+    def _next(loss_scale: np.ndarray, finite: bool) -> np.ndarray:
+        power, good = (int(n) for n in loss_scale)
+        if not finite:
+            return np.array([max(power - 1, LEAST_SCALE - FIRST_SCALE), 0], np.int32)
+        if good + 1 < GROWTH_STEPS:
+            return np.array([power, good + 1], np.int32)
+        return np.array([min(power + 1, MOST_SCALE - FIRST_SCALE), 0], np.int32)
+
+
+class AdamW(Op):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019) as in torch.optim.AdamW; g = grad * clip[1]:
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    p = p (1 - lr wd) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
+
+    lr is the scalar of the run times the constant `lr_scale`. `step` counts from 1. Nothing changes if clip[1] is NaN.
+
+    Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.moments`). The weight is updated from the new
+    moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
+    `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
+    lowest 14 and v the highest 13. A span of a parameter has the columns of its elements.
+
+    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for.
+    """
+
+    name = "adamw"
+    optional = ("stream", "bf16")
+    scalars = ("lr", "step", "seed")
+    inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
+
+    @property
+    def lr_scale(self) -> float:
+        return self.attrs.get("lr_scale", 1.0)
+
+    def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
+        if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
+            raise ValueError(
+                f"{self.name} expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}"
+            )
+        if (m.dtype, v.dtype) not in STATE_DTYPES:
+            raise ValueError(f"{self.name} expects fp32 moments, or e6m9 and ue6m10: {describe(m=m, v=v)}")
+        return {"param": (param.shape, param.dtype), "m": (m.shape, m.dtype), "v": (v.shape, v.dtype)}
+
+    def reference(self, param, grad, m, v, clip, lr, step, seed=0):
+        if np.isnan(clip[1]):
+            return {"param": param, "m": m, "v": v}
+        g, lr = grad * clip[1], lr * self.lr_scale
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
+        param = param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
+        return {"param": self._rounded(param), **self._stored(m, v, step, seed)}
+
+    def _rounded(self, param: np.ndarray) -> np.ndarray:
+        return round_to_bf16(param) if self.bf16 else param
+
+    def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
+        """The new moments as their dtypes hold them."""
+        if self.m.dtype == "fp32":
+            return {"m": m, "v": v}
+        dither_m = dither_v = None
+        if self.stream is not None:
+            first = self.param.first_element
+            bits = shared_words(seed, step, 0, self.stream, first + m.size)[first:].reshape(m.shape)
+            dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
+        return {
+            "m": decode(encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
+            "v": decode(encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
+        }
+
+    def flops(self) -> int:
+        return 14 * self.param.size
+
+
+class CautiousAdam(AdamW):
+    """Adam as modded-nanogpt has it, with decay only where the step makes a weight smaller too; g = grad * clip[1]:
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    u = lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps);  p = p - u - (lr^2 wd p where u p > 0).
+
+    Two things differ from AdamW besides that: eps is added to the root of v before the bias is corrected, and the decay falls with
+    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there.
+    """
+
+    name = "cautious_adam"
+
+    def reference(self, param, grad, m, v, clip, lr, step, seed=0):
+        if np.isnan(clip[1]):
+            return {"param": param, "m": m, "v": v}
+        g, lr = grad * clip[1], lr * self.lr_scale
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        rate = lr * np.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
+        update = rate * m / (np.sqrt(v) + self.eps)
+        decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
+        return {"param": self._rounded(param - update - decay), **self._stored(m, v, step, seed)}
+
+    def flops(self) -> int:
+        return 16 * self.param.size

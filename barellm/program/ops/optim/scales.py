@@ -1,0 +1,184 @@
+"""Scales that follow the numbers they are for: delayed scaling, and the floating bias of blocksparse's QuantizeSpec.
+
+Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belongs to one operand of one product and lasts from one
+micro-batch to the next: `history` (entries) fp32, the largest |x| of the last micro-batches, the newest first; `bias` (2) fp32, the
+largest exponent and how many micro-batches there were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from barellm.program.dtypes import LARGEST
+from barellm.program.graph import Graph
+from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.gemm.fp8 import Quantise, Quantised
+from barellm.program.ops.optim.exponents import SUMS, Exponents
+from barellm.program.tensor import Tensor, describe
+
+ENTRIES = 16  # micro-batches that a history remembers
+MARGIN = 1.5  # by which the next numbers may be larger than all of them
+EXPONENTS, FRACTION = 15, 3  # of a number of 1-4-3 bits: the exponents beside that of zero, the bits of its fraction
+ABOVE = 2  # the largest exponent lies that far above the largest number's
+DEVIATIONS = 4.0  # or is that of the mean and so many standard deviations
+FARTHEST = 64  # of largest exponents, so that all numbers below are normal in fp32
+FIRST, LAST = 4, 1024  # updates after so many micro-batches, then after twice as many, at last after every LAST
+
+
+class Measure(Exponents):
+    """The same, in any case: nothing is fused that would keep x from memory."""
+
+    name = "measure"
+    observer: ClassVar[bool] = False
+
+
+class DelayedScale(Op):
+    """scale = MARGIN times the largest number of the history / `largest`, or `first` where the history is empty."""
+
+    name = "delayed_scale"
+
+    def infer(self, history: Tensor) -> dict[str, Spec]:
+        return {"scale": ((1,), "fp32")}
+
+    def reference(self, history):
+        top = np.float32(history.max())
+        return {"scale": np.reshape(top * np.float32(MARGIN / self.largest) if top > 0 else np.float32(self.first), 1)}
+
+
+class Remember(Op):
+    """history = [the largest |x|, what was in it but for the oldest]; of gradients (`per_target`) divided by inv_targets."""
+
+    name = "remember"
+    inplace: ClassVar[dict[str, str]] = {"history": "history"}
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
+
+    def infer(self, history: Tensor, sums: Tensor) -> dict[str, Spec]:
+        return {"history": (history.shape, history.dtype)}
+
+    def reference(self, history, sums, inv_targets=1.0):
+        top = np.float32(sums[SUMS.index("max_abs")]) / np.float32(inv_targets)
+        return {"history": np.concatenate([[top], history[:-1]])}
+
+
+def due(count: int) -> bool:
+    """Whether a bias is updated in the micro-batch with this number: 0, 4, 8, 16 and so on, every 1024th at last."""
+    return count == 0 or count % LAST == 0 or (FIRST <= count < LAST and not count & (count - 1))
+
+
+class FloatBias(Op):
+    """bias = [the largest exponent, count + 1]. In micro-batches that are `due` the exponent becomes that of the largest |x| plus
+    ABOVE; with `deviations` that of the mean of |x| plus DEVIATIONS standard deviations of x. Of x only the count of elements is
+    read."""
+
+    name = "float_bias"
+    inplace: ClassVar[dict[str, str]] = {"bias": "bias"}
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
+
+    def infer(self, bias: Tensor, sums: Tensor, x: Tensor) -> dict[str, Spec]:
+        if bias.shape != (2,):
+            raise ValueError(f"float_bias expects a bias (2,): {describe(bias=bias)}")
+        return {"bias": (bias.shape, bias.dtype)}
+
+    def reference(self, bias, sums, x, inv_targets=1.0):
+        if not due(int(bias[1])):
+            return {"bias": np.array([bias[0], bias[1] + 1])}
+        total, size, squares, top = (np.float32(v) for v in sums)
+        if self.deviations:
+            n = np.float32(x.size)
+            mean = total / n
+            variance = np.maximum(squares / n - mean * mean, np.float32(0))
+            top = size / n + np.float32(DEVIATIONS) * np.sqrt(variance)
+        top = top / np.float32(inv_targets)
+        exponent = (int(top.view(np.int32)) >> 23) - 127 + (0 if self.deviations else ABOVE)
+        exponent = max(min(exponent, FARTHEST), -FARTHEST)
+        return {"bias": np.array([exponent if top > 0 else bias[0], bias[1] + 1])}
+
+
+class RoundFloating(Op):
+    """y = x (of gradients x / inv_targets) rounded to the nearest number of 1-4-3 bits whose largest exponent is bias[0], ties away
+    from zero: 15 exponents of 8 numbers each, and below them, where `denormals` are wanted, 7 more, else zero. What is beyond the
+    largest, 1.875 times 2^bias, becomes it."""
+
+    name = "round_floating"
+    rounded = ("x",)
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
+
+    def infer(self, x: Tensor, bias: Tensor) -> dict[str, Spec]:
+        return {"y": (x.shape, self.dtype)}
+
+    def reference(self, x, bias, inv_targets=1.0):
+        return {"y": round_floating(x / inv_targets, int(bias[0]), denormals=self.denormals)}
+
+    def flops(self) -> int:
+        return self.x.size
+
+
+def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:
+    """fp32 numbers to the nearest of 1-4-3 bits with this largest exponent, as float64."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(x, np.float32).astype(np.float64)
+    size, least = np.abs(x), 2.0 ** (emax - EXPONENTS + 1)
+    fine = size >= least if denormals else size > 0  # denormals have one unit
+    _, exponent = np.frexp(np.where(np.isfinite(size) & fine, size, least))
+    unit = 2.0 ** (exponent - 1 - FRACTION)
+    near = np.floor(size / unit + 0.5) * unit
+    near = near if denormals else np.where(near < least, 0.0, near)
+    largest = (2 - 2.0**-FRACTION) * 2.0**emax
+    return np.copysign(np.where(near > largest, largest, near), x)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Scales from the largest numbers of the micro-batches before; `first` has those of x, weight and dy for the first one. The
+    states are called by the product's `name`."""
+
+    name: str
+    first: tuple[float, float, float]
+
+    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]:
+        return self._codes(p, x, "x", "e4m3", self.first[0]), self._codes(p, weight, "weight", "e4m3", self.first[1])
+
+    def gradient(self, p: Graph, dy: Tensor) -> Quantised:
+        return self._codes(p, dy, "dy", "e5m2", self.first[2])
+
+    def _codes(self, p: Graph, x: Tensor, which: str, dtype: str, first: float) -> Quantised:
+        history, per_target = p.state(f"{self.name}.{which}.history", (ENTRIES,)), which == "dy"
+        scale = p.apply(DelayedScale, history=history, first=first, largest=LARGEST[dtype]).scale
+        codes = p.apply(Quantise, x=x, scale=scale, dtype=dtype, per_target=per_target).y
+        p.apply(Remember, history=history, sums=p.apply(Measure, x=x).sums, per_target=per_target)
+        return codes, scale
+
+
+@dataclass(frozen=True)
+class Floating:
+    """Numbers of 1-4-3 bits, forward and backward, each operand with a largest exponent of its own that follows statistics; the
+    first of a micro-batch's own. Products see numbers of the program's dtype, for no machine multiplies such codes."""
+
+    name: str
+    deviations: bool = False
+    denormals: bool = True
+
+    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]:
+        return self._numbers(p, x, "x"), self._numbers(p, weight, "weight")
+
+    def gradient(self, p: Graph, dy: Tensor) -> Quantised:
+        return self._numbers(p, dy, "dy")
+
+    def _numbers(self, p: Graph, x: Tensor, which: str) -> Quantised:
+        bias, per_target = p.state(f"{self.name}.{which}.bias", (2,)), which == "dy"
+        sums = p.apply(Measure, x=x).sums
+        bias = p.apply(FloatBias, bias=bias, sums=sums, x=x, deviations=self.deviations, per_target=per_target).bias
+        how = {"dtype": p.compute, "denormals": self.denormals, "per_target": per_target}
+        return p.apply(RoundFloating, x=x, bias=bias, **how).y, p.constant("one", np.ones(1, np.float32))

@@ -1,0 +1,98 @@
+"""Dropout with random bits of three kinds. Shapes: x (B, T, C).
+
+`dropout` takes Threefry's words, which each element can find by itself (`ops/random.py`). `tausworthe_dropout` takes the draws of a
+cheaper generator, whose streams begin anew at each row and every 512 columns (`ops/tausworthe.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.program.graph import Graph
+from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.pointwise.random import keep_batch
+from barellm.program.ops.pointwise.tausworthe import GENERATORS, Generator, keep_stream
+from barellm.program.tensor import Tensor
+
+
+class Dropout(Op):
+    """y = x * keep / (1 - rate), x (B, T, C) (Srivastava et al. 2014)."""
+
+    name = "dropout"
+    scalars = ("seed", "step", "sample")
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        if len(x.shape) != 3 or not 0 < self.rate < 1:
+            raise ValueError(f"{self.name} expects x (B, T, C) and 0 < rate < 1: x {tuple(x.shape)}, rate {self.rate}")
+        return {"y": (x.shape, x.dtype)}
+
+    def reference(self, x, seed, step, sample):
+        return {"y": x * keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
+
+    def gradient(self, g, y):
+        g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
+
+    def flops(self) -> int:
+        return self.x.size
+
+
+class DropoutBackward(Op):
+    """dx = dy * keep / (1 - rate), with the bits of the forward op."""
+
+    name = "dropout_backward"
+    scalars = ("seed", "step", "sample")
+
+    def infer(self, dy: Tensor) -> dict[str, Spec]:
+        return {"dx": (dy.shape, self.attrs["dtype"])}
+
+    def reference(self, dy, seed, step, sample):
+        return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
+
+    def flops(self) -> int:
+        return self.dy.size
+
+
+def generator_of(op: Any) -> Generator:
+    """The generator that an op's attribute `bits` names."""
+    if op.bits not in GENERATORS:
+        raise ValueError(f"{op.name} has bits {op.bits!r}, expected one of {', '.join(GENERATORS)}")
+    return GENERATORS[op.bits]
+
+
+class TauswortheDropout(Dropout):
+    """y = x * keep / (1 - rate), x (B, T, C), with the draws of the generator `bits`."""
+
+    name = "tausworthe_dropout"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        generator_of(self)
+        return super().infer(x)
+
+    def reference(self, x, seed, step, sample):
+        return {"y": x * keep_stream(generator_of(self), x.shape, self.rate, self.stream, seed, step, sample)}
+
+    def gradient(self, g, y):
+        same = {"rate": self.rate, "stream": self.stream, "bits": self.bits, "dtype": self.x.dtype}
+        g.write(TauswortheDropoutBackward, {"dx": self.x}, dy=y, **same)
+
+
+class TauswortheDropoutBackward(DropoutBackward):
+    """dx = dy * keep / (1 - rate), with the draws of the forward op."""
+
+    name = "tausworthe_dropout_backward"
+
+    def reference(self, dy, seed, step, sample):
+        return {"dx": dy * keep_stream(generator_of(self), dy.shape, self.rate, self.stream, seed, step, sample)}
+
+
+class Calls(Graph):
+    """The method of Program that appends these ops."""
+
+    def dropout(self, x: Tensor, rate: float, bits: str = "threefry") -> Tensor:
+        """x (B, T, C). Rate 0 adds no op. `bits` names the generator: threefry, taus88 or lfsr113."""
+        if rate == 0:
+            return x
+        stream = self.random_stream(rate)
+        if bits == "threefry":
+            return self.apply(Dropout, x=x, rate=rate, stream=stream).y
+        return self.apply(TauswortheDropout, x=x, rate=rate, stream=stream, bits=bits).y

@@ -1,0 +1,1 @@
+"""What looks at plans, kernels and steps: plan, inspect, profile, bench."""

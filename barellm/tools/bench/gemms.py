@@ -1,0 +1,348 @@
+"""Every matrix product of a model's training step, by itself, as a share of the peak measured in the same run.
+
+A product is timed with its operands in the caches, the same ones again and again ("warm"), and with operands that were not
+touched for longer than the last-level cache remembers ("cold"). Inside a step weights are cold and activations partly warm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from barellm.assembly.build import gemm_options
+from barellm.assembly.programs import build
+from barellm.config import Config, ModelConfig
+from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
+from barellm.cpu.step import CpuSession
+from barellm.cuda.kernels.loss.classifier import chunk_tokens
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.dtypes import numpy_dtype
+from barellm.program.ops.pointwise.elementwise import SLOPES
+from barellm.program.tensor import Dim, Tensor
+from barellm.tools.bench import peer_process
+from barellm.tools.bench.peers import description, environments, peer_script
+from barellm.tools.plan import devices
+from barellm.tools.plan.roofline import Bench, Ceiling, open_bench, primitives
+
+COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
+MOST_COPIES = 200
+CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many, on the CPU
+TABLE_SECONDS = 0.015  # of one timed walk, so that starting it does not count
+ROLES = {"matmul_dx": "input_gradient", "matmul_dw": "weight_gradient"}  # of ops whose names begin so
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product with the weight (N, K) of a layer. `op` is its name after fusion, and `mode` how its result is written. `bias`
+    says whether one is added."""
+
+    layer: str
+    op: str
+    N: int
+    K: int
+    tokens: int
+    mode: str = "store"
+    bias: bool = False
+
+
+def products(
+    model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any
+) -> list[Product]:
+    """The products of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
+    gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
+    those of `devices.lower`."""
+    _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
+    lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered[
+        "forward_backward"
+    ]
+    chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
+    found: dict[str, dict[Product, None]] = {}
+    for op in lowered.ops:
+        weight = op.outputs.get("dweight") if op.name.startswith("matmul_dw") else op.inputs.get("weight")
+        if weight is None or not any(one.product for one in primitives(op)):
+            continue
+        N, K = (int(n) for n in weight.shape)
+        if op.name in ("classifier", "softcapped_classifier"):
+            layer, count, kinds = "head", min(tokens, chunk), ["matmul", "matmul_dx", "matmul_dw"]
+        else:
+            layer, count, kinds = layer_of(weight.name), tokens, [op.name]
+        for kind in kinds:
+            one = Product(layer, kind, N, K, count, bias=op.inputs.get("bias") is not None)
+            known = found.setdefault(layer, {})
+            known |= dict.fromkeys([one, replace(one, mode="add")] if kind.startswith("matmul_dw") else [one])
+    order = ("forward", "input_gradient", "weight_gradient")
+    return [p for layer in found.values() for p in sorted(layer, key=lambda p: order.index(role_of(p.op)))]
+
+
+def layer_of(weight: str) -> str:
+    """The name of a weight, or of its gradient, without that of its block: "attn.c_attn" of "h.3.attn.c_attn.weight"."""
+    return re.sub(r"^(.*\.)?\d+\.", "", weight).removesuffix(".grad").removesuffix(".weight")
+
+
+def role_of(op: str) -> str:
+    """The name of a product after fusion, without what is fused to it."""
+    return next((role for name, role in ROLES.items() if op.startswith(name)), "forward")
+
+
+def append(p: Program, product: Product, copy: int) -> None:
+    """The product's primitive ops, over tensors that keep their places: no two copies share bytes."""
+    N, K, mode = product.N, product.K, product.mode
+    sizes = (Dim("batch", 1), Dim("seq", product.tokens))
+
+    def activation(name: str, width: int, dtype: str = p.compute) -> Tensor:
+        return p.store.get(f"{name}.{copy}", (*sizes, width), dtype, "state")
+
+    weight = p.parameter(f"weight.{copy}", (N, K))
+    after = product.op.partition("_")[2]  # residual, or an activation
+    if product.op.startswith("matmul_dw"):
+        if product.op == "matmul_dw_dbias":
+            into = {"dbias": (p.gradient_of(p.parameter(f"bias.{copy}", (N,))), mode)}
+            p.apply(ops.BiasGrad, into=into, dy=activation("dy", N))
+        into = {"dweight": (p.gradient_of(weight), mode)}
+        p.apply(ops.MatmulDw, into=into, dy=activation("dy", N), x=activation("x", K))
+    elif product.op == "matmul_dx":
+        p.apply(ops.MatmulDx, into={"dx": (activation("dx", K), mode)}, dy=activation("dy", N), weight=weight)
+    elif product.op.startswith("matmul_dx_"):
+        dx = p.apply(ops.MatmulDx, dy=activation("dy", N), weight=weight).dx
+        slope = ops.ACTIVATIONS[product.op.removeprefix("matmul_dx_")].backward
+        p.apply(slope, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K))
+    elif after in SLOPES:  # of a product whose weight is stored the other way round
+        y = p.apply(ops.Matmul, x=activation("x", K), weight=weight).y
+        p.apply(SLOPES[after].backward, into={"dx": (activation("y", N), mode)}, dy=y, x=activation("pre", N))
+    else:
+        steps: list[tuple[Any, dict[str, Any]]] = [(ops.Matmul, {"x": activation("x", K), "weight": weight})]
+        if product.bias:
+            steps.append((ops.Bias, {"bias": p.parameter(f"bias.{copy}", (N,))}))
+        last = activation("y", N, "fp32" if after == "residual" else p.compute)
+        if after == "residual":
+            steps.append((ops.Add, {"a": activation("residual", N, "fp32")}))
+        elif after:
+            steps.append((ops.ACTIVATIONS[after].forward, {}))
+        y: Tensor | None = None
+        for i, (kind, given) in enumerate(steps):
+            if y is not None:
+                given |= {"b" if kind is ops.Add else "x": y}
+            target = last if i == len(steps) - 1 else None
+            if target is None and i == len(steps) - 2 and after not in ("", "residual"):
+                target = activation("pre", N)  # what an activation's slope is of
+            y = p.apply(kind, into={"y": (target, mode)} if target is not None else None, **given).y
+
+
+class Timed:
+    """A product compiled and mapped in as many copies as overflow the caches; `warm()` and `cold()` give seconds of one."""
+
+    def __init__(self, product: Product, dtype: str) -> None:
+        one = Program(Store(), compute=dtype)
+        append(one, product, 0)
+        self.nbytes = sum(t.nbytes for t in one.store.tensors.values())
+        self.copies = copies = copies_of(self.nbytes, "cpu")
+        program = Program(Store(), compute=dtype)
+        for copy in range(copies):
+            append(program, product, copy)
+        self.session = CpuSession({"products": program})
+        self.ops = self.session.lowered["products"].ops
+        assert [op.name for op in self.ops] == [product.op] * copies
+        fill(self.session)
+        self.session.run("products", batch=1, seq=product.tokens)
+        records = self.session.records["products"]
+        once = self._table(records, 1)()
+        turns = 1 + int(TABLE_SECONDS / (once * copies))
+        self.cold = self._table(records, turns)
+        self.warm = self._table(records[:1], turns * copies)
+
+    def _table(self, records: np.ndarray, turns: int) -> Callable[[], float]:
+        """A function that walks `records` `turns` times, with a barrier behind each, and gives the seconds of one."""
+        rows, words = len(records) * turns, RECORD_NBYTES // 8
+        block = np.zeros((rows + 1) * words, np.int64)
+        skip = -block.ctypes.data % RECORD_NBYTES // 8
+        table = block[skip : skip + rows * words].reshape(turns, *records.shape)
+        table[:] = records
+        table[..., BARRIER // 8] = 1
+
+        def run() -> float:
+            start = time.perf_counter()
+            self.session.pool.run(table.ctypes.data, rows)
+            return (time.perf_counter() - start) / rows
+
+        return run
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class TimedOnGpu:
+    """The same as `Timed`, on a GPU. Two programs: the product on each of the copies in turn, and on the first of them as often."""
+
+    def __init__(self, product: Product, dtype: str, **products: Any) -> None:
+        """`products`: who does it, as `assembly.build.products` says."""
+        store = Store()
+        append(Program(store, compute=dtype), product, 0)
+        self.nbytes = sum(t.nbytes for t in store.tensors.values())
+        self.copies = copies_of(self.nbytes, "cuda")
+        store = Store()
+        programs = {name: Program(store, compute=dtype) for name in ("cold", "warm")}
+        for copy in range(self.copies):
+            append(programs["cold"], product, copy)
+            append(programs["warm"], product, 0)
+        self.session = devices.open_session(programs, "cuda", **products)
+        self.ops = self.session.lowered["cold"].ops
+        assert [op.name for op in self.ops] == [product.op] * self.copies
+        fill(self.session)
+        self.sizes = {"batch": 1, "seq": product.tokens}
+        for name in programs:
+            self.session.run(name, **self.sizes)
+        once = self._seconds("cold", 1)
+        self.turns = 1 + int(TABLE_SECONDS / (once * self.copies))
+
+    def _seconds(self, program: str, turns: int) -> float:
+        return devices.replay_seconds(self.session, program, turns, **self.sizes)[0] / self.copies
+
+    def warm(self) -> float:
+        return self._seconds("warm", self.turns)
+
+    def cold(self) -> float:
+        return self._seconds("cold", self.turns)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def copies_of(nbytes: int, device: str) -> int:
+    """The number of copies for which no cache holds any of them when its turn comes again."""
+    return min(max(2, -(-COLD_BYTES[device] // nbytes)), MOST_COPIES)
+
+
+def fill(session: Any) -> None:
+    """Random normal bf16 everywhere, which as pairs are fp32 numbers as normal; it also backs the memory with pages."""
+    block = np.random.default_rng(1).standard_normal(1 << 20).astype(numpy_dtype("bf16")).view(np.uint8)
+    for start in range(0, session.plan.arena_bytes, block.size):
+        session._set(start, block[: session.plan.arena_bytes - start])
+
+
+def measure(
+    config: Config,
+    *,
+    tokens: list[int],
+    rounds: int,
+    report: Callable[[dict[str, Any]], None],
+    device: str = "cpu",
+    peer: str = "",
+) -> dict[str, Any]:
+    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, and with a
+    `peer`, "torch" or "cublaslt", its product, without what is fused to ours; all are medians of `rounds`. On a CPU each round goes
+    through all products, so that no busy moment of the machine has more than one sample of a product. `config` has its dtype
+    resolved, and says who does ours."""
+    bench, rows, dtype = open_bench(device), [], config.train.dtype
+    options = gemm_options(config.train, device)
+    all_products = [p for n in tokens for p in products(config.model, n, device, compute=dtype, **options)]
+    samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
+    sweeps = rounds if device == "cpu" else 1
+    script = peer_script("torch_gemm.py") if peer == "torch" else None
+    environment = environments()["tuned"] if script and device == "cpu" else {"set": {}}
+    cases = [case(product, dtype, device) for product in all_products]
+    theirs: dict[str, Any] = {"peer": "cuBLASLt"} if peer else {}
+    try:
+        with (
+            peer_process.opened(script, cases, device=device, environment=environment["set"]) as process,
+            contextlib.ExitStack() as ends,
+        ):
+            for sweep, (i, product) in itertools.product(range(sweeps), enumerate(all_products)):
+                timed = TimedOnGpu(product, dtype, **options) if device == "cuda" else Timed(product, dtype)
+                ends.callback(timed.close)
+                sides: list[Any] = [timed]
+                if process:
+                    sides.append(Turns(process, i))
+                elif peer:
+                    sides.append(TimedOnGpu(alone(product), dtype, **options | {"matmul": "cublaslt"}))
+                    ends.callback(sides[-1].close)
+                samples[i] += [_sample(sides, dtype, bench) for _ in range(rounds // sweeps)]
+                if sweep == sweeps - 1:
+                    rows.append(_row(product, timed, samples[i], dtype))
+                    report(rows[-1])
+                ends.close()
+            if process:
+                theirs = {"peer": f"PyTorch {process.facts['version']}", "peer_threads": process.facts["threads"]}
+                theirs |= {"environment": environment} if device == "cpu" else {}
+    finally:
+        bench.close()
+    return {**description("gemm", config, device), **options, **theirs, "rounds": rounds, "products": rows}
+
+
+def beside_peer(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Of the rows that have a peer, by role: the least, the median and the greatest number of times that ours is as fast as the
+    peer's, "warm" and "cold"."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for role in dict.fromkeys(role_of(row["op"]) for row in rows):
+        of_role = [row for row in rows if role_of(row["op"]) == role]
+        for kind in ("warm", "cold"):
+            times = sorted(row[f"times_peer_{kind}"] for row in of_role)
+            found.setdefault(role, {})[kind] = [times[0], median(times), times[-1]]
+    return found
+
+
+def alone(product: Product) -> Product:
+    """The same without what is fused to it, its result stored."""
+    bare = {role: name for name, role in ROLES.items()}.get(role_of(product.op), "matmul")
+    return replace(product, op=bare, mode="store", bias=False)
+
+
+def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
+    """The product as the peer is told of it."""
+    N, K, tokens = product.N, product.K, product.tokens
+    nbytes = (tokens * N + tokens * K + N * K) * numpy_dtype(dtype).itemsize
+    sizes = {"N": N, "K": K, "tokens": tokens, "dtype": dtype, "copies": copies_of(nbytes, device)}
+    return {"op": role_of(product.op), **sizes}
+
+
+class Turns:
+    """The peer's side of one product."""
+
+    def __init__(self, peer: peer_process.Peer, at: int) -> None:
+        self.peer, self.at = peer, at
+        once = self._seconds("cold", 3)
+        self.calls = 1 + int(TABLE_SECONDS / once)
+
+    def _seconds(self, what: str, calls: int) -> float:
+        return median(self.peer.run(self.at, what, calls=calls, warm_up=1))
+
+    def warm(self) -> float:
+        return self._seconds("warm", self.calls)
+
+    def cold(self) -> float:
+        return self._seconds("cold", self.calls)
+
+
+def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
+    """Peaks of fp32 and of the dtype, then of each side the seconds warm and cold."""
+    peaks = bench.peak("fp32"), bench.peak(dtype)
+    return (*peaks, *(seconds for side in sides for seconds in (side.warm(), side.cold())))
+
+
+def _row(product: Product, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
+    fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
+    op = timed.ops[0]
+    bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)
+    row = {
+        **product.__dict__,
+        "dtype": dtype,
+        "flops": op.flops(),
+        "nbytes": timed.nbytes,
+        "peak_flops": peak,
+        "warm_s": warm,
+        "cold_s": cold,
+        "warm_percent": 100 * bound / warm,
+        "cold_percent": 100 * bound / cold,
+    }
+    if theirs:
+        row |= {"peer_warm_s": theirs[0], "peer_cold_s": theirs[1]}
+        row |= {"times_peer_warm": theirs[0] / warm, "times_peer_cold": theirs[1] / cold}
+    return row

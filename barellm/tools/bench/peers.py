@@ -1,0 +1,300 @@
+"""Our step beside others', in turns: PyTorch in two environments, and llm.c."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from barellm import models
+from barellm.config import Config, overrides
+from barellm.cpu import isa
+from barellm.cpu.threads import logical_cpus
+from barellm.errors import UserError, nearest
+from barellm.models import gpt2
+from barellm.models.course import shares
+from barellm.runtime.backend import backend
+from barellm.tools.bench.turns import Variant, interleave
+from barellm.tools.plan.devices import device_bytes
+from barellm.tools.profile.step import one_micro_batch
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+PEERS = ("torch", "llmc")
+MODES = ("eager", "compile")
+LLMC = "it knows fp32 only, clips nothing, and decays all weights alike (by 0)"
+LLMC_README = {"OMP_NUM_THREADS": "8"}  # what its README starts it with, on any machine
+
+
+def chosen(asked: str) -> dict[str, str]:
+    """`--peers` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
+
+    UserError for others, and where one that is named cannot run here or "all" finds none.
+    """
+    if sys.platform != "linux":
+        raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
+    names: dict[str, str] = {}
+    for word in asked.split(","):
+        name, _, path = word.strip().partition("=")
+        if name not in ("all", *PEERS):
+            raise UserError(
+                f"--peers has {word.strip()!r}{nearest(name, ('all', *PEERS))} (known: all, torch, llmc=PATH)"
+            )
+        names[name] = path
+    everything = "all" in names
+    names.pop("all", None)
+    if everything and importlib.util.find_spec("torch"):
+        names["torch"] = ""
+    if not names:
+        raise UserError(
+            "--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH"
+        )
+    if "torch" in names:
+        peer_script("torch_step.py")
+    if "llmc" in names:
+        names["llmc"] = _program(names["llmc"])
+    return names
+
+
+def _program(path: str) -> str:
+    if not path:
+        raise UserError("--peers llmc needs the path of llm.c's program, as llmc=PATH/train_gpt2")
+    found = Path(path).expanduser().absolute()
+    if not found.is_file():
+        raise UserError(f"{path} is no file: llmc=PATH names llm.c's program, built from train_gpt2.c")
+    if not os.access(found, os.X_OK):
+        raise UserError(f"{path} is not executable: llmc=PATH names llm.c's program, built from train_gpt2.c")
+    return str(found)
+
+
+def peer_script(name: str) -> Path:
+    """The script of a peer. It is a UserError if the folder of peers is missing, or PyTorch for torch_*."""
+    script = FOLDER / "peers" / name
+    if not script.exists():
+        raise UserError(f"{script} is missing: --peers needs a checkout of the project, not an installed package")
+    if name.startswith("torch") and importlib.util.find_spec("torch") is None:
+        raise UserError("PyTorch is not installed for this Python (pip install torch): bench compares with it")
+    return script
+
+
+def environments() -> dict[str, dict[str, Any]]:
+    """The peer's environments by name, with this process's processors filled in."""
+    found = json.loads((FOLDER / "peers" / "environments.json").read_text())
+    cpus = ",".join(map(str, logical_cpus()))
+    return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
+
+
+def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: Any) -> Variant:
+    """`config`'s step in a process of its own. `more`: further fields of the Variant."""
+    usual = overrides.flat(models.preset(config.preset))
+    changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
+    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
+    command += [f"--{key}={value}" for key, value in changes.items()]
+    command += [f"--model={file}" for file in models.ADDED.values()]
+    return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
+
+
+def gpt2_of(config: Config) -> gpt2.Config:
+    """The model whose single ops peers/torch_ops.py has, and whose step llm.c has. UserError for another architecture."""
+    if not isinstance(config.model, gpt2.Config):
+        architecture = models.name_of(config.model)
+        raise UserError(f"this peer has gpt2 only, the preset {config.preset!r} is {architecture}")
+    return config.model
+
+
+def torch_twin(config: Config) -> list[str]:
+    """The command of the model's twin in PyTorch, with the model's sizes. UserError for an architecture that has none."""
+    found = getattr(models.of(config.model), "TORCH_TWIN", None)
+    if found is None:
+        architecture = models.name_of(config.model)
+        raise UserError(
+            f"no peer in PyTorch: the preset {config.preset!r} is {architecture}, which names no TORCH_TWIN"
+        )
+    script, fields = found
+    values = {name: getattr(config.model, name) for name in fields}
+    words = [f"--{name}={int(n) if isinstance(n, bool) else n}" for name, n in values.items()]
+    return [sys.executable, str(peer_script(script)), *words]
+
+
+def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list[Variant]:
+    """Ours; PyTorch eager and compiled, on the CPU in each environment; llm.c's program for the CPU."""
+    train = config.train
+    if dropout := getattr(config.model, "dropout", 0):
+        raise UserError(f"the peers' step has no dropout: model.dropout is {dropout}, expected 0")
+    sizes = {"vocab": config.model.padded_vocab, "batch": train.micro_batch_size, "seq": train.seq}
+    words = [f"--{name}={n}" for name, n in sizes.items()]
+    made = [ours(config, device=device)]
+    if "torch" in peers:
+        if train.dtype == "fp16":
+            raise UserError("the peers in PyTorch have no loss scale: train.dtype is fp16, expected fp32 or bf16")
+        script = [*torch_twin(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
+        made += [
+            Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)
+        ]
+    if "llmc" in peers:
+        if device != "cpu":
+            raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
+        model = gpt2_of(config)
+        if not model.bias:
+            raise UserError("llm.c's model has biases: model.bias is false, expected true")
+        words += [f"--layers={model.layers}", f"--heads={model.heads}", f"--d_model={model.d_model}"]
+        script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
+        made += [
+            Variant(f"llm.c, fp32, {name}", [*script, *words], set_, f"{why}; {LLMC}")
+            for name, set_, why in (
+                ("as in its README", LLMC_README, "OMP_NUM_THREADS=8"),
+                ("tuned", environments()["tuned"]["set"], "threads pinned, memory in huge pages"),
+            )
+        ]
+    return made
+
+
+def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
+    """(mode, name, environment, why). Nothing is known to set on a GPU."""
+    if device == "cuda":
+        return [
+            (
+                mode,
+                f"torch {mode}",
+                {},
+                "scaled_dot_product_attention as PyTorch does it ('attention' says how), fused AdamW",
+            )
+            for mode in MODES
+        ]
+    found = environments().items()
+    return [(mode, f"torch {mode}, {name}", e["set"], e["why"]) for name, e in found for mode in MODES]
+
+
+def measure(
+    config: Config,
+    peers: dict[str, str],
+    *,
+    rounds: int,
+    report: Callable[[str], None] = print,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """`peers`: as `chosen` gives them."""
+    from barellm.tools.plan.roofline import measured_ceiling
+
+    all_variants = variants(config, peers, device)
+    if device == "cpu":  # before and after the rounds; a GPU's memory is for the variants
+        measured_ceiling(device=device)
+    load = os.getloadavg()
+    steps = interleave(all_variants, rounds=rounds, report=report, device_bytes=device_bytes(device))
+    return summary(config, all_variants, rounds=rounds, steps=steps, device=device) | {
+        "load_before": load,
+        "load_after": os.getloadavg(),
+    }
+
+
+def summary(
+    config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """Medians, ratios, and the bound."""
+    from barellm.assembly.build import build_programs
+    from barellm.tools.plan.roofline import measured_ceiling, step_bound
+
+    ceiling = measured_ceiling(device=device)
+    ceiling.again()
+    programs = build_programs(config)
+    bound = step_bound(programs, config.train.dtype, ceiling, shares(one_micro_batch(config)))
+    ours = median(all_variants[0].samples)
+    peers = {v.name: median(v.samples) for v in all_variants[1:]}
+    best = min(peers, key=lambda name: peers[name])
+    return {
+        **description("peers", config, device),
+        "flops": programs["forward_backward"].flops,
+        "rounds": rounds,
+        "steps_per_turn": steps,
+        "ceiling": ceiling.to_json(),
+        "bound_s": bound,
+        "ours_s": ours,
+        "percent_of_bound": 100 * bound / ours,
+        "tokens_per_s": config.train.micro_batch_size * config.train.seq / ours,
+        "ratios": {name: seconds / ours for name, seconds in peers.items()},
+        "best_peer": best,
+        "ratio_to_best": peers[best] / ours,
+        "variants": [v.to_json(FOLDER.parent) for v in all_variants],
+    }
+
+
+def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
+    """The facts of a measurement: what was measured, when and where."""
+    return {
+        "kind": kind,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "preset": config.preset,
+        "batch": config.train.micro_batch_size,
+        "seq": config.train.seq,
+        "dtype": config.train.dtype,
+        "recompute": config.train.recompute,
+        "moments": config.optim.moments,
+        "machine": machine(device),
+    }
+
+
+def results() -> Path:
+    """The project's own results of processors like this one (benchmarks/table.py names the folders)."""
+    return FOLDER / "results" / "xeon-amx" if isa.host().tiles else FOLDER / "results"
+
+
+def write_tables() -> None:
+    """The README's tables and its chart, and docs/results.md, from all results."""
+    subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write"], check=True)
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The facts that a reader needs about the machine that the numbers are from."""
+    described, info = backend(device).describe(), {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            info.setdefault(name.strip(), value.strip())
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        **described,
+        **({"gpu": described["processor"]} if device == "cuda" else {}),
+        "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
+        "cores": len(logical_cpus()),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "huge_pages": huge.read_text().strip() if huge.exists() else None,
+    }
+
+
+def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds to every row of `ops.measure` the seconds of PyTorch's own ops for the same work, in the tuned environment: `peer_s`,
+    or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
+    script = peer_script("torch_ops.py")
+    model, train = gpt2_of(config), config.train
+    sizes = {
+        "batch": train.micro_batch_size,
+        "seq": train.seq,
+        "rows": train.micro_batch_size * train.seq,
+        "heads": model.heads,
+    }
+    sizes |= {"d_model": model.d_model, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
+    wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(wanted),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | environments()["tuned"]["set"],
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    for row, seconds in zip(rows, answer["s"], strict=True):
+        row["peer_s"] = None if seconds is None else seconds * row["count"]
+        if seconds is not None:
+            row["times_peer"] = row["alone_s"] / row["peer_s"]
+    return {"peer": f"PyTorch {answer['version']}, tuned environment"}

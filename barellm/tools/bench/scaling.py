@@ -1,0 +1,89 @@
+"""The step on one thread, two, four ... and all; with a rival for one of the cores; and with two threads on one core."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from barellm.assembly.build import build_programs
+from barellm.config import Config
+from barellm.cpu.threads import allowed_cpus, thread_count
+from barellm.errors import UserError
+from barellm.tools.bench.peers import FOLDER, description, ours
+from barellm.tools.bench.turns import Variant, interleave
+from barellm.tools.plan.roofline import measured_ceiling, step_bound
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to run a step: on `threads` threads and `cores` processors. With a `rival`, another process computes on the last of
+    these."""
+
+    name: str
+    threads: int
+    cores: int
+    rival: bool = False
+
+
+def setups(threads: int) -> list[Setup]:
+    counts = sorted({1 << i for i in range(threads.bit_length()) if 1 << i <= threads} | {threads})
+    made = [Setup(f"{n} thread{'s' * (n > 1)}", n, n) for n in counts]
+    if threads > 1:
+        made.append(Setup(f"{threads} threads, a rival on one core", threads, threads, rival=True))
+        made.append(Setup("2 threads on one core", 2, 1))
+    return made
+
+
+def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all setups in turns, and keep every sample."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("bench scaling needs a system on which processes can be bound to processors")
+    threads, cpus = thread_count(), allowed_cpus()
+    if threads > len(cpus):
+        raise UserError(f"BARELLM_THREADS is {threads}, expected at most {len(cpus)}: bench scaling gives each a core")
+    chosen = setups(threads)
+    variants = [
+        ours(
+            config,
+            name=setup.name,
+            environment={"BARELLM_THREADS": str(setup.threads)},
+            cpus=tuple(cpus[: setup.cores]),
+            rival=cpus[setup.cores - 1] if setup.rival else None,
+        )
+        for setup in chosen
+    ]
+    load = os.getloadavg()
+    steps = interleave(variants, rounds=rounds, report=report)
+    return {
+        **description("scaling", config),
+        "rounds": rounds,
+        "steps_per_turn": steps,
+        "load_before": load,
+        "load_after": os.getloadavg(),
+        "cases": [
+            compared(setup, variant, variants[0], variants[-3], config) | variant.to_json(FOLDER.parent)
+            for setup, variant in zip(chosen, variants, strict=True)
+        ],
+    }
+
+
+def compared(setup: Setup, variant: Variant, one: Variant, full: Variant, config: Config) -> dict[str, Any]:
+    """`one`: on one thread; `full`: on all cores, each thread with one of its own."""
+    seconds = median(variant.samples)
+    if setup.rival:
+        share = median(turn["rival_share"] for turn in variant.turns)
+        fair = setup.cores / (setup.cores - share)
+        return {"rival_share": share, "slower": seconds / median(full.samples), "slower_by_what_was_taken": fair}
+    if setup.cores < setup.threads:
+        return {"slower_than_one_thread": seconds / median(one.samples)}
+    ceiling = measured_ceiling(threads=setup.threads)
+    bound = step_bound(build_programs(config), config.train.dtype, ceiling)
+    return {
+        "times_one_thread": median(one.samples) / seconds,
+        "bound_s": bound,
+        "percent_of_bound": 100 * bound / seconds,
+        "ceiling": ceiling.to_json(),
+    }

@@ -1,0 +1,122 @@
+"""Rows of tables about a step: seconds of its calls of kernels, summed by op and by kind of op. The same for every backend.
+
+`calls_s` is program -> (calls, 2): seconds of each call's work, and of waiting behind it where there is any. A session has
+`lowered` (the ops of a program after fusion) and `calls` (its calls in order, each with `spec` and `op`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from barellm.program.grouping import GroupedOp
+from barellm.program.ops.base import Op
+from barellm.tools.plan.roofline import Ceiling, Mix, mix_of, primitives
+
+Kind = tuple[str, str, str]  # program, name of the op, shape: what a row of a table is about
+
+
+def spans(session: Any, program: str) -> list[tuple[Op, int, int]]:
+    """Each op with its calls: [first, stop) of the program's table. They cover it."""
+    calls, found, at = session.calls[program], [], 0
+    for op in session.lowered[program].ops:
+        first = at
+        while at < len(calls) and calls[at].op is op:
+            at += 1
+        found.append((op, first, at))
+    assert at == len(calls), "calls out of their op's order"
+    return found
+
+
+def op_seconds(session: Any, calls_s: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """program -> (ops, 2): the sums of each op's calls."""
+    found = {}
+    for program, calls in calls_s.items():
+        found[program] = np.array([calls[first:stop].sum(axis=0) for _, first, stop in spans(session, program)])
+    return found
+
+
+def by_kind(
+    session: Any,
+    seconds: dict[str, np.ndarray],
+    ceiling: Ceiling,
+    shares: Mapping[str, float],
+    more: Callable[[str, Op], Any] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each kind of op (program, name, shape), which holds the sums of its ops: `s`, of which `wait_s` in barriers,
+    operations, bytes, the bound, all of them of an average step, in which a program runs as often as `shares` says.
+    `more(program, op)`: further keys for the row of which `op` is the first."""
+    rows: dict[Kind, dict[str, Any]] = {}
+    for program, values in seconds.items():
+        for op, (work, wait) in zip(session.lowered[program].ops, values, strict=True):
+            key = kind(program, op)
+            if key not in rows:
+                rows[key] = {"program": program, "op": op.name, "shape": key[2], "family": family(op), "count": 0}
+                rows[key] |= dict.fromkeys(("s", "wait_s", "bound_s", "flops", "bytes"), 0.0)
+                rows[key] |= more(program, op) if more else {}
+            row = rows[key]
+            row["count"] += 1
+            row["s"] += float(work + wait)
+            row["wait_s"] += float(wait)
+            row["bound_s"] += shares[program] * ceiling.seconds(op)
+            row["flops"] += shares[program] * op.flops()
+            row["bytes"] += shares[program] * op.bytes()
+    for row in rows.values():
+        # A GPU needs no time for a transfer that only begins.
+        row["percent_of_bound"] = 100 * row["bound_s"] / row["s"] if row["s"] else 0.0
+    return list(rows.values())
+
+
+def by_kernel(session: Any, calls_s: dict[str, np.ndarray]) -> dict[Kind, dict[str, dict[str, Any]]]:
+    """The kernels of those kinds of ops that take more than one: symbol of the kernel -> `calls`, `s`, `wait_s`."""
+    found: dict[Kind, dict[str, dict[str, Any]]] = {}
+    for program, seconds in calls_s.items():
+        calls = session.calls[program]
+        for op, first, stop in spans(session, program):
+            for at in range(first, stop):
+                rows = found.setdefault(kind(program, op), {})
+                row = rows.setdefault(calls[at].spec.symbol(), {"calls": 0, "s": 0.0, "wait_s": 0.0})
+                row["calls"] += 1
+                row["s"] += float(seconds[at].sum())
+                row["wait_s"] += float(seconds[at, 1])
+    return {key: rows for key, rows in found.items() if len(rows) > 1}
+
+
+def kind(program: str, op: Op) -> Kind:
+    return program, op.name, shape(op)
+
+
+def mixes(session: Any, programs: Iterable[str]) -> set[Mix]:
+    """The mixes of traffic that a step's ops have: what their bounds take a bandwidth of."""
+    return {mix_of(op) for program in programs for op in session.lowered[program].ops}
+
+
+def shape(op: Op) -> str:
+    """The tensor that says most about an op's size: a product's weight, else the largest operand. Of a group, how many ops."""
+    if isinstance(op, GroupedOp):
+        return f"all {len(op.sequence)}"
+    operands = [*op.inputs.items(), *op.outputs.items()]
+    if not operands:
+        return "none"  # an exchange of which nothing is this rank's
+    weights = [t for name, t in operands if name in ("weight", "dweight")]
+    t = weights[0] if weights else max((t for _, t in operands), key=lambda t: t.size)
+    return "x".join(str(int(n)) for n in t.shape)
+
+
+def place(op: Op) -> str:
+    """The place of an op in the model: the parameter that it belongs to, else the layer, else nothing; for a group nothing."""
+    if isinstance(op, GroupedOp):
+        return ""
+    tensors = [*op.inputs.values(), *op.outputs.values()]
+    owners = [t.name for t in tensors if t.role == "parameter"]
+    owners += [t.name.removesuffix(".grad") for t in tensors if t.role == "gradient"]
+    return owners[0] if owners else op.segment or ""
+
+
+def family(op: Op) -> str:
+    """The file of program/ops/ that the op's main part is from: "matmul", "attention", ..."""
+    parts = primitives(op)
+    main = next((p for p in parts if p.product), parts[0])
+    return type(main).__module__.rpartition(".")[2]

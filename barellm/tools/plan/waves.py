@@ -1,0 +1,248 @@
+"""The matrix products of a program on a GPU: how many tiles, waves of blocks, and how much of both is idle or padding.
+
+A product is cut into tiles, and a multiprocessor works at so many blocks at a time as its registers and shared memory hold. All
+blocks that are worked at together are a wave. The last wave is seldom full ("wave quantisation"), and tiles at the edge hang over
+the result ("tile quantisation"). Both cost time that no kernel can win back: only other tiles can, or sums that go in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from barellm.program.backward import pullback
+from barellm.program.builder import Program, Store
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Dim
+from barellm.tools.plan.devices import Published
+from barellm.tools.plan.roofline import primitives
+
+if TYPE_CHECKING:
+    from barellm.cuda.compile import Code
+    from barellm.cuda.kernel import Launch, Sizes
+
+ROLES = ("nt", "nn", "tn")  # forward, input gradient, weight gradient
+PERSISTENT = "hopper_gemm"  # a block of it stays and does one tile after the other
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What blocks share. Registers are given to a warp `unit` at a time, and shared memory has `reserved` bytes for each block."""
+
+    registers: int = 65536
+    threads: int = 2048
+    blocks: int = 32
+    shared: int = 233472
+    unit: int = 256
+    reserved: int = 1024
+
+    def occupancy(self, *, threads: int, registers: int, shared: int) -> int:
+        """Blocks that fit at a time, by the threads of one, the registers of a thread and the bytes of shared memory."""
+        warps = ceil_div(threads, 32)
+        each = ceil_div(registers * 32, self.unit) * self.unit * warps
+        return min(
+            self.blocks, self.threads // (32 * warps), self.registers // each, self.shared // (shared + self.reserved)
+        )
+
+
+# By compute capability: shared memory of a multiprocessor, and threads and blocks where they are fewer (CUDA's programming guide).
+MULTIPROCESSORS = {
+    80: Multiprocessor(shared=167936),
+    89: Multiprocessor(shared=102400, threads=1536, blocks=24),
+    90: Multiprocessor(),
+    100: Multiprocessor(),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A product of (M, N) from a depth of K, and how it is done: tiles of `rows` x `cols`, and sums over the depth in `parts`.
+    `occupancy` blocks fit on each of `sms` multiprocessors."""
+
+    kernel: str
+    role: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    rows: int
+    cols: int
+    parts: int
+    sms: int
+    occupancy: int
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.M, self.rows) * ceil_div(self.N, self.cols) * self.parts
+
+    @property
+    def slots(self) -> int:
+        """Tiles of a full wave."""
+        return self.sms * self.occupancy
+
+    @property
+    def waves(self) -> int:
+        return ceil_div(self.tiles, self.slots)
+
+    @property
+    def idle(self) -> float:
+        """The share of the last wave that has no work."""
+        return 1 - (self.tiles - (self.waves - 1) * self.slots) / self.slots
+
+    @property
+    def padding(self) -> float:
+        """The share of all tiles that hangs over the result."""
+        return 1 - self.M * self.N * self.parts / (self.tiles * self.rows * self.cols)
+
+    @property
+    def efficiency(self) -> float:
+        """What both kinds of quantisation leave of the card. Blocks on one multiprocessor share its tensor cores, so what counts is
+        how many tiles the busiest one does, however many of them at a time."""
+        return self.tiles / (self.sms * ceil_div(self.tiles, self.sms)) * (1 - self.padding)
+
+    def light(self, sheet: Published) -> float:
+        """Seconds at the speed of light: every operand read once and the result written once in its own dtype, or all operations at
+        the peak."""
+        itemsize = 4 if self.dtype == "fp32" else 2
+        out = 4 if self.role == "tn" else itemsize
+        nbytes = itemsize * (self.M + self.N) * self.K + out * self.M * self.N
+        return max(2 * self.M * self.N * self.K / sheet.peak(self.dtype), nbytes / sheet.bandwidth((8, 0, 0)))
+
+    def to_json(self, sheet: Published) -> dict[str, Any]:
+        names = ("tiles", "waves", "idle", "padding", "efficiency")
+        return asdict(self) | {name: getattr(self, name) for name in names} | {"light_s": self.light(sheet)}
+
+
+def products(
+    built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None
+) -> dict[Cut, int]:
+    """The products of these programs of the CUDA backend at such sizes, each with how often it is done. `codes` are those of the
+    specialisations that were compiled; without its code a kernel's occupancy is that of one block."""
+    found: dict[Cut, int] = {}
+    for name in programs:
+        for call in built.calls[name]:
+            cut = _cut(call, built.target.sms, sizes, _blocks(built.target.arch, codes or {}))
+            if cut is not None:
+                found[cut] = found.get(cut, 0) + 1
+    return found
+
+
+def uncounted(built: Any, programs: Iterable[str]) -> dict[str, int]:
+    """Ops that multiply by other kernels than those that `products` reads, each with how often it is done: what their tiles leave
+    idle is not known here."""
+    found: dict[str, int] = {}
+    for low in (built.lowered[name] for name in programs):
+        for op in low.ops:
+            read = any(call.spec.name in READERS for call in low.of[op].launches)
+            if not read and any(part.product for part in primitives(op)):
+                found[op.name] = found.get(op.name, 0) + 1
+    return found
+
+
+def specifications(built: Any, programs: Iterable[str]) -> list[Any]:
+    """What must be compiled for `products` to know every occupancy."""
+    calls = (call for name in programs for call in built.calls[name])
+    return list(
+        dict.fromkeys(call.spec for call in calls if call.spec.name in READERS and call.spec.name != PERSISTENT)
+    )
+
+
+def one_product(M: int, N: int, K: int, dtype: str) -> Program:
+    """The program of a product y (M, N) = x (M, K) w (N, K)^T and of both its gradients."""
+    p = Program(Store(), compute=dtype)
+    operands = p.precision.operands
+    x = p.input("x", (Dim("batch", M), K), operands)
+    weight = p.input("weight", (N, K), operands)
+    y = p.output("y", p.linear(x, weight))
+    dy = p.input("dy", (Dim("batch", M), N), y.dtype)
+    for name, t in zip(("dx", "dw"), pullback(p, {y: dy}, [x, weight]), strict=True):
+        p.output(name, t)
+    return p
+
+
+def _blocks(arch: int, codes: Mapping[Any, Code]) -> Callable[[Launch], int]:
+    machine = MULTIPROCESSORS.get(arch, MULTIPROCESSORS[90])
+
+    def blocks(call: Launch) -> int:
+        code = codes.get(call.spec)
+        if code is None or call.spec.name == PERSISTENT:
+            return 1
+        return machine.occupancy(threads=code.threads, registers=code.registers, shared=code.shared_bytes)
+
+    return blocks
+
+
+def _cut(call: Any, sms: int, sizes: Sizes, blocks: Callable[[Launch], int]) -> Cut | None:
+    """How a launch cuts its product; None for one that is no product, or that does nothing at these sizes."""
+    reader = READERS.get(call.spec.name)
+    if reader is None or 0 in call.grid(sizes):
+        return None
+    constants = dict(call.spec.constants)
+    values: dict[str, Any] = constants | {
+        name: arg for (name, _), arg in zip(call.spec.signature, call.args, strict=True)
+    }
+
+    def number(name: str) -> int:
+        value = values[name]
+        return value if isinstance(value, int) else value(sizes)
+
+    return Cut(call.spec.name, sms=sms, occupancy=blocks(call), **reader(call, values, number))
+
+
+def _role(values: Mapping[str, Any]) -> str:
+    return "tn" if values["A_TRANSPOSED"] else "nt" if values["B_TRANSPOSED"] else "nn"
+
+
+def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
+    """`kernels.matmul.gemm`, or `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
+    hopper = call.spec.name == PERSISTENT
+    K = number("K")
+    split = values.get("chunk") is not None and _role(values) == "tn" and callable(values["chunk"])
+    kinds = dict(call.spec.signature)
+    return {
+        "role": _role(values), "M": number("M"), "N": number("N"), "K": K,
+        "dtype": _dtype(kinds["a_map"] if hopper else kinds["a"]),
+        "rows": 128 if hopper else values["BM"], "cols": values["COLS"] if hopper else values["BN"],
+        "parts": ceil_div(K, number("chunk")) if split and values["chunk"] is not values["K"] else 1,
+    }  # fmt: skip
+
+
+def _few(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
+    """`kernels.skinny_gemm.skinny_gemm`: a block has all rows of some columns."""
+    rows = number("rows")
+    return {
+        "role": "nt", "M": rows, "N": values["N"], "K": values["K"], "dtype": _dtype(dict(call.spec.signature)["weight"]),
+        "rows": rows, "cols": values["BN"], "parts": 1,
+    }  # fmt: skip
+
+
+def _dtype(kind: str) -> str:
+    """The dtype of an operand by its type in a signature: "*bf16", "tensormap<bf16[64,64]>"."""
+    return next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in kind)
+
+
+READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT: _tiled, "skinny_gemm": _few}
+
+
+def table(found: Mapping[Cut, int], sheet: Published, *, known: bool) -> list[str]:
+    """Lines for people. `known`: occupancies are those of compiled code."""
+    head = (
+        "M x N x K", "role", "kernel", "count", "tile", "parts", "tiles", "blocks/SM", "waves", "idle", "padding", "efficient",
+        "us at best",
+    )  # fmt: skip
+    widths = (24, 5, 12, 6, 10, 6, 8, 10, 6, 6, 8, 10, 11)
+    rows = [head] + [
+        (
+            f"{c.M} x {c.N} x {c.K}", c.role, c.kernel, str(count), f"{c.rows}x{c.cols}", str(c.parts), str(c.tiles),
+            str(c.occupancy) if known or c.kernel == PERSISTENT else f">= {c.occupancy}", str(c.waves), f"{c.idle:.0%}",
+            f"{c.padding:.0%}", f"{c.efficiency:.0%}", f"{1e6 * c.light(sheet):.1f}",
+        )
+        for c, count in sorted(found.items(), key=lambda item: -item[0].light(sheet) * item[1])
+    ]  # fmt: skip
+    return [
+        "".join(
+            f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

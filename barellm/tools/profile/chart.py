@@ -1,0 +1,89 @@
+"""The picture of a profile: each kind of op with its share of the step and how near it comes to its bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from barellm.tools.plan.devices import where
+
+INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
+COLOURS = {"matmul": "#3b82c4", "attention": "#c2410c", "optimizer": "#2f855a"}
+OTHERS = "#b7791f"
+IDLE = "#cbd2d9"
+SMALLEST = 0.4  # percent of the step; what is below goes into one bar
+
+
+def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of the chart, from the top: families by their time and in them kinds by theirs, the small ones together, idling
+    last. `s` and `wait_s` of all bars add up to the step, less what the stamps miss."""
+    ops = result["ops"]
+    large = [r for r in ops if 100 * r["s"] / result["step_s"] >= SMALLEST]
+    small = [r for r in ops if r not in large]
+    sums: dict[str, float] = {}
+    for r in large:
+        sums[r["family"]] = sums.get(r["family"], 0.0) + r["s"]
+    rows = [
+        {k: r[k] for k in ("family", "s", "wait_s", "bound_s")} | {"label": f"{r['count']} x {r['op']} {r['shape']}"}
+        for r in sorted(large, key=lambda r: (-sums[r["family"]], r["family"], -r["s"]))
+    ]
+    if small:
+        rest = {k: sum(r[k] for r in small) for k in ("s", "wait_s", "bound_s")}
+        rows.append({"family": "", "label": f"{sum(r['count'] for r in small)} small ops", **rest})
+    return [*rows, {"family": "idle", "label": "idle", "s": result["idle_s"], "wait_s": 0.0, "bound_s": 0.0}]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write the picture, as an SVG or what else the file's name says."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = bars(result)
+    step = result["step_s"]
+    height = 1.4 + 0.2 * len(rows)
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "barellm", "font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(11, height))
+        low, tall = 0.45 / height, 1 - 1.3 / height
+        share = figure.add_axes((0.27, low, 0.42, tall))
+        bound = figure.add_axes((0.72, low, 0.265, tall))
+        for y, row in enumerate(rows):
+            work, wait = (100 * x / step for x in (row["s"] - row["wait_s"], row["wait_s"]))
+            colour = IDLE if row["family"] == "idle" else COLOURS.get(row["family"], OTHERS)
+            share.barh(y, work, color=colour, height=0.72)
+            share.barh(y, wait, left=work, color=colour, alpha=0.35, height=0.72)
+            words = f"{work + wait:.1f} %   {row['s'] * 1e3:.2f} ms"
+            share.text(work + wait, y, f"  {words}", va="center", fontsize=7.5, color=SOFT)
+            if row["bound_s"]:
+                reached = 100 * row["bound_s"] / row["s"]
+                bound.barh(y, min(reached, 125), color=colour, height=0.72)
+                bound.text(2, y, f"{reached:.0f}", va="center", fontsize=7.5, color="white")
+        share.set_yticks(range(len(rows)), [row["label"] for row in rows], fontsize=8, color=INK)
+        share.set_xlim(0, 1.35 * max(100 * row["s"] / step for row in rows))
+        bound.set_yticks([])
+        bound.set_xlim(0, 125)
+        bound.axvline(100, color=INK, linewidth=0.8, linestyle="--")
+        for axes, words in (
+            (share, "% of the step (pale: threads wait at the barrier behind)"),
+            (bound, "% of its bound"),
+        ):
+            axes.set_ylim(len(rows) - 0.4, -0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize=8, colors=INK)
+            axes.set_title(words, fontsize=8.5, color=SOFT, loc="left")
+        what = "{preset}, {batch} x {seq}, {dtype}, ".format(**result) + where(result)
+        figure.text(0.012, 1 - 0.3 / height, what, fontsize=11, color=INK, fontweight="bold")
+        figure.text(
+            0.012,
+            1 - 0.52 / height,
+            f"{step * 1e3:.1f} ms a step: {100 * result['work_s'] / step:.1f} % work, "
+            f"{100 * result['barrier_s'] / step:.1f} % barriers, {100 * result['idle_s'] / step:.1f} % idle; "
+            f"the ops' bounds are {100 * result['bound_s'] / step:.1f} % of it",
+            fontsize=8.5,
+            color=SOFT,
+        )
+        names = [f for f in COLOURS if any(row["family"] == f for row in rows)]
+        keys = [Patch(color=COLOURS[name], label=name.replace("_", " ")) for name in names]
+        keys += [Patch(color=OTHERS, label="others")]
+        figure.legend(handles=keys, loc="upper right", ncols=len(keys), fontsize=8, frameon=False)
+        figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,71 @@
+"""Steps on a GPU with the time of every launch, in turn with steps as they usually run.
+
+Events stand between the launches in the graph that a timed step replays: from one to the next is a launch with what it waits
+for. What a usual step takes longer than the sum is the host's and the copies of inputs; what it takes less, launches gained by
+following each other closely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from barellm.tools.profile.step import StepBench
+
+LEAST, SECONDS, MOST = 5, 2.0, 50  # of steps that are timed
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A cycle of `steps` steps. `launches_s`: programs in their order, and the seconds of each launch. `seconds`: their sum."""
+
+    launches_s: list[tuple[str, np.ndarray]]
+    steps: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(times.sum() for _, times in self.launches_s))
+
+    @property
+    def calls_s(self) -> dict[str, np.ndarray]:
+        """The launches' times in the form that tables want, of an average step: nobody waits behind a launch."""
+        found: dict[str, np.ndarray] = {}
+        for name, times in self.launches_s:
+            found[name] = found.get(name, 0.0) + np.stack([times, np.zeros_like(times)], axis=-1) / self.steps
+        return found
+
+
+@dataclass(frozen=True)
+class DeviceTraces:
+    """Steps in pairs, one timed and one not. `usual_s`: of the others, by Python's clock, from before its inputs are written until
+    the GPU has ended."""
+
+    timed: list[DeviceStep]
+    usual_s: list[float]
+
+    def middle(self) -> DeviceStep:
+        """The timed step of median duration."""
+        return sorted(self.timed, key=lambda step: step.seconds)[len(self.timed) // 2]
+
+    def median_calls_s(self) -> dict[str, np.ndarray]:
+        """The same as `DeviceStep.calls_s`, with the median of each launch."""
+        return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in self.timed[0].calls_s}
+
+
+def pairs_for(bench: StepBench) -> int:
+    """How many pairs of steps a few seconds allow. It takes one."""
+    return round(min(max(SECONDS / bench.step().seconds, LEAST), MOST))
+
+
+def record(bench: StepBench, steps: int) -> DeviceTraces:
+    """`steps` pairs of steps."""
+    timed, usual = [], []
+    for i in range(steps):
+        for traced in (True, False) if i % 2 == 0 else (False, True):
+            if traced:
+                launches = [(name, np.array([ms / 1e3 for _, ms in found])) for name, found in bench.timed()]
+                timed.append(DeviceStep(launches, bench.course.cycle))
+            else:
+                usual.append(bench.step().seconds)
+    return DeviceTraces(timed, usual)

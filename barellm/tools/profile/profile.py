@@ -1,0 +1,112 @@
+"""Shows where the time of a training step goes, op by op, and on a CPU thread by thread: as a table, a timeline and a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+
+from barellm.config import Config
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE, first
+from barellm.tools.plan.roofline import measured_ceiling
+from barellm.tools.plan.rows import by_kernel, by_kind, mixes, op_seconds
+from barellm.tools.profile import between, chart, device_trace, timeline
+from barellm.tools.profile.step import StepBench, opened, where_it_ran
+from barellm.tools.profile.trace import LIMIT, Traces, account, call_seconds, pairs_for, record
+
+FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "profile.svg"}
+
+
+def measure(
+    config: Config, *, steps: int | None, folder: Path, device: str = "cpu", ranks: Ranks = ALONE
+) -> dict[str, Any]:
+    """Profile steps and return one JSON object about the traced step of median duration, of `steps` or of as many as a few seconds
+    allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved. Of several `ranks` each gets its own
+    object, and the first writes the files."""
+    with opened(config, device=device, ranks=ranks) as (bench, _):
+        session, train = bench.compiled.session, bench.train
+        ceiling = measured_ceiling(device=device)
+        ceiling.measure(mixes(session, bench.shares))
+        facts, calls_s, made = _on_gpu(bench, steps, ranks) if device == "cuda" else _on_cpu(bench, steps, ranks)
+        ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
+        of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
+        rows = by_kind(session, of_ops, ceiling, bench.shares)
+        for row in rows:
+            row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
+            row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
+        result: dict[str, Any] = {
+            "kind": "profile",
+            "preset": bench.compiled.config.preset,
+            "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
+            **where_it_ran(bench.compiled),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            **facts,
+            "bound_s": sum(row["bound_s"] for row in rows),
+            "ceiling": ceiling.to_json(),
+            "ops": rows,
+        }
+        if ranks.count > 1:
+            result |= {"ranks": ranks.count, "between_ranks": between.exposed(session, of_ops, ranks)}
+        title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
+        events = made(title)
+    if ranks.rank:
+        return result
+    (folder / FILES["profile"]).write_text(json.dumps(result, indent=1) + "\n")
+    (folder / FILES["timeline"]).write_text(json.dumps(events))
+    chart.draw(result, folder / FILES["picture"])
+    return result
+
+
+def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """(facts of the step, seconds of its calls, how to make its timeline). All ranks look at the step that is rank 0's middle."""
+    traces, session = record(bench, first(ranks, steps or pairs_for(bench))), bench.compiled.session
+    step = traces.traced[first(ranks, traces.traced.index(traces.middle()))]
+    threads = account(step)
+    facts = {
+        "step_s": step.seconds / step.steps,
+        **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
+        "by_thread": threads,
+        "adds_up": adds_up(threads),
+        **tracing(traces),
+    }
+    return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
+
+
+def _on_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """The same for a GPU. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
+    count = first(ranks, steps or device_trace.pairs_for(bench))
+    traces, session = device_trace.record(bench, count), bench.compiled.session
+    step, usual = traces.middle(), median(traces.usual_s)
+    facts = {
+        "step_s": max(usual, step.seconds / step.steps),
+        "work_s": step.seconds / step.steps,
+        "barrier_s": 0.0,
+        "idle_s": max(usual - step.seconds / step.steps, 0.0),
+        "usual_s": traces.usual_s,
+        "timed_s": [s.seconds / s.steps for s in traces.timed],
+        "by_thread": [],
+        "adds_up": True,
+    }
+    return facts, step.calls_s, lambda title: timeline.device_events(session, step, title=title)
+
+
+def adds_up(threads: list[dict[str, Any]]) -> bool:
+    """Whether no thread's parts miss more than LIMIT percent of the step."""
+    return all(abs(t["residual_percent"]) <= LIMIT for t in threads)
+
+
+def tracing(traces: Traces) -> dict[str, Any]:
+    """The cost of tracing: the median of the pairs, in percent, and the quarters that half of them lie between."""
+    costs = traces.overheads
+    return {
+        "traced_s": [step.seconds / step.steps for step in traces.traced],
+        "untraced_s": traces.untraced_s,
+        "tracing_percent": median(costs),
+        "tracing_quartiles_percent": quantiles(costs, n=4)[::2] if len(costs) > 1 else costs * 2,
+    }

@@ -1,0 +1,229 @@
+"""Measures training steps on random tokens, as a run would do them: one micro-batch, and the programs with which its course ends
+the step. Where steps differ, as many as a cycle has are measured together, and the mean of theirs counts as one step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from barellm.assembly.build import CompiledModel, open_model
+from barellm.config import Config
+from barellm.models.course import shares
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE
+from barellm.tools.profile.process import CallCounter, Usage, resident_bytes, seconds_since_start
+from barellm.training.course import course
+
+SEED = 1337
+
+
+@dataclass
+class Sample:
+    """The measurement of one cycle: the seconds of a step, the loss of the last, and what the process used meanwhile."""
+
+    seconds: float
+    loss: float
+    usage: Usage
+
+    def to_json(self) -> dict[str, Any]:
+        return {"s": self.seconds, "loss": self.loss, **self.usage.__dict__}
+
+
+def one_micro_batch(config: Config) -> Config:
+    """The run with steps of one micro-batch."""
+    return replace(
+        config, train=replace(config.train, gradient_accumulation_steps=1, batch_rampup_from=0, batch_rampup_tokens=0)
+    )
+
+
+class StepBench:
+    """An open machine that steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its rows of them."""
+
+    def __init__(self, compiled: CompiledModel, ranks: Ranks = ALONE) -> None:
+        self.compiled = compiled
+        self.steps = 0
+        self.train = compiled.config.train
+        self.rows = self.train.micro_batch_size // ranks.count
+        self.first = ranks.rank * self.rows
+        self.vocabulary = compiled.config.model.vocab_size
+        alone = one_micro_batch(compiled.config)
+        self.course, self.shares, self.total = course(alone), shares(alone), self.train.steps or None
+        self.loss = 0.0  # of the last step
+
+    def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
+        """A cycle of steps. `wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
+        session = self.compiled.session
+        runs, inputs, cycle = run or session.run, self._inputs(), self.course.cycle
+        usage, start = Usage.now(), time.perf_counter()
+        if wrap is None:
+            self._run(runs, inputs)
+        else:
+            with wrap():
+                self._run(runs, inputs)
+        sample = Sample((time.perf_counter() - start) / cycle, 0.0, Usage.now().since(usage))
+        sample.loss = self.loss
+        return sample
+
+    def _inputs(self) -> list[np.ndarray]:
+        """Tokens and targets of the steps of the next cycle."""
+        return [
+            np.random.default_rng((SEED, self.steps + i)).integers(
+                0, self.vocabulary, (2, self.train.micro_batch_size, self.train.seq), dtype=np.int32
+            )
+            for i in range(self.course.cycle)
+        ]
+
+    def _run(self, run: Callable[..., Any], inputs: list[np.ndarray]) -> list[tuple[str, Any]]:
+        """The programs of a cycle by `run`, to their end: their names in order, and what it gave for each."""
+        train, session, found = self.train, self.compiled.session, []
+        for tokens, targets in inputs:
+            at = self.steps
+            plan = self.course.step(at, self.total)
+            self.course.enter(session, at, self.total)
+            own = slice(self.first, self.first + self.rows)
+            session.write("tokens", tokens[own])
+            session.write("targets", targets[own])
+            micro = run(
+                "forward_backward", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
+                seed=SEED, step=at + 1, sample=at * train.micro_batch_size + self.first,
+            )  # fmt: skip
+            self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
+            found += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
+            self.steps += 1
+        session.synchronize()
+        return found
+
+    def timed(self) -> list[tuple[str, Any]]:
+        """A cycle by the session's `timed`: the programs in their order, and what that gave for each."""
+        return self._run(self.compiled.session.timed, self._inputs())
+
+
+@contextmanager
+def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iterator[tuple[StepBench, dict[str, Any]]]:
+    """A bench after its first step, and what the start took. `config` has its dtype resolved.
+
+    first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
+    plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's
+    loading of the code.
+    """
+    imported = seconds_since_start()
+    before, start = resident_bytes()[0], time.perf_counter()
+    counter = CallCounter()
+    with ExitStack() as stack:
+        with counter.watching_new_threads():
+            compiled = stack.enter_context(open_model(config, device=device, ranks=ranks))
+        begun = time.perf_counter()
+        compiled.initialize(SEED)
+        compiled.session.synchronize()
+        initialised = time.perf_counter()
+        bench = StepBench(compiled, ranks)
+        first = bench.step()
+        everything = (imported or 0.0) + time.perf_counter() - start
+        split = {
+            "import": imported or 0.0,
+            **compiled.session.seconds,
+            "init": initialised - begun,
+            "step": first.seconds,
+        }
+        yield (
+            bench,
+            {
+                "first_step_s": everything,
+                "first_step_split": split | {"rest": everything - sum(split.values())},
+                "first_step": first.to_json(),
+                "resident_before_bytes": before,
+                "counter": counter,
+            },
+        )
+
+
+def measure(config: Config, *, steps: int, digest: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """Measure `steps` warm steps after the first, and return one JSON object. `config` has its dtype resolved."""
+    with opened(config, device=device) as (bench, facts):
+        counter = facts.pop("counter")
+        samples = [bench.step() for _ in range(steps)]
+        now, peak_rss = resident_bytes()
+        marks = {"digest": bench.compiled.session.digest()} if digest else {}
+        bench.step(counter.counting)
+        return describe(bench, facts, samples, now=now, peak_rss=peak_rss, counter=counter) | marks
+
+
+def describe(
+    bench: StepBench, facts: dict[str, Any], samples: list[Sample], *, now: int, peak_rss: int, counter: CallCounter
+) -> dict[str, Any]:
+    compiled, train = bench.compiled, bench.train
+    seconds = [s.seconds for s in samples]
+    middle = median(seconds)
+    flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
+    peak = compiled.peak()
+    tokens = train.micro_batch_size * train.seq
+    arena = compiled.plan.arena_bytes
+    added = now - facts["resident_before_bytes"]
+    return {
+        "kind": "step",
+        "preset": compiled.config.preset,
+        "batch": train.micro_batch_size,
+        "seq": train.seq,
+        "dtype": train.dtype,
+        "recompute": train.recompute,
+        "moments": compiled.config.optim.moments,
+        **where_it_ran(compiled),
+        **facts,
+        "besides_step_s": facts["first_step_s"] - middle,
+        "steps": len(seconds),
+        "step_s": seconds,
+        "median_s": middle,
+        "min_s": min(seconds),
+        "tokens_per_s": tokens / middle,
+        "flops": flops,
+        "peak_flops": peak,
+        "percent_of_peak": 100 * flops / middle / peak,
+        "arena_bytes": arena,
+        "live_peak_bytes": compiled.plan.live_peak_bytes,
+        "peak_rss_bytes": peak_rss,
+        "rss_added_bytes": added,
+        "rss_added_over_plan": added / arena,
+        "minor_faults": max(s.usage.minor_faults for s in samples),
+        "minor_faults_by_step": [s.usage.minor_faults for s in samples],
+        "python_calls": counter.calls,
+        "c_calls": counter.c_calls,
+        "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
+        "voluntary_switches_by_step": [s.usage.voluntary_switches for s in samples],
+        "involuntary_switches_by_step": [s.usage.involuntary_switches for s in samples],
+        "cpu_s_by_step": [s.usage.cpu_s for s in samples],
+        "losses": [s.loss for s in samples],
+    }
+
+
+def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
+    """`device`, `isa`, and `threads` or `multiprocessors`."""
+    names = ("device", "isa", "threads", "multiprocessors")
+    return {name: value for name, value in compiled.meta().items() if name in names}
+
+
+def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
+    """Be one side of an interleaved comparison, as barellm.tools.bench.turns wants it. `lines`: what is asked, else standard input."""
+    with opened(config, device=device, ranks=ranks) as (bench, facts):
+        start = where_it_ran(bench.compiled) | {"dtype": bench.train.dtype}
+        start |= {"arena_bytes": bench.compiled.plan.arena_bytes}
+        on_device = {"peak_device_bytes": bench.compiled.plan.arena_bytes} if device == "cuda" else {}
+        print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
+        for line in sys.stdin if lines is None else lines:
+            samples = [bench.step() for _ in range(int(line))]
+            turn = {
+                "step_s": [s.seconds for s in samples],
+                "losses": [s.loss for s in samples],
+                "cpu_s": sum(s.usage.cpu_s for s in samples),
+                "minor_faults": sum(s.usage.minor_faults for s in samples),
+                "peak_rss_bytes": resident_bytes()[1],
+                **on_device,
+            }
+            print(json.dumps(turn), flush=True)
