@@ -1,4 +1,4 @@
-"""Cases of the ops in program/ops/qk_rotary.py, for the kernel tests of both backends."""
+"""Cases of the ops in program/ops/attention/qk_rotary.py, for the kernel tests of both backends."""
 
 from __future__ import annotations
 

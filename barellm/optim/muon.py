@@ -1,4 +1,4 @@
-"""Muon over the matrices that it is given: momentum, all singular values made one, a step (program/ops/muon.py)."""
+"""Muon over the matrices that it is given: momentum, all singular values made one, a step (program/ops/optim/muon.py)."""
 
 from __future__ import annotations
 

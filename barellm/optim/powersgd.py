@@ -1,5 +1,5 @@
 """Gradients of matrices that travel as two thin factors: PowerSGD with error feedback (Vogels et al. 2019; Ramesh et al. 2021,
-appendix E). The ops are those of program/ops/powersgd.py.
+appendix E). The ops are those of program/ops/optim/powersgd.py.
 
 A step ends with four exchanges, however many matrices there are: the factors P of all of them lie side by side, with them the
 gradients of what is too small to compress; then the factors Q'. Each is added up over the ranks, in their order, and given to all.

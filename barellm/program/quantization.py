@@ -186,7 +186,7 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray
 @cache
 def _order(codes: str) -> np.ndarray:
     """The place in a block (128) of the code of row r and element k, at [r, k]. Of 4-bit codes the byte b holds places b and b +
-    64. The places of such a byte's codes are made for kernels that look up bytes: see `cpu/kernels/codes.py`."""
+    64. The places of such a byte's codes are made for kernels that look up bytes: see `cpu/kernels/gemm/codes.py`."""
     import numpy as np
 
     r, k = np.meshgrid(np.arange(TILE), np.arange(BLOCK), indexing="ij")

@@ -32,8 +32,8 @@ KERNELS = (
     attention_forward.attention,
 )
 EDITS = {
-    "program/ops/optimizer.py": {"sum_squares"},
-    "program/ops/elementwise.py": {
+    "program/ops/optim/optimizer.py": {"sum_squares"},
+    "program/ops/pointwise/elementwise.py": {
         "product",
         "weight_gradient",
         "activation",
@@ -45,12 +45,12 @@ EDITS = {
     "cpu/kernel.py": set(),
     "cpu/step.py": set(),
     "cpu/tuner/candidates.py": set(),
-    "cpu/kernels/linear.py": set(),
-    "cpu/kernels/packing.py": {"product", "weight_gradient", "attention", "tuning"},
-    "cpu/kernels/amx.py": {"product", "weight_gradient", "attention", "tuning"},
+    "cpu/kernels/gemm/linear.py": set(),
+    "cpu/kernels/gemm/packing.py": {"product", "weight_gradient", "attention", "tuning"},
+    "cpu/kernels/gemm/amx.py": {"product", "weight_gradient", "attention", "tuning"},
     "cpu/gemm_config.py": {"product", "weight_gradient", "tuning"},
-    "cpu/kernels/activations.py": {"product", "activation", "tuning"},
-    "cpu/kernels/elementwise.py": {"activation"},
+    "cpu/kernels/pointwise/activations.py": {"product", "activation", "tuning"},
+    "cpu/kernels/pointwise/elementwise.py": {"activation"},
     "cpu/specialisation.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
     "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
     "program/scalars.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},

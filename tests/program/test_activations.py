@@ -1,4 +1,4 @@
-"""An activation is one entry of program/ops/elementwise.py and one emitter on each backend; everything else follows from them."""
+"""An activation is one entry of program/ops/pointwise/elementwise.py and one emitter on each backend; everything else follows from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_squared_relu_is_in_three_files():
     package = Path(barellm.__file__).parent
     files = (path for path in package.rglob("*.py") if "models" not in path.parts)  # a model may ask for it
     found = {str(path.relative_to(package)) for path in files if "relu2" in path.read_text()}
-    assert found == {"program/ops/elementwise.py", "cpu/kernels/activations.py", "cuda/kernels/activations.py"}
+    assert found == {"program/ops/pointwise/elementwise.py", "cpu/kernels/pointwise/activations.py", "cuda/kernels/pointwise/activations.py"}
 
 
 @each_activation

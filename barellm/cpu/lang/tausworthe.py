@@ -1,4 +1,4 @@
-"""Combined Tausworthe generators on i32 lanes, bit for bit what `program/ops/tausworthe.py` defines."""
+"""Combined Tausworthe generators on i32 lanes, bit for bit what `program/ops/pointwise/tausworthe.py` defines."""
 
 from __future__ import annotations
 

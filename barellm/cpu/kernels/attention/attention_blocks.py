@@ -445,7 +445,7 @@ def visible(
 
 @dataclass(frozen=True)
 class Dropout:
-    """Multipliers of a block of probabilities, [key][g.queries] fp32, from the words that `program/ops/random.py` defines."""
+    """Multipliers of a block of probabilities, [key][g.queries] fp32, from the words that `program/ops/pointwise/random.py` defines."""
 
     rate: float
     stream: Value

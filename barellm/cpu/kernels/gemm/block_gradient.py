@@ -1,4 +1,4 @@
-"""Weight gradients of products with block-sparse matrices (program/ops/block_matmul.py): x^T dy for the columns of each block.
+"""Weight gradients of products with block-sparse matrices (program/ops/gemm/block_matmul.py): x^T dy for the columns of each block.
 
 The columns of a few listed blocks lie far apart in x and dy, so reading them there would fill the caches with what is not needed,
 and each block of x is wanted by every block of its row. So CHUNK tokens of both are laid out in strips first, once, and then each

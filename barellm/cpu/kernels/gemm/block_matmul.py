@@ -1,4 +1,4 @@
-"""Products with block-sparse matrices, forward and for the input gradient (program/ops/block_matmul.py).
+"""Products with block-sparse matrices, forward and for the input gradient (program/ops/gemm/block_matmul.py).
 
 Weights are laid out first as the register tile reads them. Then a claim is a tile of tokens and a few lists: the columns of the
 layout forward, its rows for the input gradient. A list's blocks follow one another in one accumulation chain per element, so

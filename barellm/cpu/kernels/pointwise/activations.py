@@ -1,4 +1,4 @@
-"""Activations by their emitters: the value and the slope, on fp32 lanes. What they mean is said in program/ops/elementwise.py."""
+"""Activations by their emitters: the value and the slope, on fp32 lanes. What they mean is said in program/ops/pointwise/elementwise.py."""
 
 from __future__ import annotations
 

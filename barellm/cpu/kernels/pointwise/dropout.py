@@ -1,5 +1,5 @@
-"""Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/random.py`, or the draws of
-`program/ops/tausworthe.py`."""
+"""Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/pointwise/random.py`, or the draws of
+`program/ops/pointwise/tausworthe.py`."""
 
 from __future__ import annotations
 

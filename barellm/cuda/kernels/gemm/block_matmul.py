@@ -1,4 +1,4 @@
-"""Products with block-sparse matrices (program/ops/block_matmul.py): y = x W, dx = dy W^T, and the gradient of each block.
+"""Products with block-sparse matrices (program/ops/gemm/block_matmul.py): y = x W, dx = dy W^T, and the gradient of each block.
 
 A program of the first two is BM tokens and one segment of the layout's lists, whose blocks it walks in one chain of additions, so
 that nothing is added to memory twice; an empty list gives zeros. Parts of a long list, which would keep one multiprocessor busy

@@ -1,4 +1,4 @@
-"""Activations on fp32 values. What they mean is said in program/ops/elementwise.py.
+"""Activations on fp32 values. What they mean is said in program/ops/pointwise/elementwise.py.
 
 Each is two functions, the value and the slope, and a line in each of `value_of` and `slope_of`, by the names of its two ops.
 """

@@ -1,4 +1,4 @@
-"""Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/random.py`."""
+"""Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/pointwise/random.py`."""
 
 from __future__ import annotations
 

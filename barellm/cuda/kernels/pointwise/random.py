@@ -1,4 +1,4 @@
-"""Threefry2x32-20 on uint32 lanes, bit for bit what `program/ops/random.py` defines."""
+"""Threefry2x32-20 on uint32 lanes, bit for bit what `program/ops/pointwise/random.py` defines."""
 
 from __future__ import annotations
 

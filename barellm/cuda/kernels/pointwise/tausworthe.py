@@ -1,5 +1,5 @@
 """Dropout by Tausworthe generators, and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the draws are those of
-`program/ops/tausworthe.py`."""
+`program/ops/pointwise/tausworthe.py`."""
 
 from __future__ import annotations
 

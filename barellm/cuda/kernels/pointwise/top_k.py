@@ -1,4 +1,4 @@
-"""The largest elements of rows, by the bits of their keys as in cpu/kernels/top_k.py. A program does one row, which it finds in the
+"""The largest elements of rows, by the bits of their keys as in cpu/kernels/pointwise/top_k.py. A program does one row, which it finds in the
 caches after the first pass.
 
 Shapes: x, dx (rows, C); values, dvalues, indices (rows, K); own, columns (rows, K) i32, collected but not yet in order.
