@@ -80,6 +80,7 @@ def forget() -> None:
         cached.cache_clear()
 
 
+@pytest.mark.extended
 def test_what_passes_is_not_run_again_until_it_changes(project, run):
     assert ALL in run()
     assert NONE in (said := run()) and "passed" not in said

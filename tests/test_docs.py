@@ -46,6 +46,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 @each_page
+@pytest.mark.extended
 def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     before = dict(REGISTRY.entries)

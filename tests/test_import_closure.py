@@ -145,6 +145,7 @@ def test_all_of_every_file_with_cached_results_can_be_followed():
     ("tests/cuda/test_loops.py", ["docs/cuda_gemm.md"]),
     ("tests/cpu/test_cross.py", ["barellm/cpu/kernels/gemm/gemm.py", "barellm/models/gpt2.py", "barellm/errors.py"]),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_closures_have_what_decides(test, needs):
     files = {file.relative_to(ROOT).as_posix() for file in import_closure.closure(ROOT / test)[0]}
     assert files >= {test, "tests/conftest.py", "tests/selection.py", "tests/import_closure.py", *needs}

@@ -26,6 +26,7 @@ def built(kind: str, source: Path, into: Path) -> Path:
     return into / done.stdout.split()[-1]
 
 
+@pytest.mark.extended
 def test_the_wheel_of_the_source_archive_works_without_the_source_tree(tmp_path):
     archive = built("build_sdist", ROOT, tmp_path)
     with tarfile.open(archive) as packed:

@@ -57,6 +57,7 @@ def run(size: tuple[int, int, int], sms: int, how: Run, change=lambda ptx: ptx) 
 @pytest.mark.parametrize(
     "size, sms", [((100, 256, 200), 2), ((256, 264, 328), 3), ((330, 520, 72), 4), ((257, 264, 8), 132)]
 )
+@pytest.mark.extended
 def test_pairs_of_tiles_in_drawn_orders(size, sms):
     late = run(size, sms, Run(seed=1, poison=0xFF, late=True))
     early = run(size, sms, Run(seed=2, poison=0x7F, late=False))
@@ -93,6 +94,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.extended
 def test_a_fault_shows(name):
     change, message = FAULTS[name]
     with pytest.raises((AssertionError, Fault), match=message):

@@ -54,6 +54,7 @@ def able(r, isa, monkeypatch):
 
 
 @pytest.mark.parametrize("name, isa", [(n, isa) for n in NAMES for isa in (ISAS[:1] if n == "AMX tiles" else ISAS)])
+@pytest.mark.extended
 def test_a_rung_is_right_at_awkward_sizes(name, isa, monkeypatch):
     """Nothing but C is written, and the bits do not depend on the number of threads."""
     r = rung(name)

@@ -31,6 +31,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.extended
 def test_a_rung_is_right_as_compiled(name, monkeypatch):
     """And without spills, in the shared memory that a block may have, by the units that it is about."""
     (rung,) = [r for r in GPU_RUNGS if r.name == name]

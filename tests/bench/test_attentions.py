@@ -152,6 +152,7 @@ def test_pytorch_itself_by_backends(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_ours_alone(dtype, capsys):
     lines = []
     r = attentions.measure(dtype, torch=False, rounds=2, report=lines.append, lengths=(16, 33))

@@ -69,6 +69,7 @@ TRANSPOSED = gemms.Product("mlp.down", "matmul_relu2_backward", 24, 40, 9)
     [*gemms.products(small().model, 48), WITHOUT_BIAS, TRANSPOSED],
     ids=lambda p: f"{p.layer} {p.op} {p.mode}",
 )
+@pytest.mark.extended
 def test_copies_are_apart_and_outlast_the_caches(product):
     timed = gemms.Timed(product, "bf16")
     try:

@@ -271,6 +271,7 @@ def test_publishing_needs_a_checkout(refused, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 def test_our_side_serves_turns(tmp_path):
     ours = peers.ours(config())
     turns.interleave([ours], rounds=2, report=lambda line: None)

@@ -232,6 +232,7 @@ def prepare_old(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.extended
 def test_a_kill_at_any_call_leaves_the_new_checkpoint_or_the_old(tmp_path, monkeypatch, after):
     calls = number_of_calls(tmp_path / "count", monkeypatch)
     assert calls > 40

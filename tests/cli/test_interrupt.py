@@ -64,6 +64,7 @@ def started(text, tmp_path):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.extended
 def test_one_signal_saves_and_exits(started, tmp_path, number, status):
     process = started("step     1/", *SHORT_STEPS)
     process.send_signal(number)
@@ -130,6 +131,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_kill_9_and_resume_with_another_number_of_threads_give_the_same_bits(started, tmp_path, text, dtype):
     """The CPU backend, killed once a checkpoint is there; 1 thread goes on where 2 were."""
     sizes = ["--batch", "3", "--seq", "24", "--model.layers", "2", "--model.d_model", "32", "--model.heads", "2"]

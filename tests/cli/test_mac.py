@@ -106,6 +106,7 @@ def trained(on_a_mac, training, folder) -> Path:
     return folder / "run"
 
 
+@pytest.mark.extended
 def test_kernels_in_mach_o_objects_compute_the_same(trained, training, tmp_path):
     assert main([*training, "--out", str(tmp_path / "run")]) == 0
     lines = [(run / "metrics.jsonl").read_text().splitlines() for run in (trained, tmp_path / "run")]
@@ -127,6 +128,7 @@ SMALL = ["shakespeare-char", "--model.layers=1", "--model.d_model=48", "--batch=
     (["bench", "step", *SMALL, "--steps=2"], "tokens/s"),
     (["inspect", "layernorm"], "layernorm"),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_commands(words, says, on_a_mac):
     done = on_a_mac(*words)
     assert done.returncode == 0 and says in done.stdout, done.stderr

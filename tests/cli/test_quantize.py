@@ -36,6 +36,7 @@ def nats(capsys, folder: Path, *more: str) -> float:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "nf4/32"])
+@pytest.mark.extended
 def test_nearest_codes_are_those_that_weights_asks_for(trained, tmp_path, capsys, weights):
     """Without calibration a stored checkpoint gives what rounding while loading gives, to the bit."""
     out = tmp_path / "few"
@@ -63,6 +64,7 @@ def changed(trained: Path, out: Path, change: Callable[[dict[str, np.ndarray]], 
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "nf4/32"])
+@pytest.mark.extended
 def test_rows_of_any_magnitude_are_held(trained, tmp_path, capsys, weights):
     """Queries by 2^-60 and keys by 2^60, values by 2^-30 and the matrix behind them by 2^30: what they make together is the same to
     the bit, in texts too, from a stored checkpoint and from codes made while loading."""

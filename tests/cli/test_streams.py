@@ -28,6 +28,7 @@ def test_a_closed_stream_is_like_dev_null(streams, words, status):
 
 
 @pytest.mark.parametrize("streams", [*CLOSED, "2>/dev/full"])
+@pytest.mark.extended
 def test_a_run_whose_streams_are_closed_trains_and_saves(tiny, tmp_path, streams):
     done = shell(streams, *tiny())
     assert done.returncode == 0 and done.stderr == ""

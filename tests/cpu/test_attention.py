@@ -43,6 +43,7 @@ def test_forward(isa, shape, dtype):
 @each_isa
 @each_shape
 @each_dtype
+@pytest.mark.extended
 def test_backward(isa, shape, dtype):
     check_backward(isa, shape, dtype)
 
@@ -214,6 +215,7 @@ each_bound = pytest.mark.parametrize("shape, groups, bounds", BOUNDED, ids=str)
 @each_isa
 @each_bound
 @each_dtype
+@pytest.mark.extended
 def test_bounded(isa, shape, groups, bounds, dtype):
     """Operands that are columns of one tensor, and of tensors of their own where the length is odd."""
     more = {"groups": groups, "packed": shape[1] % 2 == 0, **bounded(**bounds)}
@@ -236,6 +238,7 @@ WHOLE = [
 @each_isa
 @pytest.mark.parametrize("shape, groups, rate", WHOLE, ids=str)
 @each_dtype
+@pytest.mark.extended
 def test_over_all_keys(isa, shape, groups, rate, dtype):
     more = {"groups": groups, "packed": groups > 1, "causal": False}
     check_op(ops.Attention, isa, **forward_case(shape, dtype, rate, **more), plan=(shape[0] + 1, shape[1] + 20))

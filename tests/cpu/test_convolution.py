@@ -24,6 +24,7 @@ OPS = ("conv2d", "conv2d_dx", "conv2d_dw")
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.extended
 def test_a_direct_convolution_of_every_form(form, name):
     check_op(isa=isa_named(""), **case(name, FORMS[form]))
 
@@ -38,6 +39,7 @@ def test_a_direct_convolution_in_half_the_bits_is_added(isa, name):
 @pytest.mark.parametrize("form", DEPTHWISE)
 @each_isa
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.extended
 def test_a_convolution_of_each_channel_by_itself(isa, form, name):
     check_op(isa=isa, **case(name, DEPTHWISE[form]))
 
@@ -51,6 +53,7 @@ def test_a_convolution_of_each_channel_in_half_the_bits_is_added(isa, name):
 
 @pytest.mark.parametrize("form", WINOGRAD)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.extended
 def test_winograds_algorithm_of_every_form(form, name):
     for algorithm in ("winograd2", "winograd4"):
         check_op(isa=isa_named(""), **winograd_case(name, WINOGRAD[form], algorithm))

@@ -166,6 +166,7 @@ def test_kernels_of_images_of_bf16(isa, channels, pixels, images, names):
 
 
 @pytest.mark.parametrize("rectified, filters_of", [(False, np.float32), (True, np.float32), (True, ml_dtypes.bfloat16)])
+@pytest.mark.extended
 def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified, filters_of):
     """The error of the result and of both gradients beside float64: not above that of direct sums, which round filters of fp32 to
     bf16 where pairs are multiplied. With them the filters' gradient is in fp32, of products that are exact: there the

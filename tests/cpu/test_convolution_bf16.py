@@ -74,6 +74,7 @@ def test_products_of_pairs(on, name, form, monkeypatch):
 
 @pytest.mark.parametrize("form", EVERY)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.extended
 def test_products_of_pairs_of_every_form(name, form, monkeypatch):
     """Sixteen lanes, as the tiles' kernels have them."""
     check_op(isa=machine("16 lanes", monkeypatch), **case(name, ALL[form], "bf16", "add"))
@@ -96,6 +97,7 @@ def test_bits_do_not_depend_on_how_a_product_is_cut(on, name, monkeypatch):
 
 
 @pytest.mark.parametrize("on", MACHINES[-1:])
+@pytest.mark.extended
 def test_blocks_of_several_lines_and_images(on, monkeypatch):
     """A gradient of filters whose blocks are of two lines, then of two images."""
     isa = machine(on, monkeypatch)

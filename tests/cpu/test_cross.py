@@ -33,6 +33,7 @@ def config(dtype):
     ("neon", "bf16", "fmla"),
     ("neon_bf16", "bf16", "bfdot"),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
     isa = isas.cross(name, TRIPLES[0])
     products = 0
@@ -48,6 +49,7 @@ def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, dtype, instruction", [("neon", "fp32", "fmla"), ("neon_bf16", "bf16", "bfdot")])
+@pytest.mark.extended
 def test_muon_compiles_for_aarch64(name, dtype, instruction):
     isa = isas.cross(name, TRIPLES[0])
     more = {"optim.name": "muon", "optim.normuon": 0.9, "optim.cautious": True, "model.layers": 1}
@@ -96,6 +98,7 @@ def test_products_of_blocks_compile_for_other_machines(isa, block, instruction):
     (isas.cross("neon_bf16", TRIPLES[0]), "bfdot"),
     (isas.X86["avx512_bf16"], "vdpbf16ps"),
 ], ids=["neon_bf16", "avx512_bf16"])  # fmt: skip
+@pytest.mark.extended
 def test_relative_terms_compile_for_other_machines(isa, instruction):
     p = Program(Store(), compute="bf16")
     layout = layouts.parse("local:9", length=40, block=16, heads=1)

@@ -170,6 +170,7 @@ def test_64_rows_are_few_and_65_are_not(rows, writer):
 
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 2e-5), ("bf16", 2e-2)])
+@pytest.mark.extended
 def test_what_follows_a_product(isa, compute, limit):
     """A network of 1 to 33 rows whose products have biases, activations and residuals behind them."""
     ran = check_network(
@@ -230,6 +231,7 @@ def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dt
 @each_isa
 @pytest.mark.parametrize("rows", [5, 8, 9, 32])
 @pytest.mark.parametrize("dtype, depth", [("fp32", 1024), ("bf16", 2048), ("fp16", 2048), ("fp32", 2048)])
+@pytest.mark.extended
 def test_columns_a_multiple_of_a_page_apart(isa, dtype, depth, rows, monkeypatch):
     """From nine rows on they are copied, in every part of the depth."""
     assert depth * itemsize(dtype) % skinny_gemm.PAGE == 0

@@ -99,6 +99,7 @@ def test_where_scales_come_from(isa):
 @each_isa
 @each_way
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-5), ("bf16", 6e-2)])
+@pytest.mark.extended
 def test_a_network_with_a_classifier_in_8_bits(isa, way, compute, limit):
     declare = partial(transposed_network, C=24, F=41, V=53, activation="relu2", scaling=WAYS[way])
     session = partial(CpuSession, isa=isa, threads=2)

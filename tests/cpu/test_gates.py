@@ -60,6 +60,7 @@ def test_mix(isa, shape, dtype, mode):
 
 
 @each_isa
+@pytest.mark.extended
 def test_results_written_past_the_caches(isa, monkeypatch):
     """With the limit at zero. Rows that are no whole groups of vectors cannot go there."""
     for module in (gates, loops):

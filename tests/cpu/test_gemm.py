@@ -196,6 +196,7 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
 @pytest.mark.parametrize(
     "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
 )
+@pytest.mark.extended
 def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, activation, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: several chunks, the last not full
     found = check_network(
@@ -207,6 +208,7 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, ac
 
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+@pytest.mark.extended
 def test_fused_products_that_add(isa, compute, limit):
     check_products_that_add(lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit)
 
@@ -214,6 +216,7 @@ def test_fused_products_that_add(isa, compute, limit):
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 @pytest.mark.parametrize("sizes, parts", [((19, 35), False), ((70, 64), True)], ids=str)
+@pytest.mark.extended
 def test_fused_products_of_columns(isa, compute, limit, sizes, parts, monkeypatch):
     changed(monkeypatch, gemm, LATER=1)
     if parts:
@@ -231,6 +234,7 @@ def test_a_network_of_columns():
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.extended
 def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)
     check_classifier_of_inner_axes(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit)
@@ -239,6 +243,7 @@ def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.extended
 def test_tiles_finished_beside_the_next(isa: ISA, compute, limit, parts, monkeypatch):
     """As deep products have it: a tile of 33 tokens is finished while the next one is multiplied, the last whole one behind."""
     changed(monkeypatch, gemm, LATER=1)
@@ -266,6 +271,7 @@ def every_choice(isa: ISA) -> list[GemmConfig]:
     (ops.Matmul, "y", False), (ops.Matmul, "y", True), (ops.MatmulDx, "dx", False), (ops.MatmulDx, "dx", True),
     (ops.MatmulDw, "dweight", False),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatch):
     """A tuner may choose any tile, block and order: the bits of a product do not depend on it."""
     if parts:

@@ -59,6 +59,7 @@ RELATIVE = [
 @each_isa
 @pytest.mark.parametrize("shape, length, block, text, groups, distances", RELATIVE, ids=str)
 @each_dtype
+@pytest.mark.extended
 def test_relative_terms(isa, shape, length, block, text, groups, distances, dtype):
     planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
     of = {"groups": groups, "distances": distances}

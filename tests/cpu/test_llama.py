@@ -26,6 +26,7 @@ MODELS += [{"C": 64, "F": 64, "heads": 2, "kv_heads": 2, "D": 32, "layers": 1}]
 @each_compute
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.extended
 def test_losses_and_gradients(isa, compute, limit, sizes, recompute):
     found = check_model(
         lambda programs: CpuSession(programs, isa=isa, threads=2), partial(llama, **sizes), compute=compute, limit=limit,

@@ -140,6 +140,7 @@ GOLDEN_CASES += [(isa, "bf16") for isa in EMULATED]  # its fp32 is that of AVX51
 
 
 @pytest.mark.parametrize("isa, compute", GOLDEN_CASES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads_and_losses_are_golden(isa: ISA, compute, monkeypatch):
     """The same digest at 1, 2 and 5 threads, with and without recompute. The losses are near those of the simplest instruction
     set, and those of the file to the last digit where it has some for this one. BARELLM_GOLDEN=write adds or replaces them."""
@@ -158,6 +159,7 @@ def test_bits_do_not_depend_on_threads_and_losses_are_golden(isa: ISA, compute, 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+@pytest.mark.extended
 def test_decoding_with_a_cache_equals_the_references(isa, compute, limit):
     oracle = open_session(ReferenceSession, MODEL, (1, 17), compute)
     session = open_session(CpuSession, MODEL, (1, 17), compute, isa=isa_named(isa), threads=2)

@@ -79,6 +79,7 @@ def test_a_second_moment_sticks_to_nearest_and_decays_stochastically():
 
 @each_isa
 @each_rounding
+@pytest.mark.extended
 def test_a_norm_that_is_not_finite_leaves_every_code(isa, stream):
     codes = np.arange(1 << 16, dtype=np.uint16)
     update = Update(on(isa), codes.size, beta1=0.9, beta2=0.95, stream=stream)

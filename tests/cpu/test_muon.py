@@ -120,6 +120,7 @@ def test_muon_update_changes_nothing_where_the_norm_is_not_finite(isa, dtype):
 
 @each_dtype
 @on_each_isa(BANKS, [(5, 9), (131, 33)])
+@pytest.mark.extended
 def test_each_matrix_of_a_bank_goes_its_own_way(isa, dtype, size):
     for op_type, case in bank_cases(size, dtype):
         check_op(op_type, isa, **case)

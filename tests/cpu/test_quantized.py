@@ -36,6 +36,7 @@ def all_digits(monkeypatch):
 
 @each_isa
 @pytest.mark.parametrize("weights, dtype, shape", CASES, ids=str)
+@pytest.mark.extended
 def test_product(isa, weights, dtype, shape):
     c = case(weights, dtype, shape)
     given = c.pop("given")
@@ -63,6 +64,7 @@ def test_few_rows_keep_to_the_scratch_that_they_ask_for(isa, weights, dtype, dep
 @pytest.mark.parametrize("isa", [isa_named(ISAS[0])], ids=ISAS[:1])
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
 @pytest.mark.parametrize("rows", [4, 8], ids=["in registers", "in panels"])
+@pytest.mark.extended
 def test_every_word_of_16_bits_at_every_place_is_exact(isa, weights, rows):
     """Unit vectors read single elements: of 65,536 blocks, each with another word in each of its 32 places."""
     how, tiles = scheme(weights), 1 << 16

@@ -156,6 +156,7 @@ print("alive", flush=True)
 
 
 @pytest.mark.parametrize("then, status", [("print('dropped')", 0), ("raise", -signal.SIGINT)])
+@pytest.mark.extended
 def test_ctrl_c_in_a_step_whose_session_is_given_up_does_not_crash(then, status):
     """The threads still run over the arena and the code when the last reference to the session is gone, or Python ends."""
     code = INTERRUPTED.format(then=then)

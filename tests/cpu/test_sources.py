@@ -134,7 +134,9 @@ from elsewhere import barellm
         ("barellm.cpu.kernels.gemm.amx", ""), ("barellm.cpu.kernels.gemm.gemm", ""), ("barellm.cpu.lang", "Value"),
         ("barellm.cpu.lang.random", ""), ("barellm.cpu.kernels.loops", "across"), ("barellm.cpu.kernels.loops", "added"),
     }  # fmt: skip
-    for path in [path for name in ("cpu/kernels", "cpu/lang", "program/ops") for path in (PACKAGE / name).rglob("*.py")]:
+    for path in [
+        path for name in ("cpu/kernels", "cpu/lang", "program/ops") for path in (PACKAGE / name).rglob("*.py")
+    ]:
         assert "\nimport barellm" not in path.read_text(), (
             f"{path.name}: sources.py reads `from barellm... import` only"
         )

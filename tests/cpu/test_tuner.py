@@ -99,6 +99,7 @@ def trained() -> tuple[str, list[float]]:
     return digest, losses
 
 
+@pytest.mark.extended
 def test_a_tuned_run_has_the_bits_of_an_untuned_one():
     before, untuned = used(), trained()
     other = {}
@@ -295,6 +296,7 @@ def test_what_cannot_be_refined_is_not():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
     """The deepest of each role of a model, with what is fused to it. A tile that an activation's slope follows is finished beside
     the next, as only deep ones are."""
@@ -503,6 +505,7 @@ def test_when_the_time_is_up_nothing_more_is_tried():
     assert verdict.tried == 0 and verdict.best == verdict.default and verdict.default_s == 1e-3
 
 
+@pytest.mark.extended
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
     work = selftest.small_work(host(), 1)
     worker = tuner.open_worker(threads=1, footprint=1, limit=30.0)

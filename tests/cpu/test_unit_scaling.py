@@ -14,6 +14,7 @@ from tests.cpu.check import ISAS, changed, isa_named
 
 @pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 @pytest.mark.parametrize("compute, limit, activation", [("fp32", 3e-6, "relu2"), ("bf16", 2e-2, "gelu")])
+@pytest.mark.extended
 def test_fused_scaled_products_mean_their_sequence(isa, compute, limit, activation, monkeypatch):
     changed(monkeypatch, gemm, LATER=1)
     found = check_model(

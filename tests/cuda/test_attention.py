@@ -149,6 +149,7 @@ def test_bounded(shape, groups, bounds, dtype):
     "shape, groups, rate", [((2, 67, 2, 20), 2, 0.0), ((1, 130, 4, 16), 2, 0.3), ((1, 64, 1, 32), 1, 0.0)]
 )
 @each_dtype
+@pytest.mark.extended
 def test_over_all_keys(shape, groups, rate, dtype):
     more = {"groups": groups, "packed": groups == 2, "causal": False}
     check_op(ops.Attention, **forward_case(shape, dtype, rate, **more), plan=(shape[0] + 1, shape[1] + 20))
@@ -161,6 +162,7 @@ def test_keys_beyond_the_last_count_for_nothing_where_scores_are_far_below_zero(
     check_op(ops.AttentionBackward, **backward_case((2, 3, 2, 16), "fp32", below=200.0, causal=False))
 
 
+@pytest.mark.extended
 def test_bounded_with_dropout():
     more = bounded(33, starts=[50], paired=True)
     check_op(ops.Attention, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more))
@@ -174,6 +176,7 @@ def test_dk_and_dv_of_wide_paired_heads_in_pieces(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("pos, T", [(0, 1), (37, 1), (0, 35), (30, 3), (70, 40), (46, 16), (112, 1)])
+@pytest.mark.extended
 def test_cached(dtype, pos, T):
     check_op(ops.AttentionCached, **cached_case(dtype, pos=pos, T=T, heads=3, D=5, length=113))
 
@@ -183,6 +186,7 @@ def test_cached(dtype, pos, T):
 @pytest.mark.parametrize(
     "heads, groups, pos, T", [(6, 2, 0, 1), (3, 1, 37, 7), (6, 2, 40, 16), (20, 1, 60, 1), (6, 2, 70, 40)]
 )
+@pytest.mark.extended
 def test_cached_with_grouped_heads(dtype, packed, heads, groups, pos, T):
     """The heads of a group are rows of one block: of several tokens, of a part of one. Of 16 tokens after 40 the first block needs
     one part of the keys, the last two."""
@@ -195,6 +199,7 @@ def test_cached_with_wide_heads(dtype):
     check_op(ops.AttentionCached, **cached_case(dtype, pos=50, T=1, heads=2, D=80, length=64))
 
 
+@pytest.mark.extended
 def test_fewer_new_tokens_than_planned():
     for T in (1, 5, 17):
         check_op(ops.AttentionCached, **cached_case("fp32", pos=60, T=T, heads=2, D=8, length=100), plan=(2, 40))

@@ -77,6 +77,7 @@ def test_a_form(name, monkeypatch):
 @pytest.mark.cached
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.extended
 def test_a_form_as_it_is_compiled(name, arch, monkeypatch):
     """The instruction takes its operands from registers as the ISA's figures have them, in drawn orders of the warps. No access to
     shared memory meets a bank twice, but for copies of less than 16 bytes."""
@@ -132,6 +133,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.extended
 def test_a_fault_of_the_compiled_code_shows(name, monkeypatch):
     pattern, by, message = FAULTS[name]
     code_of = launch.code_of

@@ -21,6 +21,7 @@ CASES += [(ops.BlockMatmul, "long columns of 16", "fp32"), (ops.BlockMatmulDx, "
 
 
 @pytest.mark.parametrize("op_type, name, dtype", CASES)
+@pytest.mark.extended
 def test_products(op_type, name, dtype):
     """Tokens that are no multiple of a tile, and one, whose product is added to what is there."""
     for batch, seq in ((2, 3 if "long" in name else 39), (1, 1)):

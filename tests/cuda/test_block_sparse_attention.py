@@ -49,6 +49,7 @@ RELATIVE = [
 
 
 @pytest.mark.parametrize("shape, length, block, text, groups, distances, dtype", RELATIVE, ids=str)
+@pytest.mark.extended
 def test_relative_terms(shape, length, block, text, groups, distances, dtype, monkeypatch):
     """Also in more parts than one."""
     monkeypatch.setattr(relative_position_bias_backward, "PART", 2)

@@ -38,6 +38,7 @@ def test_programs_are_lowered_and_tiles_fit_into_shared_memory(arch):
 @pytest.mark.cached
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("arch", [86, 120])
+@pytest.mark.extended
 def test_kernels_with_tiles_compile_without_spills(arch, kernel):
     spec = specs(arch)[kernel]
     made = triton_compile(spec, arch)

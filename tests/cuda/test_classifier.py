@@ -92,6 +92,7 @@ def test_cross_entropy_backward(shape, dtype, mode):
 @pytest.mark.parametrize(
     "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
 )
+@pytest.mark.extended
 def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, monkeypatch):
     """Of a whole small model; its 33 tokens make three chunks, the last not full, and of fewer tokens some are empty."""
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)

@@ -64,6 +64,7 @@ FOURIER = {
         pytest.param("conv2d_dw", "eleven rows", (), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extended
 def test_large_filters_by_fourier_transforms(name, form, how):
     check_op(**winograd_case(name, FOURIER[form], "fft", *how))
 

@@ -124,6 +124,7 @@ def test_columns_of_a_wider_tensor_stay_ours(first, width):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(gpu, library, monkeypatch, compute, limit):
     """With accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")

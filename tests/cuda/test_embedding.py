@@ -77,6 +77,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 33, 100, 129])
 @pytest.mark.parametrize("kinds", [1, 2, 5, 100])
+@pytest.mark.extended
 def test_tokens_sorted_by_merging(small_blocks, count, kinds):
     """With one kind every program's keys are one token; with 100 hardly any two are."""
     which = np.random.default_rng(count).integers(0, kinds, (1, count), dtype=np.int32)

@@ -59,6 +59,7 @@ def test_every_stage_that_launches_kernels_says_which():
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if s.name in fill.KERNELS], ids=lambda s: s.name)
+@pytest.mark.extended
 def test_a_stage_finds_its_kernels_among_those_taken_along(stage, gpu):
     rehearse(stage)
     asked = {spec for spec, _ in gpu.known.values()}

@@ -79,6 +79,7 @@ def test_gradients_of_the_loss_are_multiplied_by_its_scale(small_blocks, mode, p
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu2"])
+@pytest.mark.extended
 def test_fused_ops_mean_their_sequence(activation, monkeypatch):
     monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
@@ -135,6 +136,7 @@ def test_products_read_the_nearest_of_an_updated_weight():
     assert store.tensors["w"].dtype == "half"
 
 
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(gpu, monkeypatch):
     """With dropout, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")

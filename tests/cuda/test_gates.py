@@ -27,6 +27,7 @@ pytestmark = pytest.mark.cached
 
 
 @turns(LOGITS)
+@pytest.mark.extended
 def test_gate_logits(shape, dtype, mode):
     plan = (shape[0] + 1, shape[1] + 2)
     check_op(ops.GateLogits, **by_mode(logits_case(shape, dtype)), plan=plan)
@@ -34,6 +35,7 @@ def test_gate_logits(shape, dtype, mode):
 
 
 @turns(GATED)
+@pytest.mark.extended
 def test_gated(shape, dtype, mode):
     plan = (shape[0] + 1, shape[1] + 2)
     check_op(ops.Gated, **by_mode(gated_case(shape, dtype, mode)), plan=plan)
@@ -63,6 +65,7 @@ def test_casts_into_columns():
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_a_model_of_gates_and_mixes(compute):
     check_small_model(InterpretedSession, compute)
 

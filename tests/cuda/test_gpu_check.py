@@ -46,6 +46,7 @@ def test_the_page_has_the_stages():
     assert rows == [f"| {s.group} | {s.name} | {s.limit_s} s | {s.what} |" for s in STAGES]
 
 
+@pytest.mark.extended
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(tmp_path, capsys):
     broken = Stage("correct", "correct", "nonsense", 60, "no such stage")
     hanging = Stage("correct", "correct", "versions", 0, "no time for it")

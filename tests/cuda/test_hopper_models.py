@@ -20,6 +20,8 @@ from tests.cuda.test_models import evaluate_and_decode_beside_the_references, tr
 from tests.simulators.mock import Gpu
 from tests.simulators.ptx.launch import execute
 
+pytestmark = pytest.mark.extended
+
 MODEL = ModelConfig(layers=1, heads=2, d_model=64, vocab_size=130, padded_vocab=192, max_seq=70, dropout=0.1)
 SHAPE = (2, 70)  # neither tokens nor lengths are multiples of anything
 LIMIT = 0.15

@@ -148,6 +148,7 @@ def products_of(step: dict[str, Any]) -> dict[tuple[str, str, bool], Specialisat
 
 
 @pytest.mark.cached
+@pytest.mark.extended
 def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
     """In the table and in the code of docs/cuda_gemm.md."""
     _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)

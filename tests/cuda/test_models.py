@@ -66,6 +66,7 @@ def train_beside_the_references(
 @pytest.mark.slow
 @each_model
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(gpu, monkeypatch, model, compute, limit):
     """With dropout where it has that, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")
@@ -114,6 +115,7 @@ def test_initial_weights_and_dropout_are_the_cpus(gpu):
 
 
 @each_model
+@pytest.mark.extended
 def test_recompute_changes_no_bit(gpu, model):
     digests = set()
     for recompute in (False, True):

@@ -107,6 +107,7 @@ def test_muon_update_changes_nothing_where_the_norm_is_not_finite(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("shape", BANKS, ids=str)
+@pytest.mark.extended
 def test_each_matrix_of_a_bank_goes_its_own_way(dtype, shape):
     for op_type, case in bank_cases(shape, dtype):
         check_op(op_type, **case)
@@ -157,6 +158,7 @@ def updated(optimizer: Muon, compute: str, kind, *, shapes=SHAPES, **options):
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_matrices_of_one_shape_in_a_launch_have_the_bits_of_single_ones(compute, monkeypatch):
     optimizer = Muon(beta2=0.9, weight_decay=0.1)
     together, launches = updated(optimizer, compute, InterpretedSession)
@@ -169,6 +171,7 @@ def test_matrices_of_one_shape_in_a_launch_have_the_bits_of_single_ones(compute,
 
 
 @pytest.mark.parametrize("matrices, shapes", [(1, SHAPES), (3, [(48, 24), (75, 9), (48, 24), (9, 40)])])
+@pytest.mark.extended
 def test_an_update_is_the_references(matrices, shapes):
     optimizer = Muon(beta2=0.9, weight_decay=0.1, cautious=True, squared=matrices > 1, matrices=matrices)
     session, launches = updated(optimizer, "fp32", InterpretedSession, shapes=shapes)

@@ -111,6 +111,7 @@ def test_ranks_train_as_one_process_that_adds_in_their_order(recipe, late, overl
     assert not any(comm.aborted for comm in machine.nccl.comms)
 
 
+@pytest.mark.extended
 def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path):
     machine = CompiledModel()
     machine.install(monkeypatch)

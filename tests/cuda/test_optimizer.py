@@ -165,6 +165,7 @@ def run_updates(session, bad: float = 0.5):
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @each_moments
+@pytest.mark.extended
 def test_all_parameters_in_a_few_launches_have_the_bits_of_single_ones(compute, moments):
     together, launches = update_of_many(compute, moments)
     apart, many = update_of_many(compute, moments, groups=False)

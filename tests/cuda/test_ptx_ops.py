@@ -57,12 +57,14 @@ def test_muon_update():
     check_op(ops.MuonUpdate, **update_case((33, 131), "bf16", 0.3, True, True))
 
 
+@pytest.mark.extended
 def test_embedding_gradient():
     which = np.random.default_rng(4).integers(0, 23, (3, 43), dtype=np.int32)
     given = {"tokens": tokens(which, "i32"), "dy": tokens(normal(3, 43, 64))}
     check_op(ops.EmbeddingDwte, given, modes={"dweight": "add"}, rows=23, bounds={"dweight": 80 * EPS}, plan=(4, 45))
 
 
+@pytest.mark.extended
 def test_attention():
     check_op(ops.Attention, **forward_case((1, 131, 2, 32), "bf16"), plan=(2, 171))
 
@@ -106,6 +108,7 @@ def test_rmsnorm_of_few_columns():
     check_op(ops.RMSNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "rstd": 1e-5})
 
 
+@pytest.mark.extended
 def test_gates_and_mixes():
     check_op(ops.GatedBackward, **by_mode(gated_backward_case((2, 19, 65, 5, 1, "factor"), "bf16", "add")))
     check_op(ops.MixBackward, **by_mode(mix_backward_case(((2, 19, 65), (None, 1.0, None)), "bf16", "add")))

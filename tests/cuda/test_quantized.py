@@ -93,6 +93,7 @@ def test_the_kernel_is_chosen_by_format_and_shape():
 
 
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
+@pytest.mark.extended
 def test_every_word_of_16_bits_is_exact_in_both_halves_of_a_register(weights):
     """A value depends on the word and the half alone; that each word's place is the right column and element, `test_product`
     says."""
@@ -207,6 +208,7 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
         ("fp16", NORMAL_FP16, NORMAL_QUANTILES),
     ],
 )
+@pytest.mark.extended
 def test_an_instruction_makes_each_code_of_every_word_exact(dtype, asm, table):
     """All words of 16 bits in both halves, as the PTX machine runs them: a product with the columns of the identity gives the
     operand itself, in the places that the ISA's figures have."""

@@ -61,6 +61,7 @@ def test_every_order_of_blocks_gives_the_same_bits():
     assert len({run() for _ in range(factorial(len(COUNTS)))}) == 1
 
 
+@pytest.mark.extended
 def test_a_thousand_drawn_orders_give_the_same_bits():
     """Six programs end in 720 orders. Their numbers are of sizes so different that another order of additions is another sum."""
     draw = np.random.default_rng(1)

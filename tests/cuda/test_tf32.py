@@ -59,6 +59,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["own", "cublaslt"])
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(gpu, monkeypatch, matmul):
     cublas = MockCublas(gpu)
     cublas.install(monkeypatch)

@@ -23,6 +23,7 @@ def gpu(monkeypatch):
     return made
 
 
+@pytest.mark.extended
 def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     words = [
@@ -58,6 +59,7 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     assert "sm_80, 3 multiprocessors" in text and "as usual" in text and "forward_backward attention" in text
 
 
+@pytest.mark.extended
 def test_a_plan_needs_no_gpu_and_is_the_session_s(gpu, monkeypatch, capsys):
     words = ["plan", "shakespeare-char", *WORDS, "--dtype", "bf16", "--device", "cuda", "--json"]
     assert main.main(words) == 0

@@ -62,6 +62,7 @@ def test_nothing_is_told_of_a_file_that_is_whole(tmp_path):
     mapping.check()
 
 
+@pytest.mark.extended
 def test_a_map_that_is_gone_is_forgotten_with_its_fault(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(BYTES))

@@ -193,6 +193,7 @@ def test_kept_separators_and_first_tokens_give_llmcs_shakespeare(shared, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["gz", "jsonl", "json"])
+@pytest.mark.extended
 def test_a_preparation_killed_anywhere_ends_with_the_same_bytes(kind, tmp_path):
     """kill -9 before the Nth write, sync or rename, each time further on, until one comes to the end."""
     source = tmp_path / f"a.{kind}"

@@ -76,6 +76,7 @@ def oracle(ms: list[np.ndarray], q: np.ndarray) -> tuple[np.ndarray, list[np.nda
 
 @pytest.mark.parametrize("count, how", [(1, {}), (3, {}), (2, {"name": "muon"}), (2, {"accumulate": 2, "skip_norm_z": 9.0})],
                          ids=["alone", "three", "muon", "accumulated, may skip"])  # fmt: skip
+@pytest.mark.extended
 def test_a_step_is_that_of_the_paper_and_all_ranks_have_the_same_bits(count, how, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     ranks = each_rank(count, lambda ranks: stepped(small(**how), ranks))

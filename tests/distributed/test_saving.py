@@ -91,6 +91,7 @@ def test_a_checkpoint_holds_its_own_step_while_all_ranks_go_on(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("poor", [0, 2])
+@pytest.mark.extended
 def test_where_one_rank_has_no_memory_for_copies_all_wait(tmp_path, monkeypatch, poor):
     here, disk = threading.local(), Disk()
     monkeypatch.setattr(Snapshot, "fits", lambda snapshot: here.rank != poor)

@@ -136,6 +136,7 @@ WAYS = ("", "behind", "read") if readable else ("", "behind")
         if not way or name in OTHER_WAYS
     ],
 )
+@pytest.mark.extended
 def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, way, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     # The norm of the gradients of all ranks is found in memory, as ranks find it.
@@ -246,6 +247,7 @@ def test_the_threads_of_a_rank_change_no_bit(options, way, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.extended
 def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
     """Whatever piece of a tensor comes, a rank keeps its share of it."""
     monkeypatch.setenv("BARELLM_THREADS", "1")

@@ -125,6 +125,7 @@ def opened(model: ModelConfig, dtype: str, **sizes: int) -> Iterator[Decoder]:
     Config(layers=2, heads=4, kv_heads=2, d_model=32, d_ff=56, vocab_size=VOCAB, max_seq=32),
     Gpt2(layers=2, heads=3, d_model=39, vocab_size=VOCAB, max_seq=32),
 ], ids=["llama", "gpt2"])  # fmt: skip
+@pytest.mark.extended
 def test_a_text_is_the_same_alone_and_in_a_batch(model, dtype):
     """Of prompts of odd lengths, one there twice, one that fills the cache, one that does not fit; and beyond the cache's end."""
     r = np.random.default_rng(1)

@@ -43,6 +43,7 @@ def gpt2(dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.extended
 def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
     isa = target(name)
     product = PRODUCT.get(name, FP32_PRODUCT.get(name, "vfmadd231ps"))
@@ -88,6 +89,7 @@ def attention(isa, dtype, D, seq=256, kv_heads=2):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.extended
 def test_attention_inner_loops_have_no_spills(name, dtype, D):
     """Every innermost loop that adds up: the products, the sums of probabilities. Loops that copy may compare with a bound on the
     stack, once a row, as may the softmax beside AMX tiles; on x86 none of them has a vector there."""
@@ -130,6 +132,7 @@ def test_heads_that_share_keys_have_the_same_inner_loops():
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("D", [32, 64])
+@pytest.mark.extended
 def test_inner_loops_of_short_attention_have_no_spills(D, kv_heads):
     isa = target("avx512_bf16")
     products = {"attention_short": 4, "attention_backward_short": 9}

@@ -63,6 +63,7 @@ def last_json(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.extended
 def test_every_kind_of_source_begins_the_same_run(tmp_path, begin, source, text, capsys):
     """Sizes, positions and tokenizer are the source's; the loss before the first step is what `eval` says of it."""
     file = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=3, padded=384)

@@ -108,6 +108,7 @@ def test_calls_of_many_threads_at_once_do_not_meet():
 
 @EVERY
 @pytest.mark.parametrize("lies", ["reversed", "transposed", "unaligned", "read-only"])
+@pytest.mark.extended
 def test_arguments_may_lie_in_any_way(name, lies):
     case = CASES[name]
     given = case.arguments(FLOAT32)
@@ -132,6 +133,7 @@ def test_arguments_may_lie_in_any_way(name, lies):
 
 @EVERY
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.extended
 def test_no_byte_before_or_behind_an_argument_is_read(name, dtype):
     """Each lies between two pages that nobody may read."""
     case, page = CASES[name], mmap.PAGESIZE

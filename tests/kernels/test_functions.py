@@ -48,6 +48,7 @@ def test_gradients_are_finite_differences_of_the_formula(name, which):
 
 
 @EVERY
+@pytest.mark.extended
 def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
     case = CASES[name]
     given = case.arguments(BFLOAT16)
@@ -59,6 +60,7 @@ def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
 
 
 @pytest.mark.parametrize("name, which", SHAPES)
+@pytest.mark.extended
 def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name, which):
     """Beside those of the same numbers all in float32. A function that refuses mixed dtypes says so in one line."""
     case = CASES[name]

@@ -82,6 +82,7 @@ TINY = ("--model.layers", 2, "--model.heads", 4, "--model.kv_heads", 2, "--model
 
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.extended
 def test_it_trains_resumes_samples_and_evaluates(tmp_path, own_cache, capsys, device):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))

@@ -180,6 +180,7 @@ def test_an_unknown_architecture_is_named(monkeypatch):
         models.module("plane")
 
 
+@pytest.mark.extended
 def test_the_newest_run_of_a_preset_is_found_whatever_its_folder_is_called(train, tmp_path, monkeypatch, capsys):
     """As `train --resume` finds it below runs/."""
     from barellm.training.run import newest_run

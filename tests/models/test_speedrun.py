@@ -197,6 +197,7 @@ def loss_of_the_whole() -> float:
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
+@pytest.mark.extended
 def test_each_part_can_be_left_out(left_out):
     """The CPU's losses are the references' with any part missing."""
     model = replace(SMALL, **LEFT_OUT[left_out])
@@ -240,6 +241,7 @@ def test_the_record_s_scales_of_8_bits():
 @pytest.mark.parametrize(
     "compute, fp8", [("fp32", "delayed"), ("bf16", "off"), ("bf16", "static"), ("fp32", "floating")]
 )
+@pytest.mark.extended
 def test_equal_bits_for_any_number_of_threads(compute, fp8):
     digests, model = set(), replace(SMALL, fp8=fp8)
     for threads in (1, 2, 5):

@@ -148,6 +148,7 @@ def with_files(path: Path, **changed: bytes) -> None:
 # --- killed ---
 
 
+@pytest.mark.extended
 def test_a_program_that_is_killed_at_any_call_loses_nothing(program, tmp_path):
     """With half of the bytes written where the call is a write. The checkpoint from before is there, and the run ends alike."""
     expected = state(program.folder / "whole")

@@ -192,6 +192,7 @@ def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
     assert f"{checkpoint.WEIGHTS} has other tensors than this program: it is of another model" in done.stderr
 
 
+@pytest.mark.extended
 def test_folders_of_others_and_of_a_save_that_was_killed_are_no_checkpoints(made, tmp_path):
     """A copy that somebody made stays and does not count; what is half written is written anew. The seconds of a run go on."""
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
@@ -340,6 +341,7 @@ def test_the_c_code_of_the_page_takes_a_step(made, tmp_path):
     ],
     ids=["adamw alone", "a rate of zero"],
 )
+@pytest.mark.extended
 def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
     common = [

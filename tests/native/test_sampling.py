@@ -61,6 +61,7 @@ def pythons(folder: Path, capfd, *options: str) -> dict:
     ("--min-p", "0.3", "--top-k", "9", "--top-p", "0.95", "--tokens", "30"),
     ("--repetition", "1.7", "--tokens", "30", "--temperature", "1.5"),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_the_text_is_that_of_python(chars, capfd, options):
     options = (*options, *(() if "--tokens" in options else ("--tokens", "25")))
     found = sampled(chars, *options)

@@ -28,6 +28,7 @@ def bf16(name: str) -> Config:
 
 @pytest.mark.parametrize("name", ["shakespeare-char", "gpt2-124m", "llama-15m"])
 @pytest.mark.parametrize("share", [0.97, 0.6, 0.3, 0.1])
+@pytest.mark.extended
 def test_advice_is_what_fits(name, share):
     config = bf16(name)
     limit = int(share * plan(config).arena_bytes)
@@ -83,6 +84,7 @@ def test_changes_that_fit_together_alone_are_advised_together(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.extended
 def test_each_device_plans_what_it_advises(monkeypatch, device):
     config = overrides.changed(preset("shakespeare-char"), {"train.dtype": "fp32"})
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "20M")

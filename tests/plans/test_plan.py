@@ -33,6 +33,7 @@ def small(dtype, recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", planned())
+@pytest.mark.extended
 def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
     train = preset(name).train
     numbers, _ = plan.report(config_of(name, batch=train.micro_batch_size, seq=train.seq, recompute=recompute))
@@ -81,6 +82,7 @@ def test_recompute_saves_memory_and_leaves_the_models_operations():
 
 
 @pytest.mark.parametrize("moments", ["16bit", "16bit-stochastic"])
+@pytest.mark.extended
 def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(moments):
     wide, _ = plan.report(config_of())
     packed, _ = plan.report(overrides.changed(config_of(), {"optim.moments": moments}))

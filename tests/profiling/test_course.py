@@ -58,6 +58,7 @@ def test_one_stage_is_chosen():
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.extended
 def test_the_shares_name_the_programs_that_all_but_the_first_cycle_run(number):
     with opened(speedrun(number)) as (bench, _):
         bench.step()
@@ -126,6 +127,7 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.extended
 def test_a_measured_step_is_an_average_one():
     programs = build_programs(speedrun(1))
     found = measure(speedrun(1), steps=2)

@@ -301,6 +301,7 @@ def random_row(ops_: list, rng: np.random.Generator) -> Fusion | None:
         return None
 
 
+@pytest.mark.extended
 def test_random_rows_on_random_graphs_change_nothing():
     fused = 0
     for seed in range(150):

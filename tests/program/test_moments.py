@@ -120,6 +120,7 @@ def test_errors_of_both_moments_hardly_go_together():
 
 
 @pytest.mark.parametrize("beta2, ratio", [(0.9999, 0.0), (0.999, 1.3)])
+@pytest.mark.extended
 def test_a_second_moment_sticks_when_rounded_to_nearest_and_moves_when_stochastically(beta2, ratio):
     """v = beta2 v + (1 - beta2) g^2 with g^2 = `ratio` v at the start: a step below half a unit is lost, on average it is not."""
     steps, count = 4000, 4096

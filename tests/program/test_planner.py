@@ -37,6 +37,7 @@ def plan_of(store, programs) -> planner.Plan:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", planned())
+@pytest.mark.extended
 def test_every_preset_fits_into_its_live_peak(name, recompute):
     config = preset(name)
     for batch, seq in ((config.train.micro_batch_size, config.train.seq), (1, 7), (3, 61)):

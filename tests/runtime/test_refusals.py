@@ -38,6 +38,7 @@ def refused(session, name: str, values) -> str:
     return str(error.value)
 
 
+@pytest.mark.extended
 def test_ids_beyond_the_table_are_refused_where_they_are_written(session):
     tokens = np.zeros((2, 6), np.int64)
     for wrong in (10**8, 2**32, 13, -1):  # 2^32 would be 0 as an i32

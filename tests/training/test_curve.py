@@ -144,6 +144,7 @@ def test_several_runs_are_smoothed_over_the_same_parts_of_one_axis():
 
 @pytest.mark.parametrize("axis", curve.AXES)
 @pytest.mark.parametrize("train, val", [(TRAIN, VAL), ([], []), (TRAIN, []), ([], VAL), ([(1, 2.0)], [])])
+@pytest.mark.extended
 def test_the_image_is_a_png(tmp_path, train, val, axis):
     path = tmp_path / "loss.png"
     for curves in ([Curve("", train, val)], [Curve("a", train, val), Curve("$b_", val, train)]):

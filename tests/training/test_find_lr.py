@@ -117,6 +117,7 @@ MUON = ("--optim.name", "muon")
     ],
     ids=" ".join,
 )
+@pytest.mark.extended
 def test_the_command_that_it_recommends_is_the_configuration_that_it_tested(valley, command, tmp_path, text, words):
     quoted = tmp_path / "a text; of 'two' words.txt"
     quoted.write_text(text.read_text())

@@ -53,6 +53,7 @@ def test_moments_are_converted_between_formats(tmp_path):
 
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
+@pytest.mark.extended
 def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, command, monkeypatch, capsys, moments):
     """The real command on the CPU backend; and resumed with another format it goes on."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))

@@ -68,6 +68,7 @@ def test_it_trains_like_the_references(compute, limit):
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads(compute):
     digests = set()
     for threads in (1, 2, 5):

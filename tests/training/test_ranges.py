@@ -41,6 +41,7 @@ def train(text, tmp_path):
     return run
 
 
+@pytest.mark.extended
 def test_a_run_is_the_same_to_the_bit_and_resumed_has_each_step_once(train, tmp_path, monkeypatch):
     totals = {}
     real = ranges.Watch.record

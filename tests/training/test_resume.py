@@ -91,6 +91,7 @@ def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
     assert checkpoint.find(tmp_path / "other")[0].name == "step-000002"
 
 
+@pytest.mark.extended
 def test_killed_at_any_call_of_a_save_the_run_goes_on_to_the_same_bits(whole, fake, command, tmp_path):
     """`kill -9` at each call of the second save (it removes no older one; the third does)."""
     calls = saves(command, tmp_path)
