@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 
@@ -508,16 +509,16 @@ def test_when_the_time_is_up_nothing_more_is_tried():
 @pytest.mark.extended
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
     work = selftest.small_work(host(), 1)
-    worker = tuner.open_worker(threads=1, footprint=1, limit=30.0)
-    worker.open(work)
-    same = Candidate(work.default(host()))
-    ratios, seconds = worker.time([same], 3)  # checks it first
-    assert len(ratios[0]) == 3 and all(0.05 < r < 20 for r in ratios[0]) and 0 < seconds < 1
-    process = worker._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()
-    assert process.wait(30) == 0
-    worker.close()
+    with closing(tuner.open_worker(threads=1, footprint=1, limit=30.0)) as worker:
+        worker.open(work)
+        same = Candidate(work.default(host()))
+        ratios, seconds = worker.time([same], 3)  # checks it first
+        # A busy machine may hold up either side of a round, by any factor.
+        assert len(ratios[0]) == 3 and min(ratios[0]) < 20 and max(ratios[0]) > 0.05 and seconds > 0
+        process = worker._process
+        assert process is not None and process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
 
 
 def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
