@@ -148,7 +148,7 @@ MUTANTS = {
         "three short tiles", "hopper_attention_backward", "tile_empty.index(s), count=2", "tile_empty.index(s), count=1"
     ),
     "one half's release is enough": (
-        "three tiles", "hopper_attention_backward", "empty.index(s), count=2", "empty.index(s), count=1"
+        "three tiles", "hopper_attention_backward", "(empty.index(s), count=2", "(empty.index(s), count=1"
     ),
     "barriers are not fenced": ("three tiles", "hopper_attention_backward", "hopper.fence_async_shared()", "pass"),
 }  # fmt: skip

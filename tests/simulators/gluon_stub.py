@@ -356,8 +356,12 @@ def materialised(
     edits: dict[str, tuple[str, str]] | None = None,
     stubs: dict[str, Any] = STUBS,
 ) -> Callable[..., None]:
-    """The function over the stubs. `edits`: {function: (old, new)} in the source of those it calls, for tests of the tests."""
+    """The function over the stubs. `edits`: {function: (old, new)} in the source of those it calls, for tests of the tests; of
+    its own module where several modules have one of that name."""
     edits = dict(edits or {})
+    defined = {
+        value.name for value in vars(sys.modules[function.module]).values() if _defined_in(function.module, value)
+    }
     spaces: dict[str, dict[str, Any]] = {}
 
     def space(module: str) -> dict[str, Any]:
@@ -372,7 +376,8 @@ def materialised(
             elif isinstance(value, DeviceFunction) and value.module != module:
                 made[name] = space(value.module)[value.name]
             elif isinstance(value, DeviceFunction):
-                made[name] = _function(value, made, edits.pop(name, None))
+                meant = module == function.module or name not in defined
+                made[name] = _function(value, made, edits.pop(name, None) if meant else None)
             else:
                 made[name] = value
         return made
@@ -380,6 +385,10 @@ def materialised(
     found = space(function.module)[function.name]
     assert not edits, f"no function to edit: {sorted(edits)}"
     return found
+
+
+def _defined_in(module: str, value: object) -> bool:
+    return isinstance(value, DeviceFunction) and value.module == module
 
 
 def has_roles(kernel: DeviceFunction) -> bool:
