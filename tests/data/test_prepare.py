@@ -202,7 +202,7 @@ def test_a_preparation_killed_anywhere_ends_with_the_same_bytes(kind, tmp_path):
     source.write_bytes(gzip.compress(content) if kind == "gz" else content)
     script = (
         "import os, signal, sys\n"
-        "from barellm.data import encoding, reading, writing, workplace\n"
+        "from barellm.data import encoding, reading, staging_dir, writing\n"
         "from barellm.cli.main import main\n"
         "reading.BLOCK, encoding.GROUP, writing.SYNC_S = 60, 100, 0.0\n"
         "left = int(sys.argv[1])\n"

@@ -42,7 +42,7 @@ def test_advice_is_what_fits(name, share):
         assert (words in found) == fits(changes), words
     sizes = {}
     for words in found:
-        if size := re.fullmatch(r"(train\.(?:batch|seq)) (\d+)", words):
+        if size := re.fullmatch(r"(train\.(?:micro_batch_size|seq)) (\d+)", words):
             sizes[size[1]] = int(size[2])
             assert fits({size[1]: int(size[2])})
             assert int(size[2]) * 2 > getattr(config.train, size[1][6:]) / 2 or not fits({size[1]: int(size[2]) * 2})
