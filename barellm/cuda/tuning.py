@@ -178,7 +178,7 @@ def from_entry(entry: Any, key: Key, arch: int) -> Config:
     default."""
     kind, name = key.kind, NAMES[key.kind]
     try:
-        fields: dict[str, Any] = {OLD_FIELDS.get(field, field): value for field, value in entry[name].items()}
+        fields = {str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()}
         config = kind(**fields)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected {name} ({error!r})") from error

@@ -15,7 +15,7 @@ for _file in walk_packages(__path__, _PREFIX):  # in the order of their names
     for _name, _value in vars(_module).items():
         if isinstance(_value, type) and issubclass(_value, Op) and hasattr(_value, "name"):  # base classes have none
             globals()[_name] = _value
-            __all__ += [_name] if _name not in __all__ else []
+            __all__ += [_name] if _name not in __all__ else []  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
 
