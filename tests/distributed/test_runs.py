@@ -102,8 +102,8 @@ def test_one_rank_speaks_and_writes(place, pair):
 MESSAGES = """
 import atexit, sys, time
 from barellm.cli.main import main
-from barellm.distributed.world import rank_told
-atexit.register(lambda: (time.sleep(0.3 * rank_told()), print("left"), sys.stdout.flush()))
+from barellm.distributed.world import rank_from_environment
+atexit.register(lambda: (time.sleep(0.3 * rank_from_environment()), print("left"), sys.stdout.flush()))
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -187,12 +187,12 @@ SPIKES = """
 import sys
 from pathlib import Path
 from barellm.cli.main import main
-from barellm.distributed.world import rank_told
+from barellm.distributed.world import rank_from_environment
 from barellm.training.spikes import Spikes
 look, place = Spikes.look, Path(sys.argv.pop(1))
 def told(self, **numbers):
     why = look(self, **numbers)
-    with open(place / f"spikes-{rank_told()}", "a") as file:
+    with open(place / f"spikes-{rank_from_environment()}", "a") as file:
         file.write(f"{numbers} {why}\\n")
     return why
 Spikes.look = told

@@ -133,7 +133,7 @@ def test_the_timeline_has_every_call_on_every_thread(traced):
         assert sum(e["dur"] for e in work) * 1e-6 == pytest.approx(row["work_s"], rel=0.01)
     labels = {e["name"] for e in events}
     assert {"linear_gelu h.0.mlp.c_fc.weight 128x32", "attention h.1 2x16x32", "adamw wte 65x32", "barrier"} <= labels
-    assert any(name.startswith("classifier wte 65x32 product") for name in labels)
+    assert any(name.startswith("classifier wte 65x32 gemm") for name in labels)
 
 
 def test_tracing_changes_no_bit():
@@ -169,7 +169,7 @@ def test_tracing_costs_less_than_two_percent():
         ticks[into].append(pool.now() - begin)
     pool.close()
     plain, traced = (min(samples) for samples in ticks.values())
-    with opened(small(model__channels=128, model__layers=4, train__batch=12, train__seq=64)) as (bench, _):
+    with opened(small(model__d_model=128, model__layers=4, train__micro_batch_size=12, train__seq=64)) as (bench, _):
         traces = trace.record(bench, 5)
         step = min(traces.traced, key=lambda s: s.seconds)
     entries = sum(s.shape[1] for _, s in step.runs)
@@ -234,7 +234,7 @@ def test_command(capsys, tmp_path, monkeypatch):
         "tracing costs",
         "optimizer_step adamw",
         "classifier",
-        "product_",
+        "gemm_",
         " idle",
     ):
         assert words in text, words
