@@ -11,9 +11,8 @@ QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 train: $(VENV)/.installed
 	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
 
-# One process per core; then, one after the other, the tests that measure time. Files whose cached results hold (tests/cached_results.py)
-# are left out, unless PYTEST=--no-cached-results. Of a test's cases those run in which each two values of its parameters meet:
-# PYTEST="--cases all" runs all.
+# One process per core; then, one after the other, the tests that measure time. Of a test's cases those run in which each two values of
+# its parameters meet: PYTEST="--cases all" runs all.
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle and not alone and not extended" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them

@@ -14,7 +14,7 @@ from barellm.cpu import step
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
-from tests import cached_results, leftovers, selection
+from tests import leftovers, selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
@@ -28,7 +28,6 @@ if (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_options(parser)
-    cached_results.add_options(parser)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -45,16 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     starts. Tests that run side by side leave it to the system on which processor: each would pin its first thread to the first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ |= {"BARELLM_PIN": "0", "OPENBLAS_NUM_THREADS": "1"}
-    else:
-        config.pluginmanager.register(cached_results.Recorder())
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        cached_results.finish_worker(session)
 
 
 @pytest.hookimpl(optionalhook=True)

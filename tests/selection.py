@@ -1,11 +1,8 @@
-"""Which tests run: every function, with the cases in which each two of its parameters meet, without files that have cached
-results (tests/cached_results.py); a few of each kind with `--quick`.
+"""Which tests run: every function, with the cases in which each two of its parameters meet; a few of each kind with `--quick`.
 
 A test of four parameters has hundreds of cases, and a fault shows where one value is, or where two come together. `pairs` keeps
 as few cases as have every two values together that some case has. All cases of a test run where it, its file or its folder is
 named on the command line, and with `--cases all`.
-
-A slow test marked `cached` does not run where its file's result is cached; it always runs where it is named on the command line.
 
 Where an instruction set makes the same code of an fp32 kernel as another one, the kernel is tested on one of them (`same_code`).
 What is left of avx512 has the vectors of avx512_bf16 and multiplies and rounds bf16 as avx2 does. On a machine with both, a test
@@ -22,7 +19,6 @@ from typing import Any
 import pytest
 
 from barellm.cpu import isa as isas
-from tests import cached_results
 
 WIDE = ("avx512_bf16", "avx512")  # of which fp32 kernels have equal code, as those of amx_bf16
 BETWEEN = {"avx512": {"avx512_bf16", "avx2"}}  # an instruction set, and those of which it has nothing but parts
@@ -111,7 +107,7 @@ def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:
     kept: list[pytest.Item] = []
     seen: set[tuple[str, Any]] = set()
     for item in items:
-        left_out = any(item.get_closest_marker(name) for name in ("slow", "cached", "extended", "oracle", "alone"))
+        left_out = any(item.get_closest_marker(name) for name in ("slow", "extended", "oracle", "alone"))
         if left_out or isa_of(item) not in ("", best):
             continue
         given = parameters(item)
@@ -131,8 +127,6 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if not same_code(item, set(names))]
     if (config.getoption("--cases") or ("all" if named else "pairs")) == "pairs":
         kept = pairs(kept)
-    if not config.getoption("--quick"):
-        kept = cached_results.left_to_run(config, kept, use=not (named or config.getoption("--no-cached-results")))
     if len(kept) < len(items):
         here = {id(item) for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in here])

@@ -18,9 +18,9 @@ from tests import selection
 SOURCE = pytest.Config.ArgsSource
 
 
-def item(nodeid: str, *, cached: bool = False, listed: list | None = None, **params):
+def item(nodeid: str, *, slow: bool = False, listed: list | None = None, **params):
     """A test as pytest gives it to the selection. `listed`: its marks of parametrize."""
-    marks = [SimpleNamespace(args=(), name="cached")] if cached else []
+    marks = [SimpleNamespace(args=(), name="slow")] if slow else []
     return SimpleNamespace(
         nodeid=nodeid,
         user_properties=[],
@@ -134,7 +134,7 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
         item(f"tests/cpu/test_x.py::test_y[{n}]", isa=isa, dtype=dtype, shape=shape)
         for n, (isa, dtype, shape) in enumerate(each)
     ]
-    cases += [item("tests/cuda/test_z.py::test_slow", cached=True), item("tests/test_plain.py::test_plain")]
+    cases += [item("tests/cuda/test_z.py::test_slow", slow=True), item("tests/test_plain.py::test_plain")]
     kept = [c.nodeid for c in selection.quick(cases, "best")]  # pyright: ignore
     assert kept == [
         "tests/cpu/test_x.py::test_y[0]",
@@ -146,16 +146,9 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_is_selected_of_a_run(quick, monkeypatch):
     monkeypatch.setattr("barellm.cpu.isa.available", lambda: ["avx512_bf16", "avx512", "avx2"])
-    used: list[bool] = []
-
-    def left_to_run(config, items, *, use):
-        used.append(use)
-        return [case for case in items if not (use and case.get_closest_marker("cached"))]
-
-    monkeypatch.setattr(selection.cached_results, "left_to_run", left_to_run)
     names = ("avx512_bf16", "avx512", "avx2")
     cases = [item(f"tests/cpu/test_x.py::test_y[{isa}]", isa=isa, dtype="fp32") for isa in names]
-    cases.append(item("tests/cuda/test_z.py::test_slow", cached=True))
+    cases.append(item("tests/cuda/test_z.py::test_slow", slow=True))
     gone: list = []
     options = {"--quick": quick}
 
@@ -166,12 +159,8 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
         return items
 
     items = selected()
-    assert items == (cases[:1] if quick else [cases[0], cases[2]])
+    assert items == selected(SOURCE.ARGS) == (cases[:1] if quick else [cases[0], cases[2], cases[3]])
     assert {c.nodeid for c in gone} == {c.nodeid for c in cases} - {c.nodeid for c in items}
-    named = selected(SOURCE.ARGS)
-    options["--no-cached-results"] = True
-    assert quick or named == selected() == [cases[0], cases[2], cases[3]]
-    assert used == ([] if quick else [True, False, False])
 
 
 @pytest.mark.parametrize("source, asked, count", [

@@ -21,7 +21,6 @@ from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 from tests.simulators.ptx.order import Fault
 
-pytestmark = pytest.mark.cached
 assert gpu
 (RUNG,) = [r for r in GPU_RUNGS if r.name == "clusters"]
 

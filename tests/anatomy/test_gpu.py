@@ -18,7 +18,6 @@ from tests.simulators.mock import Gpu
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 
-pytestmark = pytest.mark.cached
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "anatomy-gpu.json"
 NAMES = [r.name for r in GPU_RUNGS]
 # More tiles than blocks where those are persistent, edges in all directions, more steps than the ring has buffers.

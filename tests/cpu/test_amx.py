@@ -101,7 +101,7 @@ def test_what_would_fault_gives_nan(shapes):
 
 
 @pytest.mark.slow
-@pytest.mark.cached
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 def test_products_become_tile_instructions(cpu):
     from dataclasses import replace

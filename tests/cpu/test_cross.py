@@ -17,7 +17,7 @@ from barellm.program.tensor import Dim
 from barellm.tools.inspect import kernels
 from tests.layout_cases import layout_both
 
-pytestmark = pytest.mark.cached
+pytestmark = pytest.mark.slow
 TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 

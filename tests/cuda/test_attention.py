@@ -11,8 +11,6 @@ from barellm.program import ops
 from tests.cases import backward_case, bounded, cached_case, forward_case
 from tests.cuda.check import check_op
 
-pytestmark = pytest.mark.cached
-
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, length, heads, head size): length 1, primes, one more than a block, heads that are and are not a power of two
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (1, 129, 1, 20), (1, 64, 2, 80)]

@@ -74,7 +74,6 @@ def test_a_form(name, monkeypatch):
     check_case(case, {n: partial(InterpretedSession, target=TENSOR_CORES, execute=e) for n, e in ways.items()})
 
 
-@pytest.mark.cached
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.extended

@@ -12,8 +12,6 @@ from barellm.program.tensor import Dim
 from tests.block_cases import LAYOUTS, block_case
 from tests.cuda.check import PLAIN, check_op
 
-pytestmark = pytest.mark.cached
-
 OPS = (ops.BlockMatmul, ops.BlockMatmulDx, ops.BlockMatmulDw)
 KINDS = {"holes of 8": "fp32", "small world of 16": "bf16", "hubs of 32": "fp32"}
 CASES = [(op_type, name, dtype) for op_type in OPS for name, dtype in KINDS.items()]

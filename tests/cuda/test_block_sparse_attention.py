@@ -10,8 +10,6 @@ from barellm.cuda.kernels.attention import relative_position_bias_backward
 from tests.cuda.check import check_op
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
 
-pytestmark = pytest.mark.cached
-
 # (batch, length, heads, head size), the layout's length, block, text, heads of keys: tiles as large as blocks, and smaller
 CAUSAL = [
     ((2, 35, 2, 5), 67, 16, "local:21, strided:5", 2, "fp32"),

@@ -35,7 +35,6 @@ def test_programs_are_lowered_and_tiles_fit_into_shared_memory(arch):
             assert t.num_stages * (t.tile_m + t.tile_n) * t.tile_k * itemsize <= SHARED[arch], t
 
 
-@pytest.mark.cached
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("arch", [86, 120])
 @pytest.mark.extended

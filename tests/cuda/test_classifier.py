@@ -23,8 +23,6 @@ from tests.cases import (
 )
 from tests.cuda.check import InterpretedSession, check_op
 
-pytestmark = pytest.mark.cached
-
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -8,8 +8,6 @@ from barellm.program.builder import Program, Store
 from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case
 from tests.cuda.check import PLAIN, check_op
 
-pytestmark = pytest.mark.cached
-
 
 @pytest.mark.parametrize("form", ["padded", "strided past the filter", "flip_kernel", "reflected", "grouped"])
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dx", "conv2d_dw"])

@@ -7,8 +7,6 @@ from barellm.cuda.kernels.embedding import embedding as kernels
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
-pytestmark = pytest.mark.cached
-
 SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (3, 43, 64), (1, 7, 384)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_mode = pytest.mark.parametrize("mode", ["store", "add", "start", "start again"])

@@ -30,8 +30,6 @@ from tests.fp8_cases import (
 )
 from tests.softcap_cases import WEIGHTS, transposed_network
 
-pytestmark = pytest.mark.cached
-
 ADA = Target(arch=89)  # the first that multiplies 8 bits, without Hopper's own products
 
 

@@ -23,8 +23,6 @@ from tests.gates_cases import (
     turns,
 )
 
-pytestmark = pytest.mark.cached
-
 
 @turns(LOGITS)
 @pytest.mark.extended

@@ -49,7 +49,7 @@ from tests.gates_cases import small_model
 from tests.layout_cases import layout_both
 from tests.softcap_cases import transposed_network
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.

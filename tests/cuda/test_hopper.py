@@ -26,7 +26,7 @@ from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stor
 from tests.simulators.gluon_machine import explore, run
 from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOADS_C = {*SLOPES, "residual", "add", "start"}

@@ -24,7 +24,7 @@ from tests.simulators.gluon_machine import explore, run
 from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
 from tests.simulators.mock import Gpu
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOG2_E = float(np.log2(np.e))

@@ -43,7 +43,6 @@ def products(session: CudaSession, program: str) -> list[Launch]:
 
 
 @pytest.mark.slow
-@pytest.mark.cached
 def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     """With dropout, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")
@@ -58,7 +57,6 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cached
 def test_a_model_trains_like_the_references_on_compiled_code(gpu, monkeypatch):
     """Every launch of a step as PTX for sm_90a, from the parameters that the driver was handed."""
     monkeypatch.setenv("BARELLM_POISON", "1")
@@ -68,7 +66,6 @@ def test_a_model_trains_like_the_references_on_compiled_code(gpu, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cached
 def test_evaluation_and_decoding_equal_the_references_on_hopper(gpu):
     evaluate_and_decode_beside_the_references(MODEL, "bf16", 0.1, SHAPE)
 
@@ -99,7 +96,6 @@ def wrong_stride(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cached
 @pytest.mark.parametrize("mutate", [wrong_count, wrong_workspace, wrong_rows, wrong_stride])
 def test_a_mutant_of_the_launches_is_noticed(gpu, monkeypatch, mutate):
     mutate(monkeypatch)

@@ -7,8 +7,6 @@ from barellm.cuda.kernels.norm import layernorm as kernels
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
-pytestmark = pytest.mark.cached
-
 SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 13, 384), (1, 5, 768), (1, 3, 1600)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -19,7 +19,7 @@ from barellm.cuda.tuner.problem import Candidate, GemmProblem
 from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
-pytestmark = [pytest.mark.slow, pytest.mark.cached]
+pytestmark = pytest.mark.slow
 
 REGISTERS, SHARED = 65536, 228 << 10  # of a multiprocessor; a block takes 1 KiB of shared memory besides its own
 
@@ -147,7 +147,6 @@ def products_of(step: dict[str, Any]) -> dict[tuple[str, str, bool], Specialisat
     return found
 
 
-@pytest.mark.cached
 @pytest.mark.extended
 def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
     """In the table and in the code of docs/cuda_gemm.md."""
@@ -164,7 +163,6 @@ def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
         assert re.search(rf"\| {re.escape(title)} \| \w+ \| {instructions} \| {mufu or ''} ?\|", text), (name, halves)
 
 
-@pytest.mark.cached
 def test_warpgroups_that_multiply_have_as_many_registers_as_the_page_says():
     """Before and after the warps with roles part: ptxas says how many a thread begins with, USETMAXREG what each has then."""
     _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)

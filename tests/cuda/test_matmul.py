@@ -28,8 +28,6 @@ from tests.cases import (
 )
 from tests.cuda.check import EPS, InterpretedSession, check_op
 
-pytestmark = pytest.mark.cached
-
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, seq, N, K): ones, primes, one more and one less than tiles of 32 x 64 x 16, more tiles than are grouped.
 SHAPES = [(1, 1, 1, 1), (1, 3, 7, 5), (2, 17, 65, 33), (1, 31, 129, 48), (3, 97, 131, 31)]

@@ -27,8 +27,6 @@ from tests.muon_cases import (
 )
 from tests.optim import test_normuon
 
-pytestmark = pytest.mark.cached
-
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)
 FINITE = pytest.mark.parametrize("scale", [0.5, np.nan], ids=["finite", "nan"])

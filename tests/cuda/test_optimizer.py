@@ -161,7 +161,6 @@ def run_updates(session, bad: float = 0.5):
     return [launch.spec.name for low in getattr(session, "lowered", {}).values() for launch in low.launches]
 
 
-@pytest.mark.cached
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @each_moments
@@ -176,7 +175,6 @@ def test_all_parameters_in_a_few_launches_have_the_bits_of_single_ones(compute, 
     assert launches.count("clip_scale") == 1
 
 
-@pytest.mark.cached
 @pytest.mark.slow
 def test_all_parameters_in_a_few_launches_are_the_references():
     session, _ = update_of_many("fp32", "fp32")
@@ -187,7 +185,6 @@ def test_all_parameters_in_a_few_launches_are_the_references():
         np.testing.assert_allclose(session.read(name), oracle.read(name), rtol=2e-5, atol=2e-7, err_msg=name)
 
 
-@pytest.mark.cached
 def test_no_parameter_changes_where_the_norm_is_not_finite():
     session, _ = update_of_many("bf16", "16bit", bad=np.inf)
     assert session.read("skipped")[0] == 1 and np.isnan(session.read("clip")[1])

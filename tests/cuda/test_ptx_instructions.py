@@ -12,8 +12,6 @@ from tests.simulators.ptx.arithmetic import fused, fused_doubles
 from tests.simulators.ptx.parse import Address, Number, Pair, Register, Vector, parse
 from tests.simulators.ptx.snippet import MODULE, run
 
-pytestmark = pytest.mark.cached
-
 
 def one(instruction: str, given: np.ndarray, out: str) -> np.ndarray:
     """An instruction from %r1 or %rd5 or %rs1 to %r2 or %rd6 or %rs2, as its operands say."""

@@ -13,8 +13,6 @@ from tests.simulators.ptx.machine import Counts, Deadlock, Fault
 from tests.simulators.ptx.memory import passes
 from tests.simulators.ptx.snippet import run, run_on
 
-pytestmark = pytest.mark.cached
-
 
 def test_masked_lanes_keep_what_they_had():
     body = "mov.b32 %r2, 7; setp.lt.u32 %p1, %r0, 5; @%p1 mov.b32 %r2, 9; @!%p1 add.s32 %r2, %r2, 1; st.global.b32 [%rd4], %r2;"

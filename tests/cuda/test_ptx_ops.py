@@ -17,8 +17,6 @@ from tests.gates_cases import by_mode, gated_backward_case, logits_case, mix_bac
 from tests.muon_cases import gram_case, update_case
 from tests.simulators.ptx import launch
 
-pytestmark = pytest.mark.cached
-
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):

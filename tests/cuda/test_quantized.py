@@ -164,7 +164,6 @@ def longest_loop(sass: str) -> list[str]:
     return max((code[a:b] for a, b in inner), key=len)
 
 
-@pytest.mark.cached
 @pytest.mark.parametrize(
     "weights, compute, most",
     [
@@ -198,7 +197,6 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     assert len(loop) / each <= most
 
 
-@pytest.mark.cached
 @pytest.mark.parametrize(
     "dtype, asm, table",
     [

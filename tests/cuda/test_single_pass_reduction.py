@@ -26,8 +26,6 @@ from tests.simulators.interpreter import Execute
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 
-pytestmark = pytest.mark.cached
-
 COUNTS = (3, 600, 70)  # partial sums of each tensor; a program adds up those of one
 DK = [f"d{name}" for name in COEFFICIENTS]
 

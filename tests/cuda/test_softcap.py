@@ -25,8 +25,6 @@ from tests.softcap_cases import (
     transposed_rows,
 )
 
-pytestmark = pytest.mark.cached
-
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 

@@ -68,7 +68,6 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, matmul):
     assert not cublas.failures and {line.split()[0] for line in cublas.done} == ({"tf32"} if matmul != "own" else set())
 
 
-@pytest.mark.cached
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_tensor_cores_do_it_and_nothing_spills(arch):

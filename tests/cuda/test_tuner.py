@@ -84,7 +84,6 @@ def _off_by_a_bit(harness: Harness, name: str) -> None:
     memory.write(at, byte, harness.default.stream)
 
 
-@pytest.mark.cached
 @pytest.mark.parametrize("role", ["forward", "keys", "queries"])
 @pytest.mark.parametrize("dropout, heads, kv_heads", [(False, 1, 0), (True, 1, 0), (True, 2, 1)])
 def test_attention_s_tiles_have_one_result(role, dropout, heads, kv_heads, monkeypatch):
@@ -197,7 +196,6 @@ HOPPERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.cached
 @pytest.mark.parametrize("role, epilogue", HOPPERS)
 def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_is_kept(role, epilogue, monkeypatch):
     """On the model of the machine that Gluon kernels have; the clock likes tiles of another width than the default's."""

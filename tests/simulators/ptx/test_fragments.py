@@ -10,7 +10,7 @@ from barellm.cuda.compile import Descriptor
 from tests.simulators.ptx import fragments
 from tests.simulators.ptx.asynchronous import slots
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

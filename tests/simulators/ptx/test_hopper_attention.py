@@ -13,7 +13,7 @@ from tests.cuda import test_hopper_attention
 from tests.simulators.ptx.machine import Run
 from tests.simulators.ptx.test_hopper_products import execute, nth
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 # Tiles of one block of keys, two and three, the last one partial; keys that serve two heads.
 FORMS: dict[str, dict[str, Any]] = {

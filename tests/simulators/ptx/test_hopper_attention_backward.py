@@ -18,7 +18,7 @@ from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 from tests.simulators.ptx.test_hopper_products import execute, nth
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 # Tiles of one to three turns of each half, the last one partial; keys that serve two heads.
 FORMS: dict[str, dict[str, Any]] = {

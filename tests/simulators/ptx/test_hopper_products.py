@@ -20,7 +20,7 @@ from tests.simulators.interpreter import Box, Parameter, Pointer
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32", "int64": "i64"}
 

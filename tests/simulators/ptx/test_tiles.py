@@ -17,7 +17,7 @@ from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
 from tests.simulators.ptx.launch import RUNS, execute
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 T, HEAD = 130, 64  # more than any block has
 

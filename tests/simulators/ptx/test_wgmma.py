@@ -23,7 +23,7 @@ from tests.cuda.sass import overwritten
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.test_hopper_products import nth
 
-pytestmark = [pytest.mark.extended, pytest.mark.cached]
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(autouse=True)
