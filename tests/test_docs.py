@@ -146,6 +146,7 @@ def test_the_tables_of_few_rows_are_those_of_their_files():
     assert few_rows.PAGE.read_text() == few_rows.page(), "run: python -m benchmarks.few_rows --write"
 
 
+@pytest.mark.extended
 def test_the_house_is_as_drawn():
     spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "img" / "make.py")
     assert spec and spec.loader

@@ -38,6 +38,7 @@ def test_a_process_that_goes_on_is_named(soon):
     assert leftovers.left(before) == []
 
 
+@pytest.mark.extended
 def test_what_ends_soon_is_waited_for():
     before = leftovers.running()
     timer = threading.Timer(0.05, lambda: None)

@@ -106,6 +106,7 @@ def test_a_kernel_that_is_not_the_one_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_what_ptxas_makes_of_it():
     """Four copies to both blocks; a fence of the whole GPU where all threads meet, and none where a buffer is released."""
     _, call = RUNG.product(512, 512, 1024)

@@ -175,6 +175,7 @@ def test_a_level_is_measured_where_no_other_cache_holds_the_buffer():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.extended
 def test_the_command_measures_prints_and_draws(threads, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("BARELLM_THREADS", str(threads))
     monkeypatch.setattr(memory, "sizes", lambda: [4096, 8192, 16384])

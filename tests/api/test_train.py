@@ -24,6 +24,7 @@ def weights(folder) -> bytes:
     return (folder / "checkpoints" / "step-000004" / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.extended
 def test_it_is_the_run_of_the_command_bit_by_bit(tiny, text, tmp_path, capsys):
     seen: list[barellm.Step] = []
     run = barellm.train("default", out=tmp_path / "a", callbacks=[seen.append], **tiny)
@@ -43,6 +44,7 @@ def test_it_is_the_run_of_the_command_bit_by_bit(tiny, text, tmp_path, capsys):
     assert seen[-1].tokens_per_s > 0 and seen[-1].seconds >= seen[0].seconds > 0
 
 
+@pytest.mark.extended
 def test_a_callback_stops_it_and_it_goes_on_with_the_same_bits(tiny, tmp_path):
     barellm.train(out=tmp_path / "whole", **tiny)
     stopped = barellm.train(out=tmp_path / "cut", callbacks=[lambda s: s.stop() if s.step == 2 else None], **tiny)
@@ -59,6 +61,7 @@ def test_a_callback_that_fails_ends_the_run_and_frees_its_folder(tiny, tmp_path)
     assert barellm.train(out=tmp_path / "run", **tiny).finished
 
 
+@pytest.mark.extended
 def test_it_begins_with_weights_and_runs_beside_the_main_thread(tiny, tmp_path):
     first = barellm.train(out=tmp_path / "first", **tiny)
     more = {**tiny, "optim": {"name": "adamw", "lr": 0.0, "min_lr": 0.0}}
@@ -139,6 +142,7 @@ def forward(p, cfg, tokens, targets, *, training):
     return module
 
 
+@pytest.mark.extended
 def test_a_model_of_ones_own_is_trained_saved_resumed_and_sampled(own, tiny, tmp_path, capsys):
     """On the reference backend; docs/python.md has one on the processor's."""
     base = replace(models.preset("shakespeare-char"), preset="bigrams", model=own.Config())
@@ -180,6 +184,7 @@ def test_a_checkpoint_brings_no_module_that_was_not_imported(own, tiny, tmp_path
         run.load(device="reference")
 
 
+@pytest.mark.extended
 def test_two_threads_may_train_at_once(tiny, tmp_path):
     """Each run is that of its arguments, also where both begin with the same data that nobody has read yet."""
     names = ("a", "b", "c")
@@ -191,6 +196,7 @@ def test_two_threads_may_train_at_once(tiny, tmp_path):
     assert weights(tmp_path / "a") == weights(tmp_path / "alone")
 
 
+@pytest.mark.extended
 def test_numbers_of_numpy_are_keys_of_a_run(tiny, tmp_path):
     numbers = {"steps": np.int64(4), "batch": np.uint8(2), "lr": np.float32(0.5), "quiet": np.True_}
     run = barellm.train(np.str_("default"), out=tmp_path / "a", **{**tiny, **numbers})

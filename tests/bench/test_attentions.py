@@ -40,6 +40,7 @@ def test_cases_hold_as_many_tokens_as_they_can():
     ]
 
 
+@pytest.mark.extended
 def test_heads_that_share_keys(monkeypatch):
     """Half as many heads of keys are measured, said and written down; operations are those of the heads of queries."""
     monkeypatch.setattr(attentions, "WIDTH", 256)

@@ -30,6 +30,7 @@ def test_there_is_an_old_run_of_each_preset():
 
 
 @pytest.mark.parametrize("name", ["default", "shakespeare-muon"])
+@pytest.mark.extended
 def test_an_old_run_loads_and_resumes(name, tmp_path, capsys):
     run = tmp_path / name
     shutil.copytree(OLD / name, run)

@@ -331,6 +331,7 @@ def test_doctor_reports_in_both_forms(capsys):
         assert f"\n{part}\n" in f"\n{text}"
 
 
+@pytest.mark.extended
 def test_a_run_samples_and_evaluates_with_weights_of_few_bits(trained, text, capsys):
     losses = {}
     for weights in (None, "int8", "int4", "nf4/32"):

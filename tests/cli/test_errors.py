@@ -304,6 +304,7 @@ def test_bench_says_before_it_measures_that_it_cannot_write(locked, refused, mon
     assert "result.json: " in refused("bench", "step", "shakespeare-char", "--out", locked / "result.json")
 
 
+@pytest.mark.extended
 def test_a_file_size_limit_costs_only_the_new_checkpoint(tiny, tmp_path):
     """RLIMIT_FSIZE stands for a quota: the write that crosses it fails, as on a full disk."""
     assert run(tiny()).returncode == 0

@@ -75,6 +75,7 @@ def test_one_signal_saves_and_exits(started, tmp_path, number, status):
     assert not wrong and checkpoint.step_of(path) >= 1
 
 
+@pytest.mark.extended
 def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text, tmp_path):
     """`barellm train | head -1`: the steps so far are not lost, and no process is left behind."""
     words = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "run"), "--json", *SHORT_STEPS]

@@ -114,6 +114,7 @@ def test_kernels_in_mach_o_objects_compute_the_same(trained, training, tmp_path)
     assert mac == linux and len(mac) >= 3
 
 
+@pytest.mark.extended
 def test_sample_and_resume(trained, on_a_mac):
     done = on_a_mac("sample", trained, "--max-new-tokens", "20", "--prompt", "line")
     assert done.returncode == 0 and "line" in done.stdout, done.stderr
@@ -138,6 +139,7 @@ def test_commands(words, says, on_a_mac):
     (["bench", "step", *SMALL, "--peers=torch"], "needs Linux"),
     (["bench", "scaling", *SMALL], "bound to processors"),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_what_needs_linux_says_so(words, says, on_a_mac):
     done = on_a_mac(*words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1

@@ -45,6 +45,7 @@ def test_a_full_disk_behind_the_output_is_one_line(words, unbuffered):
     assert done.stderr.startswith("barellm: error: ") and (unbuffered or "standard output: " in done.stderr)
 
 
+@pytest.mark.extended
 def test_a_run_that_began_loses_only_its_text_on_a_full_disk(tiny, tmp_path):
     """What is printed before the training is an error; then only text is lost."""
     assert shell("", *tiny(out=tmp_path / "first")).returncode == 0  # the tokens are in the cache now

@@ -36,6 +36,7 @@ def check_backward(isa, shape, dtype, rate=0.0, **more):
 @each_isa
 @each_shape
 @each_dtype
+@pytest.mark.extended
 def test_forward(isa, shape, dtype):
     check_forward(isa, shape, dtype)
 
@@ -50,6 +51,7 @@ def test_backward(isa, shape, dtype):
 
 @each_isa
 @each_dtype
+@pytest.mark.extended
 def test_many_blocks_of_keys_and_queries(isa, dtype):
     check_forward(isa, (1, 1031, 1, 64), dtype, threads=(2,))
     check_backward(isa, (1, 1031, 1, 64), dtype, threads=(2,))
@@ -135,6 +137,7 @@ each_group = pytest.mark.parametrize("shape, groups, packed", GROUPED, ids=str)
 @each_isa
 @each_group
 @each_dtype
+@pytest.mark.extended
 def test_grouped_heads(isa, shape, groups, packed, dtype):
     check_op(ops.Attention, isa, **forward_case(shape, dtype, groups=groups, packed=packed))
     check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, groups=groups, packed=packed))
@@ -157,6 +160,7 @@ def test_gradients_of_separate_operands_have_modes_of_their_own(isa, added):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("T", [64, 150, 300])
+@pytest.mark.extended
 def test_a_shared_head_has_the_bits_of_one_for_each(T, dtype):
     """Queries that share keys see what they would see of keys of their own, and the gradients are sums of as many terms."""
     B, H, G, D = 2, 4, 2, 32

@@ -101,6 +101,7 @@ LEVELS = {
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.extended
 def test_bits_do_not_depend_on_how_code_is_generated(isa, dtype, name, monkeypatch, own_cache):
     """With LLVM's optimisations and without, as tests have it for all instruction sets but the best; the code differs."""
     made: list[set[bytes]] = []

@@ -159,6 +159,7 @@ queue.take()
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_session_opens_from_a_script_on_standard_input(tmp_path):
     """The helper has no script to import again."""
     script = """

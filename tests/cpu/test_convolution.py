@@ -67,6 +67,7 @@ def test_winograds_algorithm_in_half_the_bits_is_added(isa, name):
 
 @pytest.mark.parametrize("form", LARGE)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.extended
 def test_large_filters_by_fourier_transforms(form, name):
     check_op(isa=isa_named(""), **winograd_case(name, LARGE[form], "fft"))
 

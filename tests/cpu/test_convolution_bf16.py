@@ -68,6 +68,7 @@ MACHINES = [
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("on, form", [(on, form) for on in MACHINES for form in (SOME[1:] if "real" in on else SOME)])
+@pytest.mark.extended
 def test_products_of_pairs(on, name, form, monkeypatch):
     check_op(isa=machine(on, monkeypatch), **case(name, ALL[form], "bf16"))
 

@@ -132,6 +132,7 @@ def test_kernels_compile_for_a_mac(op, instruction):
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
 @pytest.mark.parametrize("name", ["neon", "neon_bf16"])
+@pytest.mark.extended
 def test_moments_of_16_bits_compile_for_aarch64(name, moments):
     """Two vectors of codes are packed by one uzp, and no lane is handled alone."""
     isa = isas.cross(name, TRIPLES[0])

@@ -115,6 +115,7 @@ def test_dropout_by_streams(isa, dtype, case):
 
 @each_dtype
 @pytest.mark.parametrize("name", elementwise_cases("fp32"))
+@pytest.mark.extended
 def test_results_are_added_to_what_is_there(dtype, name):
     """Also where only the run says whether to. The last axis goes over in vectors of every instruction set."""
     op_type, given, attrs, bounds = elementwise_cases(dtype)[name]

@@ -64,6 +64,7 @@ def check_matmul(isa: ISA, dtype: str, shape: tuple[int, int, int, int]) -> None
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.extended
 def test_matmul(isa, dtype, shape):
     check_matmul(isa, dtype, shape)
 

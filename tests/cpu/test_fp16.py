@@ -95,6 +95,7 @@ def test_other_precisions_have_no_loss_scale():
 
 
 @each_isa
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(isa, monkeypatch):
     monkeypatch.setenv("BARELLM_POISON", "1")
     oracle = open_session(ReferenceSession, MODEL, (3, 17), "fp16")

@@ -44,6 +44,7 @@ def test_gate_logits(isa, shape, dtype, mode):
 
 @each_isa
 @turns(GATED)
+@pytest.mark.extended
 def test_gated(isa, shape, dtype, mode):
     plan = (shape[0] + 1, shape[1] + 2)
     check(ops.Gated, isa, gated_case(shape, dtype, mode), plan=plan)
@@ -93,6 +94,7 @@ def test_zeros_and_casts_of_columns(isa):
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_a_model_of_gates_and_mixes(compute):
     check_small_model(lambda programs: CpuSession(programs, isa=isa_named(ISAS[0]), threads=2), compute)
 

@@ -84,6 +84,7 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+@pytest.mark.extended
 def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={16: 16, 32: 16})
     for viewed in VIEWED:
@@ -125,6 +126,7 @@ STARTS = [(shape, "start", accumulate) for shape in SHAPES for accumulate in (0,
     [*STARTS, *((shape, mode, 0) for shape in SHAPES[1::3] for mode in ("store", "add"))],
     ids=str,
 )
+@pytest.mark.extended
 def test_matmul_dw(isa, dtype, shape, mode, accumulate):
     x, dy, _ = operands(shape, dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
@@ -290,6 +292,7 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+@pytest.mark.extended
 def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, monkeypatch):
     """Parts of 32 and of 64, of which the last is shorter and odd, and the whole depth; of weight gradients there is one."""
     x, dy, weight = operands((1, 61, 107, 131), dtype)

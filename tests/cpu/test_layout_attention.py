@@ -29,6 +29,7 @@ each_whole = pytest.mark.parametrize("shape, block, text, groups", WHOLE, ids=st
 @each_isa
 @each_causal
 @each_dtype
+@pytest.mark.extended
 def test_causal_layouts(isa, shape, length, block, text, groups, dtype):
     """1 thread takes one pass, 5 threads take two: `check_op` compares the bits."""
     planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
@@ -85,6 +86,7 @@ def pairs_in_fp32(k, acc, a, b):
 
 
 @pytest.mark.parametrize("lanes, dtype, block", [(16, "bf16", 48), (16, "fp32", 64), (4, "bf16", 64)])
+@pytest.mark.extended
 def test_relative_terms_in_registers_of_other_machines(lanes, dtype, block, monkeypatch):
     """Vectors of AVX-512 and of Neon, and products of pairs of bf16, as this machine's instructions have them. 48 is no multiple of
     two vectors of 16. `guarded` sees what is written behind the scratch."""

@@ -37,6 +37,7 @@ def test_losses_and_gradients(isa, compute, limit, sizes, recompute):
 
 
 @pytest.mark.parametrize("name, compute", [("neon", "fp32"), ("neon_bf16", "bf16")])
+@pytest.mark.extended
 def test_every_kernel_compiles_for_aarch64(name, compute):
     isa = cross(name, "aarch64-unknown-linux-gnu")
     p = Program(Store(), compute=compute)
@@ -53,6 +54,7 @@ def test_every_kernel_compiles_for_aarch64(name, compute):
 
 @each_isa
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads_and_recompute(isa, compute):
     found = []
     for threads, recompute in ((1, False), (2, False), (5, False), (2, True)):

@@ -113,6 +113,7 @@ def test_moments_of_matrices_alone_have_16_bits(moments):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("moments", MOMENTS[1:])
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads(isa, moments):
     outcomes = set()
     for threads in THREADS:
@@ -126,6 +127,7 @@ def test_bits_do_not_depend_on_threads(isa, moments):
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_a_model_trains_like_the_references(moments, compute):
     """After one step from zero state: rounding may differ by a unit where fp32 and float64 fall on two sides of a boundary."""
     model = replace(MODEL, dropout=0.0)

@@ -46,6 +46,7 @@ FINITE = pytest.mark.parametrize("scale", [0.5, np.nan], ids=["finite", "nan"])
 
 @each_dtype
 @on_each_isa(SQUARES, [(37, 1), (65, 130), (131, 65), (401, 33)])
+@pytest.mark.extended
 def test_gram(isa, dtype, size):
     got = check_op(ops.Gram, isa, **gram_case(size, dtype))["a"]
     assert np.array_equal(got, got.T)
@@ -60,6 +61,7 @@ def test_gram_polynomial(isa, dtype, size):
 
 @each_dtype
 @on_each_isa(APPLIED, [(65, 130), (131, 65)])
+@pytest.mark.extended
 def test_gram_apply(isa, dtype, size):
     check_op(ops.GramApply, isa, **apply_case(size, dtype))
 

@@ -56,6 +56,7 @@ def adamw(isa, shape, dtype, *, step=1, **more):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16_i16"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @each_moments
+@pytest.mark.extended
 def test_adamw(isa, shape, dtype, weight_decay, moments):
     adamw(isa, shape, dtype, moments=moments, weight_decay=weight_decay)
 

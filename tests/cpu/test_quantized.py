@@ -102,6 +102,7 @@ def quantized_model(compute: str) -> tuple[dict[str, Program], dict]:
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-5), ("bf16", 2e-2)])
+@pytest.mark.extended
 def test_a_model_decodes_and_evaluates_with_codes(compute, limit):
     programs, matrices = quantized_model(compute)
     cpu = CpuSession(programs, threads=2)

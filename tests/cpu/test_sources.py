@@ -86,6 +86,7 @@ def test_an_edit_changes_the_keys_of_what_it_may_have_changed(tmp_path, monkeypa
 
 @pytest.mark.parametrize("isa", ["amx_bf16", "avx512_bf16", "avx2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_what_runs_while_a_kernel_is_emitted_is_among_its_sources(isa, dtype):
     """A function in a file that runs before code is emitted must not run while it is."""
     machine = isas.cross(isa, kernels.X86_TRIPLE)

@@ -25,6 +25,7 @@ def test_a_copy_keeps_every_bit(isa, dtype):
 
 @each_isa
 @pytest.mark.parametrize("dtype", FORMATS[:6])
+@pytest.mark.extended
 def test_a_sum_is_added_to_what_is_there(isa, dtype):
     for shape in ((13, 31), (67, 97)):
         given = {"x": persistent(normal(*shape), dtype)}

@@ -365,6 +365,7 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
     """Every way is right in a bed, goes through the database, and writes the text that the default writes."""
     built = build(MODEL, batch=1, seq=8, compute=dtype, decode_batch=1)[1]

@@ -60,6 +60,7 @@ def test_grouped_queries(shape, groups, dtype, packed):
 @each_group
 @each_dtype
 @each_packing
+@pytest.mark.extended
 def test_grouped_queries_backward(shape, groups, dtype, packed):
     case = backward_case(shape, dtype, rate=0.3, groups=groups, packed=packed)
     check_op(ops.AttentionBackward, **case, modes=ADDED if packed else {"dk": "add"})
@@ -81,6 +82,7 @@ def test_keys_in_smaller_blocks_than_queries(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("D, rate", [(144, 0.0), (150, 0.0), (256, 0.3)])
+@pytest.mark.extended
 def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
     """A last piece that is full, begun, and not there at all."""
     monkeypatch.setitem(attention_config.MAX_HEAD_SIZE_DKV, "bf16", 128)
@@ -135,6 +137,7 @@ each_bound = pytest.mark.parametrize("shape, groups, bounds", BOUNDED, ids=str)
 
 @each_bound
 @each_dtype
+@pytest.mark.extended
 def test_bounded(shape, groups, bounds, dtype):
     more = {"groups": groups, "packed": shape[1] % 2 == 0, **bounded(**bounds)}
     check_op(ops.Attention, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))

@@ -174,6 +174,7 @@ def test_large_tiles_are_taken_where_they_fill_the_card(rows, tile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, N, tile", [(2048, 2048, 128), (64, 512, 64)])
+@pytest.mark.extended
 def test_what_ptxas_makes_of_a_product(rows, N, tile):
     """One BMMA for each instruction: four buffers' steps of 8 words, a quarter of the tile for each warp. Two blocks of large tiles
     fit on a multiprocessor of an H100."""

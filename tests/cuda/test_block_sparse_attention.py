@@ -24,6 +24,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("shape, length, block, text, groups, dtype", CAUSAL, ids=str)
+@pytest.mark.extended
 def test_causal_layouts(shape, length, block, text, groups, dtype):
     planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
     check_op(FORWARD, **forward_case(shape, dtype, planned, groups=groups, packed=block == 64))

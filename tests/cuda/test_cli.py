@@ -66,6 +66,7 @@ def last(capsys) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_moves_between_backends(gpu, text, tmp_path, capsys):
     """Started on the CPU, continued on the GPU, finished on the CPU: the losses are those of a run on the CPU alone. Either
     evaluates and samples what the other saved."""

@@ -33,6 +33,7 @@ def test_a_convolution_in_half_the_bits_is_added(name):
         ("conv2d_dw", "long lines", "winograd4"),
     ],
 )
+@pytest.mark.extended
 def test_winograds_algorithm_of_every_form(name, form, algorithm):
     check_op(**winograd_case(name, WINOGRAD[form], algorithm))
 
@@ -68,6 +69,7 @@ def test_large_filters_by_fourier_transforms(name, form, how):
 
 
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dw"])
+@pytest.mark.extended
 def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeypatch):
     """Passes of 512 tiles, in two parts for the gradient of the filters: one image has 520 tiles, the two that are planned 1040."""
     monkeypatch.setattr(conv_transform_domain, "PASS", 512 * 16 * 2)
@@ -75,6 +77,7 @@ def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
     """Two parts of 128 tiles, of which the second has 37: what the choice of parts gives to no shape of today."""
     monkeypatch.setattr(conv_transform_domain.gemm_config, "num_splits", lambda tiles, rows: 2)

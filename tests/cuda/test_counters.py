@@ -58,6 +58,7 @@ def good(found):
     return passed({"counters": {"status": "done", **found}})
 
 
+@pytest.mark.extended
 def test_every_kernel_of_a_step_is_shown_to_the_profiler_once(monkeypatch):
     """Each name, in a step of its own, and then each other specialisation: none twice."""
     gpu = Gpu()
@@ -73,6 +74,7 @@ def test_every_kernel_of_a_step_is_shown_to_the_profiler_once(monkeypatch):
     assert step <= set(launched)
 
 
+@pytest.mark.extended
 def test_steps_go_on_when_the_time_for_counting_is_over(monkeypatch):
     gpu = Gpu()
     gpu.install(monkeypatch)

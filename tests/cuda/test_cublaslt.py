@@ -205,6 +205,7 @@ def test_objects_are_given_back(gpu, library):
     assert "handle" not in library.objects.values()
 
 
+@pytest.mark.extended
 def test_products_are_measured_beside_it(gpu, library, monkeypatch):
     monkeypatch.setattr(gemms, "MOST_COPIES", 2)
     monkeypatch.setattr(gemms, "TABLE_SECONDS", 0.0)

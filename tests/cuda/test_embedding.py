@@ -58,6 +58,7 @@ def check_dwte(which: np.ndarray, C: int, mode: str, rows: int = VOCABULARY, dty
 
 @each_shape
 @each_mode
+@pytest.mark.extended
 def test_embedding_dwte(shape, mode):
     check_dwte(ids(*shape[:2]), shape[2], mode)
 

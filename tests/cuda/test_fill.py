@@ -79,6 +79,7 @@ def test_a_kernel_that_is_taken_along_is_not_compiled_again(tmp_path, monkeypatc
     assert count == 1 and nbytes > 1000 and cuda_compile.compiled([one], 90, processes=1)[one].name == one.name
 
 
+@pytest.mark.extended
 def test_the_full_stages_have_other_kernels_than_a_rehearsal():
     """Those that were left behind once: `plain`'s two, the residual rung, ways with roles, and products in TF32."""
     target = Target()

@@ -69,12 +69,14 @@ def test_where_scales_come_from():
 @pytest.mark.parametrize(
     "way, compute, limit", [("static", "bf16", 6e-2), ("delayed", "fp32", 1e-5), ("floating", "bf16", 6e-2)]
 )
+@pytest.mark.extended
 def test_a_network_with_a_classifier_in_8_bits(way, compute, limit):
     declare = partial(transposed_network, C=24, F=41, V=53, activation="relu2", scaling=WAYS[way])
     session = partial(InterpretedSession, target=ADA)
     assert check_model(session, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS) >= USED[way]
 
 
+@pytest.mark.extended
 def test_hopper_multiplies_8_bits_by_its_own_instructions():
     """Products of the record's classifier: QGMMA, wide loads of operands, no spill, nothing waited for one at a time."""
     p = Program(Store(), compute="bf16")

@@ -48,6 +48,7 @@ def test_mix(shape, dtype, mode):
     check_op(ops.MixBackward, **by_mode(mix_backward_case(shape, dtype, mode, stream)), plan=plan)
 
 
+@pytest.mark.extended
 def test_sums_of_several_programs():
     """More elements than a program sums, and more partial sums than one reads at once."""
     case = (1, 900, 13), (None, None)

@@ -388,6 +388,7 @@ def check_golden(name: str, found: dict[str, Row]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.extended
 def test_kernels_are_the_golden_ones(name):
     check_golden(name, rows(TABLES[name](), 90))
 
@@ -449,6 +450,7 @@ def test_attention_of_wide_heads_does_not_spill(head, compute):
 @pytest.mark.parametrize(
     "arch, head, paired", [(80, 128, True), (90, 128, False), (90, 64, True), (80, 64, True), (100, 128, True)]
 )
+@pytest.mark.extended
 def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
     bounds = bounded(768, scale=0.1, starts=[400], paired=paired)
     found = attention_specs(head, "bf16", arch, 2, 2, **bounds)
@@ -472,6 +474,7 @@ def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 100])
+@pytest.mark.extended
 def test_kernels_compile_for_other_cards(arch):
     """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
     needed = one_of_each(specs(SMALL, 2, "bf16", arch))

@@ -116,6 +116,7 @@ NONSENSE = Stage("correct", "correct", "nonsense", 60, "no such stage")
 AFTER_IT = Stage("correct", "correct", "versions", 60, "what is installed")
 
 
+@pytest.mark.extended
 def test_an_error_of_the_probe_is_no_lost_gpu(tmp_path, children):
     """It calls what is not there: the other stages run."""
     children("from benchmarks.gpu_check import first\nfirst.driver.Context = None")
@@ -373,6 +374,7 @@ def test_llmc_needs_what_its_allocations_add_up_to():
     assert found["-r 0"] == pytest.approx(25440 + 124_475_904 * 16 / 2**20 + 32)
 
 
+@pytest.mark.extended
 def test_the_sanitizer_sees_steps_and_every_kind_of_product(monkeypatch, capsys):
     Gpu().install(monkeypatch)
     small_step.steps()

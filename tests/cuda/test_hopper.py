@@ -208,6 +208,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.extended
 def test_drawn_orders_of_a_whole_launch(name, seed):
     config = LARGE[name]
     f = hopper_config(config["cols"], loads_c=config.get("epilogue") in LOADS_C)
@@ -232,6 +233,7 @@ def operand(*shape: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("batch, seq, N, K", [(1, 1, 8, 8), (2, 67, 72, 136), (1, 257, 264, 40)])
 @pytest.mark.parametrize("accumulate", [0, 1])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.extended
 def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate, dtype):
     x, dy = tokens(operand(batch, seq, K, seed=1), dtype), tokens(operand(batch, seq, N, seed=2), dtype)
     weight = persistent(operand(N, K, seed=3), PRECISIONS[dtype].weights)

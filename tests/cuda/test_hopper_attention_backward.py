@@ -106,6 +106,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.extended
 def test_every_order_of_a_small_launch(name):
     kernel = materialised(hopper_attention_backward)
     args, _ = launch(**SMALL[name])
@@ -180,6 +181,7 @@ ALL = ONE | {
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.extended
 def test_a_mutant_fails(name):
     config, function, old, new = ALL[name]
     args, _ = launch(**SMALL[config])
@@ -199,6 +201,7 @@ LARGE = {
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "queries"])
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.extended
 def test_drawn_orders_of_a_whole_launch(name, keys):
     """The bits do not depend on the order, nor on who does which tile."""
     kernel, found = materialised(hopper_attention_backward), []
@@ -226,6 +229,7 @@ class Session(InterpretedSession):
     "D, dtype, groups, packed, modes",
     [(64, "bf16", 2, True, {}), (128, "fp16", 1, False, {}), (64, "bf16", 2, False, {"dk": "add"})],
 )
+@pytest.mark.extended
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
     subjects = [tuning.AttentionKey(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
@@ -240,6 +244,7 @@ def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed
 
 
 @pytest.mark.parametrize("role", ["keys", "queries"])
+@pytest.mark.extended
 def test_the_tuner_s_bed_measures_them_beside_the_default(role, monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)

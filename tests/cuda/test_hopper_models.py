@@ -43,6 +43,7 @@ def products(session: CudaSession, program: str) -> list[Launch]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     """With dropout, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")
@@ -57,6 +58,7 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_model_trains_like_the_references_on_compiled_code(gpu, monkeypatch):
     """Every launch of a step as PTX for sm_90a, from the parameters that the driver was handed."""
     monkeypatch.setenv("BARELLM_POISON", "1")
@@ -97,6 +99,7 @@ def wrong_stride(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutate", [wrong_count, wrong_workspace, wrong_rows, wrong_stride])
+@pytest.mark.extended
 def test_a_mutant_of_the_launches_is_noticed(gpu, monkeypatch, mutate):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):

@@ -21,6 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", 
 @each_shape
 @each_dtype
 @pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.extended
 def test_normal_init(shape, dtype, missing):
     given = {"param": persistent(np.zeros(shape), dtype)}
     attrs = {"std": 0.02, "stream": 5, "valid_rows": shape[0] - missing}
@@ -46,6 +47,7 @@ def test_constant_init(shape, dtype, missing):
 @pytest.mark.parametrize(
     "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
 )
+@pytest.mark.extended
 def test_a_parameter_that_begins_with_bf16(op_type, size, dtype):
     check_bf16_init(check_op, op_type, dtype, **size)
 

@@ -87,6 +87,7 @@ def test_layernorm_dx(shape, dtype, mode, long, monkeypatch):
 @each_shape
 @each_dtype
 @each_parameter_mode
+@pytest.mark.extended
 def test_layernorm_dparams(shape, dtype, mode):
     x, dy = tokens(normal(*shape) + 0.5), tokens(normal(*shape, seed=2), dtype)
     mean, rstd = (tokens(v) for v in statistics(x.values))

@@ -85,6 +85,7 @@ def step() -> dict[str, tuple[Code, str]]:
 
 
 @pytest.mark.parametrize("D, most", [(64, 425), (128, 465)])
+@pytest.mark.extended
 def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
     scores of a thread."""
@@ -106,6 +107,7 @@ ORDERED, WAITED = ("MUFU.EX2", "WARPGROUP.DEPBAR.LE"), {"gsb0, 0x1": "s", "gsb0,
 
 
 @pytest.mark.parametrize("name, left", [("attention_forward", 2), ("attention_dkv", 3), ("attention_dq", 2)])
+@pytest.mark.extended
 def test_loads_of_the_next_turn_are_on_their_way_and_two_blocks_share_a_multiprocessor(step, name, left):
     code, sass = step[name]
     products = [loop for loop in loops(sass) if any(op.startswith("HGMMA") for op, _ in loop)]
@@ -163,6 +165,7 @@ def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
         assert re.search(rf"\| {re.escape(title)} \| \w+ \| {instructions} \| {mufu or ''} ?\|", text), (name, halves)
 
 
+@pytest.mark.extended
 def test_warpgroups_that_multiply_have_as_many_registers_as_the_page_says():
     """Before and after the warps with roles part: ptxas says how many a thread begins with, USETMAXREG what each has then."""
     _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)

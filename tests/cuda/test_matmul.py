@@ -60,6 +60,7 @@ def test_matmul_dx(dtype, shape, mode):
 @each_shape
 @pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.extended
 def test_matmul_dw(dtype, shape, mode, accumulate, parts, monkeypatch):
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: parts)
     x, dy, _ = operands(shape, dtype)

@@ -98,10 +98,12 @@ def evaluate_and_decode_beside_the_references(
 
 @each_model
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+@pytest.mark.extended
 def test_evaluation_and_decoding_equal_the_references(gpu, model, compute, limit):
     evaluate_and_decode_beside_the_references(model, compute, limit)
 
 
+@pytest.mark.extended
 def test_initial_weights_and_dropout_are_the_cpus(gpu):
     """Random bits are counter-based: the same weights from a seed, and nearly the same loss with dropout."""
     cpu, cuda = (open_session(kind, MODEL, SHAPE, "fp32") for kind in (CpuSession, CudaSession))

@@ -54,6 +54,7 @@ def test_gram_polynomial(dtype, n):
 
 @each_dtype
 @pytest.mark.parametrize("shape", APPLIED, ids=str)
+@pytest.mark.extended
 def test_gram_apply(dtype, shape):
     check_op(ops.GramApply, **apply_case(shape, dtype))
 
@@ -121,6 +122,7 @@ def test_muon_updates_truncated_weights():
     check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="bf16_u16"))
 
 
+@pytest.mark.extended
 def test_the_ends_of_record_74s_steps_are_theirs():
     """One of each kind, tied and untied, beside NumPy (tests/optim/test_normuon.py)."""
     ours = InterpretedSession(test_normuon.programs())

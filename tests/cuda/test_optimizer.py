@@ -74,6 +74,7 @@ def test_adamw(shape, dtype, weight_decay, moments):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "bf16_u16"])
 @pytest.mark.parametrize("shape", [(7,), (3, 131), (259, 257)], ids=str)
 @pytest.mark.parametrize("step, eps", [(1, 0.1), (9, 1e-10)])
+@pytest.mark.extended
 def test_cautious_adam(shape, dtype, step, eps):
     """At a rate of 6e-3 the decay takes some percent; where eps is large, it shows that it comes before the bias."""
     more = {"weight_decay": 1e3, "lr_scale": 2.0, "eps": eps, "op_type": ops.CautiousAdam}
@@ -185,6 +186,7 @@ def test_all_parameters_in_a_few_launches_are_the_references():
         np.testing.assert_allclose(session.read(name), oracle.read(name), rtol=2e-5, atol=2e-7, err_msg=name)
 
 
+@pytest.mark.extended
 def test_no_parameter_changes_where_the_norm_is_not_finite():
     session, _ = update_of_many("bf16", "16bit", bad=np.inf)
     assert session.read("skipped")[0] == 1 and np.isnan(session.read("clip")[1])

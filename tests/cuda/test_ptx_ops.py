@@ -46,6 +46,7 @@ def test_adamw():
     check_op(ops.AdamW, given, scalars={"step": 3, "lr": 3e-3, "seed": 9}, bounds=bounds, **attrs)
 
 
+@pytest.mark.extended
 def test_symmetric_product():
     check_op(ops.Gram, **gram_case((65, 130), "bf16"))
     check_op(ops.Gram, **gram_case((131, 65), "fp32"))
@@ -80,6 +81,7 @@ def test_gradients_of_shared_keys():
     check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "bf16", groups=1))
 
 
+@pytest.mark.extended
 def test_attention_in_windows_of_documents():
     more = bounded(33, scale=0.2, starts=[40], paired=True)
     check_op(ops.Attention, **forward_case((1, 70, 2, 32), "bf16", **more), plan=(2, 90))
@@ -148,6 +150,7 @@ FAULTS = {  # what is put in the place of what; of the first five such places, h
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.extended
 def test_fault_in_compiled_code_shows(monkeypatch, name):
     """One place after the other, in attention. Some are not gone by in a sequence so short, or guard what it does not do."""
     pattern, by, hidden = FAULTS[name]

@@ -40,6 +40,7 @@ def test_product(weights, dtype, shape):
 @pytest.mark.parametrize(
     "weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("nf4", "fp16", (1, 8, 16, 72))], ids=str
 )
+@pytest.mark.extended
 def test_a_product_on_tensor_cores_as_it_is_compiled(weights, dtype, shape, target, monkeypatch):
     monkeypatch.setattr(check, "DEVICE", "ptx")
     c = case(weights, dtype, shape)
@@ -175,6 +176,7 @@ def longest_loop(sass: str) -> list[str]:
         ("int8", "bf16", 7.0),
     ],
 )
+@pytest.mark.extended
 def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, most):
     """All instructions of a turn of the loop, loads and addresses too, over the elements that a thread multiplies in it: by one
     row, and on tensor cores by eight."""

@@ -62,6 +62,7 @@ def test_rmsnorm_dx(shape, dtype, mode, weighed, long, monkeypatch):
 @each_shape
 @each_dtype
 @each_parameter_mode
+@pytest.mark.extended
 def test_rmsnorm_dweight(shape, dtype, mode):
     x, dy = tokens(normal(*shape) + 0.5), tokens(normal(*shape, seed=2), dtype)
     given = {"dy": dy, "x": x, "rstd": tokens(rstd_of(x.values))}

@@ -111,6 +111,7 @@ def test_training_has_one_way_only():
     assert "skinny_gemm" not in names["eval"] and names["decode"].count("skinny_gemm") == 4 * config.layers + 1
 
 
+@pytest.mark.extended
 def test_every_weight_is_read_once_16_bytes_at_a_time():
     """Of GPT-2's widths: the loads of a thread are those of its share of the weight and nothing spills."""
     _, programs = build(preset("gpt2-124m").model, compute="bf16", decode_batch=1)

@@ -67,6 +67,7 @@ def test_a_logit_that_is_no_number_shows_in_the_loss(cap):
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2), ("fp16", 4e-3)])
 @pytest.mark.parametrize("activation, cap", [("relu2", SPEEDRUN), ("gelu", None)], ids=str)
+@pytest.mark.extended
 def test_a_network_of_transposed_weights(compute, limit, activation, cap, monkeypatch):
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)  # chunks end inside sequences
     declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap)

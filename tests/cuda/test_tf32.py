@@ -70,6 +70,7 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, matmul):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.extended
 def test_tensor_cores_do_it_and_nothing_spills(arch):
     products = {s: op for s, op in specs(SMALL, 2, "fp32", arch, tf32=True).items() if s.name == "gemm"}
     for label, row in rows(one_of_each(products), arch).items():

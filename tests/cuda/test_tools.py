@@ -90,6 +90,7 @@ def test_mistakes_are_one_line(gpu, argv, words, capsys):
     assert text.count("\n") == 1 and all(word in text for word in words)
 
 
+@pytest.mark.extended
 def test_inspect_shows_what_a_kernel_became():
     """In processes of their own: the interpreter of the other tests changes Triton for good."""
     command = "inspect linear_gelu --preset shakespeare-char --device cuda --arch sm_80 --dtype bf16"

@@ -15,6 +15,7 @@ each_shape = pytest.mark.parametrize("shape, K", SHAPES, ids=str)
 @each_shape
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["normals", "ties", "extremes"])
+@pytest.mark.extended
 def test_top_k(shape, K, dtype, kind, monkeypatch):
     monkeypatch.setattr(kernels, "LONG_BLOCK", 128)  # the row takes several blocks, and so do the ranks
     monkeypatch.setattr(kernels, "RANKED", 16)

@@ -55,6 +55,7 @@ def test_everything_that_a_model_does_is_there_once_with_all_tiles():
             assert {c.choice.group_m for c in (default, *refined(default))} == set(gemm_config.GROUP_SIZES)
 
 
+@pytest.mark.extended
 def test_faulty_candidates_are_rejected_for_their_reason():
     trials = tuner.self_test(MOCK, child=CHILD, limit=8.0)
     assert [t.candidate for t in trials] == ["wrong_values", "writes_beyond", "hangs", "another tile"]
@@ -62,6 +63,7 @@ def test_faulty_candidates_are_rejected_for_their_reason():
 
 
 @pytest.mark.parametrize("role, dtype", [("nt", "bf16"), ("nn", "bf16"), ("tn", "bf16"), ("nt", "tf32")])
+@pytest.mark.extended
 def test_bits_decide(role, dtype, monkeypatch):
     """Every tile, in every order, has the default's bits; a result that is off by a bit is not right."""
     Gpu().install(monkeypatch)
@@ -86,6 +88,7 @@ def _off_by_a_bit(harness: Harness, name: str) -> None:
 
 @pytest.mark.parametrize("role", ["forward", "keys", "queries"])
 @pytest.mark.parametrize("dropout, heads, kv_heads", [(False, 1, 0), (True, 1, 0), (True, 2, 1)])
+@pytest.mark.extended
 def test_attention_s_tiles_have_one_result(role, dropout, heads, kv_heads, monkeypatch):
     """The default's bits; those that have others are right too, and are not among them."""
     Gpu().install(monkeypatch)
@@ -197,6 +200,7 @@ HOPPERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role, epilogue", HOPPERS)
+@pytest.mark.extended
 def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_is_kept(role, epilogue, monkeypatch):
     """On the model of the machine that Gluon kernels have; the clock likes tiles of another width than the default's."""
     monkeypatch.setattr(gemm_config, "WAVE", 1)
@@ -258,6 +262,7 @@ def test_blocks_with_other_bits_are_never_taken(capsys):
     assert "tuning ignored" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_the_command_proves_everything_and_stops_in_time(monkeypatch, capsys):
     """With times that the mock makes up nothing wins."""
     Gpu().install(monkeypatch)

@@ -233,6 +233,7 @@ def test_what_does_not_go_with_stages_is_refused_at_the_start(tmp_path, refused)
     assert "a.jsonl has prompts and answers, and the runs of speedrun have stages" in message
 
 
+@pytest.mark.extended
 def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
     """From another run's weights; with accumulation, so that the micro-batches of a step have unequal numbers of targets."""
     text = tmp_path / "a.txt"

@@ -101,6 +101,7 @@ def test_the_file_is_kept_as_it_is(small, tmp_path):
     assert again.encode(TEXT).tolist() == small.encode(TEXT).tolist()
 
 
+@pytest.mark.extended
 def test_128_thousand_ids_become_uint32_shards_and_train_as_the_text_would(large, tmp_path, capsys):
     large.save(tmp_path)
     text, out = tmp_path / "text.txt", tmp_path / "out"

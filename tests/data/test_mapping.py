@@ -121,6 +121,7 @@ def test_shards_and_tensors(tmp_path):
         inspect_shard(tmp_path / "b.bin")
 
 
+@pytest.mark.extended
 def test_a_run_whose_shard_is_cut_short_saves_and_ends_as_one_that_never_met_it(tmp_path, own_cache):
     def run(folder, *, cut_after=None, **more):
         def callback(step):

@@ -50,6 +50,7 @@ def forms(rows) -> dict[str, str]:
     rows=st.lists(st.text(st.sampled_from('ab,"\\ \t\r\n\x0b\u2028é🙂[{'), max_size=30), min_size=1, max_size=6),
     chunk=st.integers(1, 40),
 )
+@pytest.mark.extended
 def test_every_form_has_the_same_documents_wherever_its_bytes_are_cut(rows, chunk, tmp_path_factory):
     """And each end of a block is a place to go on and to stop at."""
     folder = tmp_path_factory.mktemp("records")

@@ -160,6 +160,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_believed(calls, text, cache
     assert data.tokenizer.decode(tokens(data.train)) + val_text(data).decode() == TEXT
 
 
+@pytest.mark.extended
 def test_the_default_source_is_this_pythons_library():
     data = prepare(DataConfig())
     corpus = stdlib_corpus(0.1)

@@ -70,6 +70,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon", "normuon": 0.9, "moments": "16bit"}], ids=["adamw", "muon"])
+@pytest.mark.extended
 def test_any_number_of_ranks_goes_on_with_what_any_other_has_saved(optim, tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     config = config_of(**optim)

@@ -115,6 +115,7 @@ def test_a_step_is_that_of_the_paper_and_all_ranks_have_the_same_bits(count, how
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads(dtype, monkeypatch):
     found = []
     for threads in ("1", "2", "5"):

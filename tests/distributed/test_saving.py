@@ -77,6 +77,7 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("optim", [{}, {"powersgd": 2}, {"name": "muon"}], ids=["adamw", "powersgd", "muon"])
+@pytest.mark.extended
 def test_a_checkpoint_holds_its_own_step_while_all_ranks_go_on(tmp_path, monkeypatch, optim):
     disk = Disk()
     monkeypatch.setattr(storage, "system", disk)

@@ -87,6 +87,7 @@ def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
         wait_for(number, "Z")
 
 
+@pytest.mark.extended
 def test_a_rank_that_has_ended_long_before_the_others_ends_the_run(tree, monkeypatch):
     process, ranks = tree
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")

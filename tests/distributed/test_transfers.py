@@ -79,6 +79,7 @@ def config_of(**optim):
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("optim", [{}, {"name": "muon"}], ids=["adamw", "muon"])
+@pytest.mark.extended
 def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
     """Behind the op that writes them last, in one order on all ranks, which is that of the update's waits; and no op is fused
     another way."""

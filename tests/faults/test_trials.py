@@ -231,6 +231,7 @@ def possible(name: str) -> None:
         pytest.skip("the package gguf is not installed")
 
 
+@pytest.mark.extended
 def test_a_dozen_faults(place):
     """In one test: of several, each process that runs tests would build the program."""
     names = [name for name in TRIALS if name not in ("ranks", "build", "export-gguf")]

@@ -173,6 +173,7 @@ def test_texts_side_by_side_share_their_runs():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
     model = Config(layers=2, heads=4, kv_heads=2, d_model=64, d_ff=96, vocab_size=VOCAB, max_seq=4096)
     config = Run(preset="", model=model, train=TrainConfig(micro_batch_size=1, seq=8, dtype=dtype))

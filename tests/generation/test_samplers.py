@@ -83,6 +83,7 @@ def test_a_penalty_makes_tokens_of_the_text_less_likely_once():
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
+@pytest.mark.extended
 def test_draws_follow_the_probabilities(how):
     sampling = Sampling(**({"temperature": 1.0} | how), seed=11)
     n = 8000

@@ -50,6 +50,7 @@ def test_too_few_registers_are_seen():
     assert kernels.summary(peak(maxnreg=96), Target(arch=80)).spills > 0
 
 
+@pytest.mark.extended
 def test_every_stage_can_be_read():
     target = Target()
     assert "ttg." in kernels.text(peak(), target, "ir")

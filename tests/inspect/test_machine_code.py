@@ -147,6 +147,7 @@ def test_inner_loops_of_short_attention_have_no_spills(D, kv_heads):
 
 
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.extended
 def test_an_attention_tile_with_too_many_rows_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
     monkeypatch.setattr(
@@ -159,6 +160,7 @@ def test_an_attention_tile_with_too_many_rows_is_seen_to_spill(name, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_every_kernel_of_gpt2_has_an_inner_loop_with_its_counts(dtype):
     """Products and attention multiply there, and what sums up or moves bytes reads there: classifier, optimizer and all."""
     isa = target("avx512_bf16")
@@ -183,6 +185,7 @@ def test_every_kernel_of_gpt2_has_an_inner_loop_with_its_counts(dtype):
 
 
 @pytest.mark.parametrize("name", ["avx2", "generic"])
+@pytest.mark.extended
 def test_no_kernel_uses_wider_registers_than_its_isa(name):
     isa = target(name)
     for u in kernels.used_by(gpt2("bf16"), isa):

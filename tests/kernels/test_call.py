@@ -76,6 +76,7 @@ def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
 
 
 @EVERY
+@pytest.mark.extended
 def test_bits_depend_on_no_number_of_threads(name, monkeypatch):
     case, found = CASES[name], []
     monkeypatch.setattr(executor, "INLINE_BYTES", 0)  # nothing is short enough for the calling thread
@@ -92,6 +93,7 @@ def test_bits_depend_on_no_number_of_threads(name, monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.extended
 def test_calls_of_many_threads_at_once_do_not_meet():
     rng = np.random.default_rng(0)
     given = [rng.normal(size=(n, 37)).astype(np.float32) for n in range(1, 60)]

@@ -16,6 +16,7 @@ SHAPES = [(name, which) for name, case in CASES.items() for which in range(len(c
 
 @pytest.mark.parametrize("name, which", SHAPES)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.extended
 def test_a_function_is_its_formula(name, which, dtype):
     case = CASES[name]
     given = case.arguments(dtype, which)
@@ -26,6 +27,7 @@ def test_a_function_is_its_formula(name, which, dtype):
 
 
 @pytest.mark.parametrize("name, which", [pair for pair in SHAPES if pair[1] < 3])
+@pytest.mark.extended
 def test_gradients_are_finite_differences_of_the_formula(name, which):
     case, rng, eps = CASES[name], np.random.default_rng(1), 1e-6
     given = case.arguments(FLOAT32, which)

@@ -47,6 +47,7 @@ def train(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.extended
 def test_it_trains_is_saved_resumed_sampled_and_evaluated(train, tmp_path, capsys, device):
     """A run that was stopped and resumed ends with the same bits as one that was not."""
     on = ("--device", device, "--train.dtype", "fp32")
@@ -85,6 +86,7 @@ def test_a_configuration_without_a_name_is_gpt2s():
     assert overrides.from_json(tree) == preset("shakespeare-char")
 
 
+@pytest.mark.extended
 def test_both_backends_train_it_alike(train, tmp_path):
     assert main(train("--device", "reference", "--steps", 10, out="a")) == 0
     assert main(train("--device", "cpu", "--dtype", "fp32", "--steps", 10, out="b")) == 0

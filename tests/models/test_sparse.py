@@ -36,6 +36,7 @@ def sessions(config: Config, *kinds, **more):
 
 
 @pytest.mark.parametrize("relative", [0, 21])
+@pytest.mark.extended
 def test_every_length_has_the_gradients_of_the_reference(relative):
     config = replace(SMALL, relative=relative)
     ours, oracle = sessions(config, CpuSession, ReferenceSession, batch=2, seq=70, optimizer=lambda p: None)

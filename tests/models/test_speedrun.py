@@ -285,6 +285,7 @@ def small_run(tmp_path: Path, **model: str) -> list[str]:
     return [*words, "--train.eval_every", "4", "--out", str(tmp_path / "whole")]
 
 
+@pytest.mark.extended
 def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
     """A checkpoint after an even number of steps, and one after an odd, which has gradients; then samples and an evaluation. The
     scales of the classifier's 8 bits are states, and part of it."""
@@ -306,6 +307,7 @@ def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_sam
     assert main(["eval", str(tmp_path / "whole"), "--json"]) == 0
 
 
+@pytest.mark.extended
 def test_the_loss_that_a_user_sees_is_that_of_the_next_token(tmp_path, monkeypatch):
     """It begins at the logarithm of the classifier's columns, where the weighted sum of three begins at 1.75 times as much."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
@@ -318,6 +320,7 @@ def test_the_loss_that_a_user_sees_is_that_of_the_next_token(tmp_path, monkeypat
 NEW = {"model": ("bigram_first", "adam_weights"), "data": ("span_shards",), "train": ("eval_from", "eval_seq")}
 
 
+@pytest.mark.extended
 def test_a_run_that_began_before_these_keys_goes_on_as_it_began(tmp_path, monkeypatch):
     """Its configuration does not name them: to it pairs are hashed with the first token, and Adam keeps all bits. A new run does
     neither. Both ends have the bits of a run that was never stopped."""
@@ -362,6 +365,7 @@ def test_which_weights_are_bf16():
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_adam_s_weights_are_bf16_after_each_step_if_they_shall(compute):
     model = replace(SMALL, adam_weights="bf16")
     session = CpuSession(programs_of(model, compute))

@@ -94,6 +94,7 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.extended
 def test_everything_has_unit_size_at_first():
     """The last norm takes the root of the width out of the logits, and its gradient has it; a weight's gradient is a sum over
     tokens, whose gradients are not wholly independent."""

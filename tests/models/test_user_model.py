@@ -61,6 +61,7 @@ def command(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "barellm", *map(str, words)], cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.mark.extended
 def test_as_a_user_does_it(train, tmp_path):
     """Each command in a process of its own, from a folder of the user's, with a module beside the model that it imports."""
     shutil.copy(PALM, tmp_path / "palm.py")

@@ -172,6 +172,7 @@ def test_a_program_that_is_killed_at_any_call_loses_nothing(program, tmp_path):
         shutil.rmtree(run)
 
 
+@pytest.mark.extended
 def test_what_gets_its_name_is_on_the_disk(program, tmp_path):
     """After a power cut a file has what was synced: all of it is before the rename, and the rename before anything is removed."""
     shutil.copytree(program.folder / "begun", tmp_path / "run")

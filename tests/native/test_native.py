@@ -126,6 +126,7 @@ def resume(folder: Path, run: str) -> None:
 
 
 @pytest.mark.parametrize("program, threads", [("train", 1), ("train-static", 2), ("train", 5)])
+@pytest.mark.extended
 def test_a_program_takes_the_steps_of_python(made, program, threads):
     out = f"{program}-{threads}"
     done = train(made, out, "--threads", str(threads), program=program)
@@ -174,6 +175,7 @@ def test_ctrl_c_saves_and_no_row_is_written_twice(made, tmp_path):
     assert numbers(run) == numbers(made / "python") and final(run) == final(made / "python")
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
     more = [
         "--data",
@@ -364,6 +366,7 @@ def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatc
 
 
 @pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])
+@pytest.mark.extended
 def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
     more = [*SIZES, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
     with pytest.MonkeyPatch.context() as patch:
@@ -488,6 +491,7 @@ def test_after_a_build_that_was_killed_the_same_command_works(made, tmp_path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.extended
 def test_a_program_of_a_runs_folder_and_of_named_shards(made, monkeypatch):
     """The configuration comes from the run, and shards that say which are for training stay where they are."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
@@ -623,6 +627,7 @@ sys.exit(subprocess.call([COMPILER, *sys.argv[4:]]))
 """
 
 
+@pytest.mark.extended
 def test_without_a_compiler_the_package_ziglang_is_asked(made, tmp_path, monkeypatch):
     """One that hands everything to this system's compiler, but for the target."""
     (found,) = [command for name in COMPILERS if (command := shutil.which(name))][:1]

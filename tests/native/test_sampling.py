@@ -70,12 +70,14 @@ def test_the_text_is_that_of_python(chars, capfd, options):
     assert len(set(expected["tokens"])) > 1
 
 
+@pytest.mark.extended
 def test_a_model_without_a_cache(tmp_path, capfd):
     folder = built(tmp_path, "sparse-char", "--model.block", "16", "--model.layout", "local:8")
     expected = pythons(folder, capfd, "--tokens", "30")
     assert sampled(folder, "--tokens", "30").stdout.decode("utf-8", "replace") == expected["text"] + "\n"
 
 
+@pytest.mark.extended
 def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
     """A text goes on from ids, and ends where the model draws the end."""
     folder = built(tmp_path, "shakespeare-char", "--data.tokenizer", "bpe", "--data.bpe_vocab", "300")
@@ -108,6 +110,7 @@ def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
     (("--run", "nowhere"), "nowhere"),
     (("--threads", "1000"), "threads is 1000"),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_what_is_wrong_is_said_in_one_line(chars, options, says):
     done = sampled(chars, *options)
     assert done.returncode == 2 and done.stderr.decode().count("\n") == 1 and says in done.stderr.decode(), done.stderr

@@ -32,6 +32,7 @@ def begun(digits, seed: int):
     return store, session, train, test
 
 
+@pytest.mark.extended
 def test_a_hundred_steps_recognise_most_digits(digits):
     _, session, train, test = begun(digits, seed=1)
     losses = [digits.step(session, i, lr, batch) for i, (lr, batch) in enumerate(digits.batches(train, 100, seed=1))]

@@ -63,6 +63,7 @@ def test_a_batch_stays_a_multiple_of_the_ranks():
     assert "train.micro_batch_size 3 " in advice.of_training(config, limit, plan)
 
 
+@pytest.mark.extended
 def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "24G")
     with (

@@ -51,6 +51,7 @@ def test_the_largest_preset_is_planned_in_seconds():
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.extended
 def test_plan_is_what_a_session_maps(dtype, recompute, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     config = small(dtype, recompute)

@@ -74,6 +74,7 @@ def test_a_model_without_stages_has_none_to_choose(refused):
     )
 
 
+@pytest.mark.extended
 def test_a_cycle_is_two_steps_with_the_course_s_scalars():
     with opened(speedrun(1)) as (bench, _):
         ran, session = [], bench.compiled.session
@@ -102,6 +103,7 @@ def test_the_step_of_a_plain_run_has_the_mean_of_one_micro_batch():
         assert facts["first_step"]["loss"] == pytest.approx(4.2, abs=0.2) and bench.steps == 1
 
 
+@pytest.mark.extended
 def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "measured_ceiling", made_up)
     config = speedrun(1)

@@ -67,6 +67,7 @@ SESSIONS = {
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("backend", SESSIONS)
+@pytest.mark.extended
 def test_gradients_are_complete_where_they_are_looked_at(backend, recompute):
     """A bias has the sum of the gradient that it is added to, and the positions that of the residual stream's beginning."""
     seen, session = found(SESSIONS[backend], programs(MODEL, recompute=recompute))

@@ -47,6 +47,7 @@ def train(session, optim: OptimConfig = OPTIM) -> list[float]:
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-3), ("bf16", 0.15), (TRUNCATED, 0.15)], ids=str)
+@pytest.mark.extended
 def test_it_trains_like_the_references(compute, limit):
     session, oracle = opened(CpuSession, compute, threads=2), opened(ReferenceSession, "fp32")
     session.run("init", seed=3)

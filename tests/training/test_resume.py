@@ -47,6 +47,7 @@ def test_a_whole_run_evaluates_and_samples_at_its_steps(whole):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("at", range(1, 30, 3))
+@pytest.mark.extended
 def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(whole, fake, command, tmp_path, at, number):
     out = tmp_path / "stopped"
 

@@ -57,6 +57,7 @@ MUTANTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.extended
 def test_a_mutant_fails(name):
     mutate, message = MUTANTS[name]
     with pytest.raises(AssertionError, match=message):

@@ -40,6 +40,7 @@ def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.extended
 def test_a_form(name):
     """In drawn orders of the warps, one block or two, copies arriving at once or as late as they may: the same bits."""
     first = run(name, 1, Run(seed=1, poison=0xFF, late=True))
@@ -50,6 +51,7 @@ def test_a_form(name):
 @pytest.mark.parametrize(
     "role, D, kv_heads", [("keys", 64, 1), ("queries", 64, 0), ("keys", 128, 0), ("queries", 128, 0)]
 )
+@pytest.mark.extended
 def test_the_bits_are_those_of_the_default(role, D, kv_heads, monkeypatch):
     """Both as they are compiled for sm_90a; tensor cores add in fp32 here. Every byte of the arena, at four sizes."""
     Gpu(arch=90, execute=partial(launch.execute, arch=90)).install(monkeypatch)
@@ -83,6 +85,7 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.extended
 def test_a_mutant_fails(name):
     form, mutate, message = MUTANTS[name]
     with pytest.raises(AssertionError, match=message):

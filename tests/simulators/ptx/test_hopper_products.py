@@ -99,6 +99,7 @@ QUICK = ("nt", "tn in parts", "tn with sums", "gelu", "gelu_backward", "residual
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FORMS])
+@pytest.mark.extended
 def test_a_form(name):
     """In drawn orders of the warps, one block or two, copies arriving at once or as late as they may: the same bits."""
     first = run(name, 1, Run(seed=1, poison=0xFF, late=True))
@@ -152,6 +153,7 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.extended
 def test_a_mutant_fails(name):
     config, mutate, message = MUTANTS[name]
     with pytest.raises(AssertionError, match=message):

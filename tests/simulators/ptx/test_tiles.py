@@ -42,6 +42,7 @@ ATTENTION = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ATTENTION)
+@pytest.mark.extended
 def test_attention_s_tiles_have_one_result(role):
     op, case = (ops.Attention, forward_case) if role == "forward" else (ops.AttentionBackward, backward_case)
     attrs = case((1, T, 1, HEAD), "bf16")

@@ -32,6 +32,7 @@ def compiled_code(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(1, 200, 1, 64), pytest.param((1, 130, 1, 128), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.extended
 def test_attention(shape):
     check_op(ops.Attention, **forward_case(shape, "bf16"))
     check_op(ops.AttentionBackward, **backward_case(shape, "bf16"))
@@ -61,6 +62,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.extended
 def test_a_mutant_fails(name, monkeypatch):
     mutate, message = MUTANTS[name]
     code_of = launch.code_of
