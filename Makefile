@@ -17,7 +17,7 @@ test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle and not alone and not extended" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them
 
-# What takes minutes of processor time, and CI runs too: golden kernels of CUDA, compiled kernels on the PTX machine, every stage of
+# What takes minutes of processor time, a third of it in CI: golden kernels of CUDA, compiled kernels on the PTX machine, every stage of
 # gpu-check on the mock, runs that are killed at every call, whole models drawn at random.
 extended: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "extended and not oracle" -n auto --dist worksteal $(PYTEST)

@@ -1,4 +1,4 @@
-"""Which tests run: every function, with the cases in which each two of its parameters meet; a few of each kind with `--quick`.
+"""Which tests run: every function, with the cases in which each two of its parameters meet; a few of each kind with `--quick`, a part of all with `--part`.
 
 A test of four parameters has hundreds of cases, and a fault shows where one value is, or where two come together. `pairs` keeps
 as few cases as have every two values together that some case has. All cases of a test run where it, its file or its folder is
@@ -12,6 +12,7 @@ runs there with each dtype and each other word of its parameters, and not with e
 from __future__ import annotations
 
 import re
+import zlib
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="this machine's instruction set, one case of each kernel's tests"
     )
+    parser.addoption("--part", metavar="K/N", help="of all tests the K-th of N parts, drawn by their names")
     parser.addoption(
         "--cases", choices=("pairs", "all"), help="of a test's parameters (default: all where tests are named)"
     )
@@ -118,6 +120,12 @@ def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:
     return kept
 
 
+def part(items: list[pytest.Item], which: str) -> list[pytest.Item]:
+    """The K-th of N parts, `which` being K/N: a test with all its cases is in one of them, by a checksum of its name."""
+    k, n = map(int, which.split("/"))
+    return [item for item in items if zlib.crc32(item.nodeid.split("[")[0].encode()) % n == k % n]
+
+
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     best, *_ = names = isas.available()
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
@@ -127,6 +135,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if not same_code(item, set(names))]
     if (config.getoption("--cases") or ("all" if named else "pairs")) == "pairs":
         kept = pairs(kept)
+    if config.getoption("--part"):
+        kept = part(kept, config.getoption("--part"))
     if len(kept) < len(items):
         here = {id(item) for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in here])

@@ -150,7 +150,7 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
     cases = [item(f"tests/cpu/test_x.py::test_y[{isa}]", isa=isa, dtype="fp32") for isa in names]
     cases.append(item("tests/cuda/test_z.py::test_slow", slow=True))
     gone: list = []
-    options = {"--quick": quick}
+    options = {"--quick": quick, "--part": None}
 
     def selected(source=SOURCE.TESTPATHS):
         hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
@@ -163,6 +163,14 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
     assert {c.nodeid for c in gone} == {c.nodeid for c in cases} - {c.nodeid for c in items}
 
 
+def test_parts_share_out_all_tests_and_keep_the_cases_of_one_together():
+    cases = [item(f"tests/test_{name}.py::test_y[{n}]") for name in "abcdefghijkl" for n in range(3)]
+    parts = [[c.nodeid for c in selection.part(cases, f"{k}/3")] for k in range(3)]  # pyright: ignore
+    assert sorted(sum(parts, [])) == sorted(c.nodeid for c in cases) and all(parts)
+    assert all(len(p) % 3 == 0 for p in parts)
+    assert [c.nodeid for c in selection.part(cases, "7/3")] == parts[1]  # pyright: ignore
+
+
 @pytest.mark.parametrize("source, asked, count", [
     (SOURCE.TESTPATHS, None, 4), (SOURCE.ARGS, None, 8), (SOURCE.TESTPATHS, "all", 8), (SOURCE.ARGS, "pairs", 4),
 ])  # fmt: skip
@@ -171,7 +179,7 @@ def test_all_cases_run_where_tests_are_named_or_all_are_asked_for(source, asked,
         item(f"tests/test_x.py::test_y[{n}]", one=one, two=two, three=three)
         for n, (one, two, three) in enumerate(product("ab", repeat=3))
     ]
-    options = {"--quick": False, "--cases": asked}
+    options = {"--quick": False, "--cases": asked, "--part": None}
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     config = SimpleNamespace(args_source=source, getoption=options.get, hook=hook, stash={})
     selection.select(config, items)  # pyright: ignore
