@@ -1,7 +1,7 @@
 """Products of 1 to 64 rows with gpt2-124m's matrices, as a share of what memory and the multiplier allow: `python -m
 benchmarks.few_rows --dtype bf16 --out FILE`. In turns with the kernel that packs, with `--torch` PyTorch's `F.linear` on the same
 numbers, behind ours in each turn, and with `--tuned` what the tuner chose, which tunes first. `--write` makes the tables of
-docs/few_rows.md.
+docs/skinny_gemm.md.
 
 Each product goes through weights that no cache holds together, random normal numbers. Beside the products, plain reading of as much
 memory and the peak of multiply-adds of the dtype are measured. The bound is the larger of the time of reading the weight and the
@@ -46,7 +46,7 @@ KINDS = {"few": "ours", "packed": "packing", "torch": "PyTorch"}  # and what the
 COLD = 192 << 20  # bytes that a walk reads at least: several times the last cache
 SPINNING = 0.3  # seconds after which PyTorch's threads, which wait for more work for a while, leave the cores to ours
 PRIVATE = 1 << 22  # bytes of a thread's own scratch: what either kernel asks for is less
-PAGE, RESULTS = Path(__file__).parents[1] / "docs" / "few_rows.md", Path(__file__).parent / "results"
+PAGE, RESULTS = Path(__file__).parents[1] / "docs" / "skinny_gemm.md", Path(__file__).parent / "results"
 TABLES = {"zen4": RESULTS, "xeon": RESULTS / "xeon-amx"}  # by the marks of the page
 
 
@@ -152,7 +152,7 @@ def table(folder: Path) -> str:
 
 
 def page() -> str:
-    """docs/few_rows.md with the tables between its marks as the files have them."""
+    """docs/skinny_gemm.md with the tables between its marks as the files have them."""
     text = PAGE.read_text()
     for name, folder in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"

@@ -1,4 +1,5 @@
-"""Which tests run: every function, with the cases in which each two of its parameters meet; a few of each kind with `--quick`, a part of all with `--part`.
+"""Which tests run: every function, with the cases in which each two of its parameters meet; a few of each kind with `--quick`, a
+part of all with `--part`.
 
 A test of four parameters has hundreds of cases, and a fault shows where one value is, or where two come together. `pairs` keeps
 as few cases as have every two values together that some case has. All cases of a test run where it, its file or its folder is

@@ -166,7 +166,7 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
 def test_parts_share_out_all_tests_and_keep_the_cases_of_one_together():
     cases = [item(f"tests/test_{name}.py::test_y[{n}]") for name in "abcdefghijkl" for n in range(3)]
     parts = [[c.nodeid for c in selection.part(cases, f"{k}/3")] for k in range(3)]  # pyright: ignore
-    assert sorted(sum(parts, [])) == sorted(c.nodeid for c in cases) and all(parts)
+    assert sorted(name for names in parts for name in names) == sorted(c.nodeid for c in cases) and all(parts)
     assert all(len(p) % 3 == 0 for p in parts)
     assert [c.nodeid for c in selection.part(cases, "7/3")] == parts[1]  # pyright: ignore
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, tokenizer {tokenizer.name}"
     )
     if state is not None:
-        print(f"{state.story}; go on with: barellm train --out {args.out} --resume --data SHARDS")
+        print(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
         print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
     return 0

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 manifest = work.fill(job, progress=console.tokenizing())
             except KeyboardInterrupt:
-                console.line(f"stopped; the same command goes on from {work.folder}")
+                console.line(f"stopped; the same command resumes from {work.folder}")
                 raise
     console.clear()
     counts = manifest["tokens"]

@@ -200,4 +200,4 @@ def _killed(
     # What the launcher says of a process that nobody knows may be about another one.
     sure = process in numbers and (first is None or len(numbers) >= count)
     who = f"rank {numbers[process]} (process {process})" if sure else "a rank"
-    return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"
+    return f"{who} was ended by {name}: the run is ended; resume from its last checkpoint with --resume"

@@ -75,7 +75,7 @@ def _training(config: Config, state: State) -> dict[str, Any]:
     if optim.name != "adamw":
         raise UserError(f"optim.name is {optim.name!r}, and {state.path} has the moments of AdamW, expected 'adamw'")
     if not train.steps or train.minutes:
-        raise UserError("a run that goes on from another program's state ends after some number of steps: --steps N")
+        raise UserError("a run that resumes from another program's state ends after some number of steps: --steps N")
     if train.steps < state.step:
         raise UserError(f"train.steps is {train.steps}, {state.path} is of step {state.step}: ask for more steps")
     samples = BatchRampup(train).before(state.step) * train.micro_batch_size

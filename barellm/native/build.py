@@ -102,7 +102,7 @@ def check(run: Run) -> None:
         (
             "train.init_from",
             config.train.init_from,
-            "none: make a run of it by barellm train, and go on from its checkpoint",
+            "none: make a run of it by barellm train, and resume from its checkpoint",
         ),
     ):
         if value:

@@ -253,7 +253,7 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("barellm.training.console.Console.tokenizing", lambda self: interrupted)
         run(text, "--out", out, "--tokenizer", "bytes")
-    assert "the same command goes on from" in capsys.readouterr().out and not out.exists()
+    assert "the same command resumes from" in capsys.readouterr().out and not out.exists()
     with pytest.raises(UserError, match=r"out.part was begun with another text, tokenizer or options"):
         run(text, "--out", out, "--tokenizer", "chars")
     again = []

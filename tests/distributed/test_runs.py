@@ -269,8 +269,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
 @pytest.mark.parametrize(
     "number, sign, complaint",
     [
-        (0, signal.SIGKILL, r"rank 0 \(process \d+\) was ended by SIGKILL: the run is ended; go on from .*"),
-        (1, signal.SIGKILL, r"rank 1 \(process \d+\) was ended by SIGKILL: the run is ended; go on from .*"),
+        (0, signal.SIGKILL, r"rank 0 \(process \d+\) was ended by SIGKILL: the run is ended; resume from .*"),
+        (1, signal.SIGKILL, r"rank 1 \(process \d+\) was ended by SIGKILL: the run is ended; resume from .*"),
         (
             0,
             signal.SIGSTOP,

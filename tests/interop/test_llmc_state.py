@@ -192,7 +192,7 @@ def test_a_run_goes_to_llm_c_and_back_and_ends_with_the_same_bits(shards, tmp_pa
             tmp_path / f"back{step}",
         )
         assert run(*again, *KEYS, *HOW, "--steps", 7) == 0
-        assert f"step {step}, both moments, master weights; go on with: barellm train" in capsys.readouterr().out
+        assert f"step {step}, both moments, master weights; resume with: barellm train" in capsys.readouterr().out
         there = tmp_path / f"back{step}" / "checkpoints" / f"step-{step:06d}"
         assert (there / "weights.safetensors").read_bytes() == (source / "weights.safetensors").read_bytes()
         found = load_file(there / "optimizer.safetensors")

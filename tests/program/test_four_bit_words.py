@@ -1,5 +1,5 @@
 """Two ways to make fp16 of 4-bit codes without a table, in NumPy, on every word of 16 bits: codes as mantissas of denormal numbers,
-and codes as the last places of 1024. Kernels use the second (docs/few_bits.md); this holds why."""
+and codes as the last places of 1024. Kernels use the second (docs/quantization.md); this holds why."""
 
 from __future__ import annotations
 

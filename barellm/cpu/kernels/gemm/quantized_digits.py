@@ -31,7 +31,7 @@ BASE = 256
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
 LANE = 4  # bytes that the instruction adds up
 # Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
-# pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (docs/few_bits.md has the speeds).
+# pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (speeds: docs/quantization.md).
 DEQUANTIZED = {"avx512_bf16": ("nf4", "nf4-v1", "int8")}
 
 
