@@ -65,7 +65,9 @@ def test_the_launchers_own_words_do_not(monkeypatch):
     signed = "\x1ebarellm rank 3 4711\n\x1ebarellm rank 0 4708\n"
     seen, said = passed(monkeypatch, f"{signed}{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
     assert seen == RUN
-    words = "rank 3 (process 4711) was ended by SIGKILL: the run is ended; resume from its last checkpoint with --resume"
+    words = (
+        "rank 3 (process 4711) was ended by SIGKILL: the run is ended; resume from its last checkpoint with --resume"
+    )
     assert said[1] == {4711: 3, 4708: 0}
     assert launch._killed(*said[:2]) == words
 
