@@ -1,4 +1,4 @@
-"""The tables of README.md, the lines of docs/results.md and the chart from benchmarks/results/*.json. `python benchmarks/table.py`
+"""The tables of docs/speed.md, the lines of docs/results.md and the chart from benchmarks/results/*.json. `python benchmarks/table.py`
 prints them; `--write` puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> of both files and draws
 docs/img/bench.svg; `--check` fails where others stand there, or the chart was drawn from others."""
 
@@ -14,7 +14,7 @@ import chart
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-README, DETAILS = ROOT / "README.md", ROOT / "docs" / "results.md"
+SPEED, DETAILS = ROOT / "docs" / "speed.md", ROOT / "docs" / "results.md"
 PARTS = {
     "to_first_step_s": "first step done",
     "steps_s": "steps",
@@ -266,8 +266,8 @@ def beside_peers(files: dict[str, dict]) -> dict[str, dict]:
 
 
 def parts() -> dict[Path, str]:
-    """What stands between the marks of each file: steps of every processor, and first steps in README of the first one only."""
-    front, details = ["![Steps of every variant relative to ours, and the roofline](docs/img/bench.svg)"], []
+    """What stands between the marks of each file: steps of every processor, and first steps in SPEED of the first one only."""
+    front, details = ["![Steps of every variant relative to ours, and the roofline](img/bench.svg)"], []
     for folder, processor in PROCESSORS.items():
         files = measured(folder)
         if not (results := beside_peers(files)):
@@ -279,8 +279,8 @@ def parts() -> dict[Path, str]:
         made = [steps, others, starts if folder else [], gemm_table(files), optimizers_table(files)]
         details += [title, *("\n".join(lines) for lines in made if lines)]
     if not details:
-        return {README: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
-    return {README: "\n\n".join(front), DETAILS: "\n\n".join(details)}
+        return {SPEED: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
+    return {SPEED: "\n\n".join(front), DETAILS: "\n\n".join(details)}
 
 
 def main() -> int:

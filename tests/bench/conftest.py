@@ -1,4 +1,4 @@
-"""The script that makes the README's tables."""
+"""The script that makes the tables of docs/speed.md."""
 
 import importlib
 from pathlib import Path

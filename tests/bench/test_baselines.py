@@ -1,4 +1,4 @@
-"""bench --peers: who is measured and how, mistakes told; the README's tables come from the files."""
+"""bench --peers: who is measured and how, mistakes told; the tables of docs/speed.md come from the files."""
 
 import importlib
 import json
@@ -70,22 +70,22 @@ def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_pat
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     monkeypatch.setattr(table.chart, "FILE", tmp_path / "bench.svg")
     monkeypatch.setattr(table.chart.write, "__defaults__", (tmp_path / "bench.svg",))
-    assert "Nothing is measured yet" in table.parts()[table.README]
+    assert "Nothing is measured yet" in table.parts()[table.SPEED]
     (tmp_path / "a.json").write_text(json.dumps(result))
     (tmp_path / "b.json").write_text(json.dumps(result | {"ratios": {"slow": 17.5}, "best_peer": "slow"}))
     (tmp_path / "other.json").write_text('{"kind": "other"}')
     (tmp_path / "xeon-amx").mkdir()
     (tmp_path / "xeon-amx" / "c.json").write_text(json.dumps(result | {"ours_s": 0.0625}))
     (tmp_path / "xeon-amx" / "many.json").write_text('{"kind": "other", "batch": [1, 16]}')
-    readme, details = tmp_path / "README.md", tmp_path / "results.md"
-    for name, path in (("ROOT", tmp_path), ("README", readme), ("DETAILS", details)):
+    speed, details = tmp_path / "speed.md", tmp_path / "results.md"
+    for name, path in (("ROOT", tmp_path), ("SPEED", speed), ("DETAILS", details)):
         monkeypatch.setattr(table, name, path)
         if path != tmp_path:
             path.write_text(f"before\n{table.BEGIN}\nearlier lines\n{table.END}\nafter\n")
     assert run(table, "--check", monkeypatch) == 1
     assert run(table, "--write", monkeypatch) == 0
     assert "median of" in details.read_text() and "earlier" not in details.read_text()
-    text = readme.read_text()
+    text = speed.read_text()
     assert "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
     assert text.endswith("after\n") and "earlier" not in text
     zen, xeon = text.split("**On two cores of an Intel Xeon with AMX:**")
