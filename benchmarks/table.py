@@ -1,6 +1,7 @@
-"""The tables of docs/speed.md, the lines of docs/results.md and the chart from benchmarks/results/*.json. `python benchmarks/table.py`
-prints them; `--write` puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> of both files and draws
-docs/img/bench.svg; `--check` fails where others stand there, or the chart was drawn from others."""
+"""The tables of docs/speed.md, the lines of docs/results.md and the chart, from benchmarks/results/*.json.
+
+`python benchmarks/table.py` prints them; `--write` puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> of both
+files and draws docs/img/bench.svg; `--check` fails where others stand there, or the chart was drawn from others."""
 
 from __future__ import annotations
 
