@@ -11,7 +11,7 @@ from operator import add
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import elementwise_map, fold, foreach_vector, zeros
+from barellm.cpu.kernels.loops import elementwise_map, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHAINS
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
@@ -68,13 +68,9 @@ def lower_gather(op: Op, c: Lowering) -> None:
 
 
 def _transfer(
-    op: Op,
-    c: Lowering,
-    regions: Callable[[Tensor], list[Region]],
-    travel: Callable[[Arrays, Arrays], Callable[[], None]] | None = None,
-    *,
-    scalar: str = "",
-) -> None:
+    op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]],
+    travel: Callable[[Arrays, Arrays], Callable[[], None]] | None = None, *, scalar: str = "",
+) -> None:  # fmt: skip
     """Messages between ranks to and from the arena; `regions` has the bytes of a tensor that are sent. `travel(sends, receives)`
     gives what a run calls: the ranks' `prepared` does where none is given."""
     travel = travel or op.ranks.prepared
@@ -108,7 +104,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             read_process(
                 k, table, table.get(PROCESSES + j), address_there, received.at(j * CHUNK), (end - begin) * own.itemsize
             )
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, chain):
             terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
@@ -120,7 +116,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             sums[chain].value = k.fma(total, total, sums[chain].value)
 
         foreach_vector(k, begin, end, body, unroll=CHAINS)
-        partials.put(k.sum(fold(sums, add)), chunk)
+        partials.put(k.sum(tree_reduce(sums, add)), chunk)
 
 
 def read_process(k: KernelBuilder, table, process: Value, address_there: Value, received, nbytes: Value) -> None:

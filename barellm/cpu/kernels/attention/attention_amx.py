@@ -24,12 +24,9 @@ def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
 
 
 def for_each_row_pair(
-    k: KernelBuilder,
-    g: Geometry,
-    edge: Value,
-    make_mask: Callable[[], LaneMask],
+    k: KernelBuilder, g: Geometry, edge: Value, make_mask: Callable[[], LaneMask],
     do: Callable[[Value, LaneMask | None], None],
-) -> None:
+) -> None:  # fmt: skip
     """do(row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile."""
     with k.when(edge):
         is_visible = make_mask()

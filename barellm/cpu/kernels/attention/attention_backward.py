@@ -88,15 +88,9 @@ def attention_backward_dkdv(
         stop = k.select(is_one_pass, blocks, start + 1)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             h = BackwardHead(
-                k,
-                operands,
-                index // kv_heads,
-                index % kv_heads * group + member,
-                heads=heads,
-                kv_heads=kv_heads,
-                D=D,
+                k, operands, index // kv_heads, index % kv_heads * group + member, heads=heads, kv_heads=kv_heads, D=D,
                 **shape,
-            )
+            )  # fmt: skip
             g, s = h.g, h.s
             first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             with k.when(is_one_pass):

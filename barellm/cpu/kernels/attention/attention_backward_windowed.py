@@ -54,13 +54,8 @@ def attention_backward_windowed(
     """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {
-        "seq": seq,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "D": D,
-        "mask_spec": mask_spec,
-        **shape,
-    }
+        "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
+    }  # fmt: skip
     T, count = mask_spec.length(k, seq), runtime_size(k, batch) * kv_heads
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
@@ -82,15 +77,9 @@ def attention_backward_windowed(
 
 
 def add_chunk(
-    k: KernelBuilder,
-    h: BackwardHead,
-    first_block: Value,
-    first: Value,
-    stop: Value,
-    is_first: Value | None,
-    is_last: Value | None,
-    keep: Any,
-) -> None:
+    k: KernelBuilder, h: BackwardHead, first_block: Value, first: Value, stop: Value, is_first: Value | None,
+    is_last: Value | None, keep: Any,
+) -> None:  # fmt: skip
     """Add one head of queries. dq of [first, stop) accumulates in scratch. dk and dv of the blocks from `first_block` on are
     cleared by the first head of a group and stored by the last (both None for a group of one)."""
     g, s = h.g, h.s

@@ -178,14 +178,8 @@ Start = Callable[[Value], list[list[Value]]]
 
 
 def causal_tile_mask(
-    k: KernelBuilder,
-    g: Geometry,
-    j0: Value,
-    position: Value,
-    key_bounds: KeyBounds | None,
-    length: Value | None,
-    j: Value,
-) -> tuple[Value, Callable[[], LaneMask]]:
+    k: KernelBuilder, g: Geometry, j0: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None, j: Value,
+) -> tuple[Value, Callable[[], LaneMask]]:  # fmt: skip
     """`Edges` where a query sees the keys before its own, from `lower` on, or all keys up to `length`."""
     key = j0 + j
     return needs_mask(g, key, position, key_bounds, length), lambda: lane_mask(k, g, key, position, key_bounds, length)
@@ -228,15 +222,9 @@ def score_key_block(
 
 
 def probabilities(
-    k: KernelBuilder,
-    g: Geometry,
-    s: dict[str, Pointer],
-    stats: Pointer,
-    softmax_scale_log2: Any,
-    begin: Any,
-    num_keys: Value,
-    dropout: bool,
-) -> None:
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
+    num_keys: Value, dropout: bool,
+) -> None:  # fmt: skip
     """exp2((scores - maximum) * softmax_scale_log2) in place, as units along the keys; their sum, before dropout, is added to
     `stats`."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
@@ -278,9 +266,9 @@ def attention(
             mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         ]
-        to = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
+        dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         attend_queries(
-            k, g, *of, to, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
+            k, g, *of, dst, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
             dropout.key(k, sequence) if dropout else None, mask_spec, KeyRange.of(k, mask_spec, T, starts, sequence),
             None if mask_spec.causal else T,
         )  # fmt: skip
@@ -328,13 +316,13 @@ def attention_cached(
     with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, kv_head_of(head, heads, kv_heads)
-        queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        queries, dst = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         cached = [Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
-            attend_one_query(k, D, queries.pointer, *cached, to.pointer, pos + 1)
+            attend_one_query(k, D, queries.pointer, *cached, dst.pointer, pos + 1)
         with k.otherwise(one):
-            attend_queries(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos)
+            attend_queries(k, g, queries, *cached, dst, None, first, k.min(first + block, T), pos)
 
 
 def attend_one_query(

@@ -160,10 +160,10 @@ def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
 # --- between memory and scratch ---
 
 
-def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, to: Pointer) -> None:
+def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, dst: Pointer) -> None:
     """Pack rows [0, count) of `source` as a block of rows, with zeros up to row `total`."""
     with k.loop(0, count) as t:
-        row, target = source[t], to.at(t * g.row_units)
+        row, target = source[t], dst.at(t * g.row_units)
         for c, mask in k.columns(g.D):
             if g.pair == 2:
                 target.as_dtype("bf16").store_raw(row.load_raw(c, mask), c)
@@ -172,7 +172,7 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
         for c in range(-(-g.D // g.lanes) * g.lanes, g.padded_D, g.lanes):
             target.as_dtype("bf16").store_raw(k.const(0, f"<{k.lanes} x i16>"), c)
     with k.loop(count, total) as t:
-        target = to.at(t * g.row_units)
+        target = dst.at(t * g.row_units)
         for c in range(0, g.padded_D, g.lanes):
             if g.pair == 2:
                 target.as_dtype("bf16").store_raw(k.const(0, f"<{k.lanes} x i16>"), c)
@@ -180,30 +180,30 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
                 target.store(0.0, c)
 
 
-def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, to: Pointer) -> Pointer:
+def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Pointer) -> Pointer:
     """Rows -> vnni; `tokens` is a multiple of g.pair."""
     if g.pair == 1:
         return rows
     with k.loop(0, tokens, 2) as t:
         even, odd = rows.at(t * g.row_units).as_dtype("bf16"), rows.at((t + 1) * g.row_units).as_dtype("bf16")
-        target = to.at((t >> 1) * g.padded_D)
+        target = dst.at((t >> 1) * g.padded_D)
         for c in range(0, g.padded_D, g.lanes):
             target.store_raw(k.bitcast(interleave(k, even.load_raw(c), odd.load_raw(c)), k.vec), c)
-    return to
+    return dst
 
 
-def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Pointer) -> Pointer:
+def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Pointer) -> Pointer:
     """Rows of `count` tokens, padded by `pack_tile`, to the left operand of `accumulate_transposed`: vnni, or columns for AMX."""
     if not g.tiles:
-        return vnni_pack(k, g, rows, round_up(k, count, g.pair), to)
+        return vnni_pack(k, g, rows, round_up(k, count, g.pair), dst)
     with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.padded_D, g.lanes) as c:
         source = rows.at(t * g.row_units).as_dtype("bf16").at(c)
-        target = to.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
+        target = dst.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
         tokens = [source.load_raw(i * g.padded_D) for i in range(amx.TILE_K)]
         square = [k.bitcast(interleave(k, *pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
         for i, column in enumerate(transpose(k, square)):
             target.store_raw(column, i * amx.SIDE)
-    return to
+    return dst
 
 
 def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
@@ -211,32 +211,34 @@ def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
     return k.shuffle(a, b, [i for j in range(k.lanes) for i in (j, k.lanes + j)])
 
 
-def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, to: Pointer) -> None:
+def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -> None:
     """Rows -> transposed, g.queries tokens."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
-        source, target = rows.at(v * g.row_units + c), to.at(c * g.queries + v)
+        source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
         for i, column in enumerate(transpose(k, square)):
             target.store(column, i * g.queries)
 
 
-def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, to: Pointer, factor: list[Value]) -> None:
+def transpose_accumulator(
+    k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]
+) -> None:
     """Accumulator (D, queries) -> (queries, g.padded_D), times a factor per query."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
             square = [source.load(i * g.queries + v * g.lanes) * factor[v] for i in range(g.lanes)]
-            target = to.at(d)
+            target = dst.at(d)
             for i, row in enumerate(transpose(k, square)):
                 target.store(row, (v * g.lanes + i) * g.padded_D)
 
 
 def unpack_tile(
-    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Rows, factor: Any, keep: Value | None = None
+    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Rows, factor: Any, keep: Value | None = None
 ) -> None:
     """Write fp32 rows [token][g.padded_D], times `factor`, to memory, or add them where `keep`."""
     with k.loop(0, count) as t:
-        row, target = rows.at(t * g.padded_D), to[t]
+        row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):
             value = row.load(c) * factor
             if keep is not None:
@@ -290,13 +292,8 @@ def micro_kernel(
 
 
 def score_tile(
-    k: KernelBuilder,
-    g: Geometry,
-    rows: Pointer,
-    first: Value,
-    transposed: Pointer,
-    start: list[list[Value]] | None = None,
-) -> list[list[Value]]:
+    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, start: list[list[Value]] | None = None,
+) -> list[list[Value]]:  # fmt: skip
     """A tile of K Q^T or V dO^T: g.rows tokens from `first` x g.queries tokens, added to `start`."""
     return micro_kernel(
         k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start
@@ -304,23 +301,17 @@ def score_tile(
 
 
 def score_tile_amx(
-    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, to: Pointer
+    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, dst: Pointer
 ) -> None:
     """The same on AMX, to memory: [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row_units), 4 * g.row_units)
-    amx.gemm_accumulate(k, to, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
+    amx.gemm_accumulate(k, dst, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
 
 
 def accumulate_transposed(
-    k: KernelBuilder,
-    g: Geometry,
-    acc: Pointer,
-    vnni: Pointer,
-    right: Pointer,
-    begin: Any,
-    end: Value,
+    k: KernelBuilder, g: Geometry, acc: Pointer, vnni: Pointer, right: Pointer, begin: Any, end: Value,
     factor: list[Value] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X packed by `pack_left` and R (tokens, queries)
     in units along the tokens. On AMX both ends are multiples of a tile."""
     tokens = end
@@ -410,13 +401,13 @@ def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) ->
     return k.bitcast(interleave(k, k.round_bf16(even), k.round_bf16(odd)), k.vec)
 
 
-def store_units(k: KernelBuilder, g: Geometry, to: Pointer, row: list[Value]) -> None:
+def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -> None:
     """Store a row of g.queries fp32 lanes as units along the row."""
     for v, x in enumerate(row):
         if g.pair == 2:
-            to.as_dtype("bf16").store(x, v * g.lanes)
+            dst.as_dtype("bf16").store(x, v * g.lanes)
         else:
-            to.store(x, v * g.lanes)
+            dst.store(x, v * g.lanes)
 
 
 @dataclass(frozen=True)
@@ -471,21 +462,14 @@ class Dropout:
         return k.splat(first), k.splat(second)
 
     def fill(
-        self,
-        k: KernelBuilder,
-        g: Geometry,
-        to: Pointer,
-        key: tuple[Value, Value],
-        head: Value,
-        query: Value,
-        first: Value,
-        count: Value,
-    ) -> None:
+        self, k: KernelBuilder, g: Geometry, dst: Pointer, key: tuple[Value, Value], head: Value, query: Value,
+        first: Value, count: Value,
+    ) -> None:  # fmt: skip
         """Rows of `count` keys from `first`, a multiple of 32."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)
-            target = to.at((block + i) * g.queries)
+            target = dst.at((block + i) * g.queries)
             for v, row in enumerate(rows):
                 for half, word in enumerate(threefry(k, key[0], key[1], call, row)):
                     target.store(keep(k, word, self.rate), half * HALF * g.queries + v * g.lanes)

@@ -66,15 +66,9 @@ def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
     rows = {"k_rows": MAX_SEQ * g.row_units, "v_rows": MAX_SEQ * g.row_units}
     sums = {name: MAX_SEQ * g.padded_D if shared else 0 for name in ("dk", "dv")}
     return {
-        **rows,
-        **transposed,
-        **vnni,
-        **along_queries,
-        **sums,
-        "p_tile": g.rows * g.queries,
-        "shift": MAX_SEQ,
+        **rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ,
         "delta": MAX_SEQ,
-    }
+    }  # fmt: skip
 
 
 def load_rows(
@@ -111,13 +105,13 @@ def load_rows(
 
 
 def store_rows(
-    k: KernelBuilder, g: Geometry, tile: list[list[Value]], to: Rows, first: Value, c: Any, count: Value, factors: list[Any]
+    k: KernelBuilder, g: Geometry, tile: list[list[Value]], dst: Rows, first: Value, c: Any, count: Value, factors: list[Any]
 ) -> None:  # fmt: skip
     """Rows of the tile from row `first` and column c on, times a factor each, up to row `count`."""
 
     def put(r: int) -> None:
         for v, x in enumerate(tile[r]):
-            to[first + r].store(x * factors[r], c + v * g.lanes)
+            dst[first + r].store(x * factors[r], c + v * g.lanes)
 
     whole = (first + len(tile)) <= count
     with k.when(whole):
@@ -131,17 +125,17 @@ def store_rows(
 
 
 def gemm_rows(
-    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, to: Rows, first: Value, count: Value,
+    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, dst: Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
+    """g.rows rows of L X from row `first` of `dst` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
     first of `steps` pairs of tokens."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = (
-            [[to[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
+            [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
         )
         tile = micro_kernel(k, g, left, Right(vnni.at(c), g.padded_D), steps, start)
-        store_rows(k, g, tile, to, first, c, count, factors)
+        store_rows(k, g, tile, dst, first, c, count, factors)
 
 
 def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
@@ -168,7 +162,7 @@ def attention_single_block(
     with k.parallel_for(runtime_size(k, batch) * heads) as item:
         sequence, head = item // heads, item % heads
         token, kv_head = sequence * T, kv_head_of(head, heads, kv_heads)
-        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        dst = Rows.of(out, token, head, D=D, stride=heads * D)
         load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
         load_rows(k, g, Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
         load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
@@ -184,7 +178,7 @@ def attention_single_block(
             with k.loop(0, g.queries, g.rows) as i:
                 pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
                 factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
-                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, to, t + i, T, factors)
+                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
 
 def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
@@ -252,8 +246,8 @@ def attention_backward_single_block(
         sums = [(dv, ones), (dk, scale)]
         if group > 1:
             sums = [(Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
-            for to, _ in sums:
-                clear(k, to.pointer, MAX_SEQ * g.padded_D)
+            for dst, _ in sums:
+                clear(k, dst.pointer, MAX_SEQ * g.padded_D)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             head = kv_head * group + member
             load_rows(
@@ -272,9 +266,9 @@ def attention_backward_single_block(
             pairs = k.ceil_div(T, 2)
             with k.loop(0, T, g.rows) as j:
                 u = j >> 1
-                for name, vnni, (to, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
+                for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
                     left, right = Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
-                    gemm_rows(k, g, left, right, pairs - u, to, j, T, factors, add=group > 1)
+                    gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
             to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
@@ -293,13 +287,9 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
         shape = {"rows": rows, "vectors": len(lanes)}
         at = t + first * g.lanes
         found = micro_kernel(
-            k,
-            g,
-            Left(s["k_rows"].at(j * g.row_units), g.row_units, 1),
-            Right(s["q_transposed"].at(at), MAX_SEQ),
-            g.d_steps,
-            **shape,
-        )
+            k, g, Left(s["k_rows"].at(j * g.row_units), g.row_units, 1), Right(s["q_transposed"].at(at), MAX_SEQ),
+            g.d_steps, **shape,
+        )  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
             for r, row in enumerate(found):
@@ -308,13 +298,9 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
                     p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
         found = micro_kernel(
-            k,
-            g,
-            Left(s["v_rows"].at(j * g.row_units), g.row_units, 1),
-            Right(s["do_transposed"].at(at), MAX_SEQ),
-            g.d_steps,
-            **shape,
-        )
+            k, g, Left(s["v_rows"].at(j * g.row_units), g.row_units, 1), Right(s["do_transposed"].at(at), MAX_SEQ),
+            g.d_steps, **shape,
+        )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):
             of: list[list[Value]] = []

@@ -100,9 +100,9 @@ def gather(
     """Pack the blocks of `num_blocks` entries from `entry` on, of each tensor, contiguously."""
     with k.loop(0, num_blocks) as i:
         j0 = table.block_of(entry + i) * table.block
-        for rows, to in tensors:
+        for rows, dst in tensors:
             pack_tile(
-                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, to.at(i * (table.block * g.row_units))
+                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units))
             )
 
 
@@ -110,18 +110,10 @@ def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
     return {
-        "q_rows": g.rows_units(g.queries),
-        "q": n * g.transposed_units,
-        "k": g.rows_units(rows),
-        "v_rows": g.rows_units(rows),
-        "v": g.vnni_units(rows),
-        "p": rows * g.queries,
-        "acc": n * g.accumulator_units(),
-        "stats": n * 2 * g.queries,
-        "alpha": g.queries,
-        "out": g.queries * g.padded_D,
-        **bias,
-    }
+        "q_rows": g.rows_units(g.queries), "q": n * g.transposed_units, "k": g.rows_units(rows),
+        "v_rows": g.rows_units(rows), "v": g.vnni_units(rows), "p": rows * g.queries, "acc": n * g.accumulator_units(),
+        "stats": n * 2 * g.queries, "alpha": g.queries, "out": g.queries * g.padded_D, **bias,
+    }  # fmt: skip
 
 
 def relative_bias_of(
@@ -156,7 +148,7 @@ def block_sparse_attention(
             Rows.of(p, token, kv_head_of(head, heads, n), D=D, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         ]
-        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        dst = Rows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             init_softmax(k, g, s, of[0], t, last, (t - first) // g.queries, LOWEST)
@@ -187,7 +179,7 @@ def block_sparse_attention(
                 )
         with k.loop(first, last, g.queries) as t:
             at = (t - first) // g.queries
-            finish_softmax(k, g, s, to, lse.at((sequence * heads + head) * T), t, last, at, softmax_scale)
+            finish_softmax(k, g, s, dst, lse.at((sequence * heads + head) * T), t, last, at, softmax_scale)
 
 
 def shape_of(op: Op) -> dict[str, Any]:

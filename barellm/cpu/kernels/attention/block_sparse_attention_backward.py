@@ -61,25 +61,13 @@ def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | Non
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
     return {
-        "rows": g.rows_units(g.queries),
-        "q_transposed": g.transposed_units,
-        "do_transposed": g.transposed_units,
-        "q": g.vnni_units(g.queries) + g.lanes,
-        "do": g.vnni_units(g.queries) + g.lanes,
-        "k_rows": g.rows_units(packed),
-        "v_rows": g.rows_units(packed),
-        "k": g.vnni_units(packed),
-        "p_tile": g.rows * g.queries,
-        "dp_tile": g.rows * g.queries if g.tiles else 0,
-        "p": packed * g.queries // g.pair,
-        "ds": packed * g.queries // g.pair,
-        "ds_vnni": packed * g.queries // g.pair,
-        "out": g.queries * g.padded_D,
-        "dq": g.accumulator_units(block // g.queries),
-        "dk": rows * g.padded_D,
-        "dv": rows * g.padded_D,
-        **bias,
-    }
+        "rows": g.rows_units(g.queries), "q_transposed": g.transposed_units, "do_transposed": g.transposed_units,
+        "q": g.vnni_units(g.queries) + g.lanes, "do": g.vnni_units(g.queries) + g.lanes, "k_rows": g.rows_units(packed),
+        "v_rows": g.rows_units(packed), "k": g.vnni_units(packed), "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0, "p": packed * g.queries // g.pair,
+        "ds": packed * g.queries // g.pair, "ds_vnni": packed * g.queries // g.pair, "out": g.queries * g.padded_D,
+        "dq": g.accumulator_units(block // g.queries), "dk": rows * g.padded_D, "dv": rows * g.padded_D, **bias,
+    }  # fmt: skip
 
 
 class BlockSparseHead(BackwardHead):
@@ -212,8 +200,8 @@ def block_sparse_attention_backward_rows(
                     h.store_row(row, keep[0])
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
-                    to = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
-                    h.sums.store(Rows(to, C), 1 / sqrt(h.g.D))
+                    dst = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
+                    h.sums.store(Rows(dst, C), 1 / sqrt(h.g.D))
             with k.when(is_one_pass & member.equals(group - 1)):
                 h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (keep[1], keep[2]))
 
@@ -291,6 +279,6 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     for emit in (block_sparse_attention_backward_rows, block_sparse_attention_backward_columns):
         c.call(emit, operands, shape | {"modes": modes}, writes="dq dkeys dvalues partials")
     if op.relative is not None:
-        added = {name: shape[name] for name in ("batch", "seq", "kv_heads", "block")}
-        added |= {"size": op.relative.size, "mode": op.modes["drelative"]}
-        c.call(add_relative_parts, operands | {"drelative": op.drelative}, added, writes="drelative")
+        constants = {name: shape[name] for name in ("batch", "seq", "kv_heads", "block")}
+        constants |= {"size": op.relative.size, "mode": op.modes["drelative"]}
+        c.call(add_relative_parts, operands | {"drelative": op.drelative}, constants, writes="drelative")

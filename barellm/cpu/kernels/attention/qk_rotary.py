@@ -11,7 +11,15 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
+from barellm.cpu.kernels.loops import (
+    LINE,
+    STREAM_BYTES,
+    accumulate,
+    new_accumulators,
+    row_grain,
+    store_all,
+    tree_reduce,
+)
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
@@ -125,12 +133,12 @@ class Walk:
         for c in range(0, self.D, LINE // head.itemsize):
             self.k.prefetch(head.at(rows * stride + c), near=near)
 
-    def store(self, row: Pointer, values: list[Value], past: Value | None) -> None:
+    def store(self, row: Pointer, values: list[Value], nontemporal: Value | None) -> None:
         """Vectors of 16 bits go in pairs where all are whole."""
         n = self.k.lanes
         if self.half % (2 * n) == 0:
             for j in range(0, len(values), 2):
-                store_all(self.k, row, values[j : j + 2], j * n, past)
+                store_all(self.k, row, values[j : j + 2], j * n, nontemporal)
         else:
             for j, c, mask in self.vectors(0, self.D):
                 row.store(values[j], c, mask)
@@ -140,18 +148,18 @@ class Walk:
         for new, (j, c, mask) in zip(upper, self.vectors(self.half, self.D), strict=True):
             values[j] = new if mask is None or c >= self.half else self.k.select(mask, new, values[j])
 
-    def past(self, out: Pointer, lines: bool) -> Value | None:
+    def nontemporal(self, out: Pointer, lines: bool) -> Value | None:
         """Whether the result goes past the caches (i1); None where it cannot."""
         aligned = lines and self.half % (2 * self.k.lanes) == 0
         return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
 
     def sum(self, a: list[Value], b: list[Value]) -> Value:
         """The sum of products over a head's columns."""
-        sums = zeros(self.k, CHAINS)
+        sums = new_accumulators(self.k, CHAINS)
         for j, (u, v) in enumerate(zip(a, b, strict=True)):
             chain = sums[j % CHAINS]
             chain.value = self.k.fma(u, v, chain.value)
-        return self.k.sum(fold(sums, add))
+        return self.k.sum(tree_reduce(sums, add))
 
 
 def lanes(k: KernelBuilder, first: int, last: int) -> Value:
@@ -164,23 +172,23 @@ def lanes(k: KernelBuilder, first: int, last: int) -> Value:
 def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
     """Memory is read once: a head stays in registers."""
     walk = Walk(k, cos, sin, back=False, **shape)
-    past = walk.past(y, lines)
+    nontemporal = walk.nontemporal(y, lines)
 
     def inverse(v: list[Value]) -> Value:
         return 1.0 / k.sqrt(walk.sum(v, v) * (1.0 / walk.D) + eps)
 
     for at in walk.heads_of_rows():
-        of = x.at(at.row * strides[0] + at.head * walk.D)
-        v = walk.load(of)
+        src = x.at(at.row * strides[0] + at.head * walk.D)
+        v = walk.load(src)
         if strides[0] != walk.W:
-            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
+            walk.fetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
         own = inverse(v)
         rstd.put(own, at.row * walk.count + at.head)
         n = [at.angles.rotate(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
         if at.moves:
             # Of the position before, this thread has written rstd already, unless that row was another claim's.
             before, follows = k.var(own), at.t > 0
-            of_before = of.at(k.select(follows, k.int(-strides[0]), 0))
+            of_before = src.at(k.select(follows, k.int(-strides[0]), 0))
             with k.when(follows):
                 with k.when(at.row.equals(at.begin)):
                     before.value = inverse(walk.load(of_before))
@@ -189,42 +197,42 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
             scale = k.splat(before.value)
             upper = walk.vectors(walk.half, walk.D)
             walk.replace_upper(n, [of_before.load(c, mask) * scale for _, c, mask in upper])
-        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, past)
+        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, nontemporal)
 
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
 def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
     """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
     walk = Walk(k, cos, sin, back=True, **shape)
-    past = walk.past(dx, lines) if mode_dx == "store" else None
+    nontemporal = walk.nontemporal(dx, lines) if mode_dx == "store" else None
     for at in walk.heads_of_rows():
         column = at.head * walk.D
-        of, to, given = (
+        src, dst, given = (
             p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W))
         )
         dn = walk.load(given)
         if walk.shift:
             walk.fetch(given, PREFETCH_ROWS, walk.W, near=True)
         if strides[0] != walk.W:
-            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
+            walk.fetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
         if at.moves:
             move_back(walk, dn, given, at.t)
         dn = [at.angles.rotate(one, j * k.lanes) for j, one in enumerate(dn)]
         scale = k.splat(rstd.get(at.row * walk.count + at.head))
-        n = [one * scale for one in walk.load(of)]
+        n = [one * scale for one in walk.load(src)]
         mean = k.splat(walk.sum(dn, n) * (1.0 / walk.D))
         new = []
         for j, c, mask in walk.vectors(0, walk.D):
             value = k.fma(-n[j], mean, dn[j]) * scale
-            new.append(added(k, to, c, mask, value, mode_dx))
-        walk.store(to, new, past)
+            new.append(accumulate(k, dst, c, mask, value, mode_dx))
+        walk.store(dst, new, nontemporal)
 
 
 def move_back(walk: Walk, dn: list[Value], row: Pointer, t: Value) -> None:
     """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
     last one. The first position keeps its own besides."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)
-    moved = zeros(k, len(upper))
+    moved = new_accumulators(k, len(upper))
     with k.when(t + 1 < walk.T):
         for total, (_, c, mask) in zip(moved, upper, strict=True):
             total.value = row.load(walk.W + c, mask)

@@ -87,16 +87,16 @@ class RelativePositionBias:
         number = block_distance * self.block - (self.block - 1 + first)  # of the row of the table
         before = k.min(k.max(-number, 0), rows)
         behind = k.max(k.min(k.int(last - first + 1) - number, rows), before)
-        to = self.s["r_rows"].at(i * (rows * g.row_units))
-        pack_tile(k, g, self.table, k.int(0), before, to)
-        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, to.at(before * g.row_units))
+        dst = self.s["r_rows"].at(i * (rows * g.row_units))
+        pack_tile(k, g, self.table, k.int(0), before, dst)
+        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, dst.at(before * g.row_units))
 
     def vnni_pack(self, i: Value) -> None:
         """The packed vectors in VNNI layout, for `backward`."""
         rows = 2 * self.block
         if self.g.pair == 2:
-            to = self.s["r"].at(i * self.g.vnni_units(rows))
-            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, to)
+            dst = self.s["r"].at(i * self.g.vnni_units(rows))
+            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
     def window(self, block_distance: Value, at: Value) -> tuple[Value, Value, Value]:
         """The distance of row 0 of a group's tile, and the rows [begin, end) that have a vector, as whole register tiles."""
@@ -110,16 +110,16 @@ class RelativePositionBias:
         """R Q^T of a group and a block of keys."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, at)
-        to, vectors = (
+        dst, vectors = (
             self.s["bias"].at(i * (rows * g.queries)),
             self.s["r_rows"].at(i * (2 * self.block * g.row_units)),
         )
-        clear(k, to, begin * g.queries)
+        clear(k, dst, begin * g.queries)
         with k.loop(begin, end, g.rows) as w:
             for r, row in enumerate(score_tile(k, g, vectors, at + w, transposed)):
                 for v, x in enumerate(row):
-                    to.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
-        clear(k, to.at(end * g.queries), (k.int(rows) - end) * g.queries)
+                    dst.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
+        clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
     def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
         """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
@@ -128,8 +128,8 @@ class RelativePositionBias:
         with k.when(self.near(block_distance(j // self.block))):
             bias = self.s["bias"].at(j // self.block * (rows * g.queries))
             found = diagonals(k, g, bias, k.int(self.block - 1) - j % self.block)
-            for to, values in zip(tile, found, strict=True):
-                for x, value in zip(to, values, strict=True):
+            for dst, values in zip(tile, found, strict=True):
+                for x, value in zip(dst, values, strict=True):
                     x.value = value
         return [[x.value for x in row] for row in tile]
 
@@ -145,10 +145,10 @@ class RelativePositionBias:
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         """Store dS of the tile of keys from packed row j on, for `backward`."""
         g, rows = self.g, self.block + 2 * self.g.queries
-        to = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
+        dst = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
         for r, row in enumerate(ds):
             for v, x in enumerate(row):
-                to.store(x, r * g.queries + v * g.lanes)
+                dst.store(x, r * g.queries + v * g.lanes)
 
     def backward(self, block_distance: Value, i: Value, at: Value, dq: Pointer) -> None:
         """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias."""
@@ -162,18 +162,18 @@ class RelativePositionBias:
             for r, row in enumerate(tile):
                 store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
             for r in range(0, g.rows, 2) if g.pair == 2 else ():
-                to = vnni.at(((w + r) >> 1) * g.queries)
+                dst = vnni.at(((w + r) >> 1) * g.queries)
                 for v in range(g.vectors):
-                    to.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
+                    dst.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
         vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
         accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
-        to = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
-        accumulate_rows(k, g, to, dbias, s["q"], begin, end)
+        dst = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
+        accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
 
-    def store(self, to: Rows, softmax_scale: float) -> None:
+    def store(self, dst: Rows, softmax_scale: float) -> None:
         """Write the sum of gradients."""
         count = self.k.int(self.distances[1] - self.distances[0] + 1)
-        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, to, softmax_scale)
+        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
 
 
 def diagonals(k: KernelBuilder, g: Geometry, rows: Pointer, top: Value) -> list[list[Value]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import STREAM_BYTES, added, row_grain, store_all, write_row
+from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 
@@ -27,10 +27,10 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
-    past = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
+    nontemporal = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
     in_registers = 2 * len(columns) <= k.isa.registers // 2
     with k.parallel_range(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * strides[0]), y.at(row * strides[1])
+        src, dst = x.at(row * strides[0]), y.at(row * strides[1])
         at = (pos + row % T) * half
 
         def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
@@ -43,24 +43,24 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
             """The rotated columns from c on, and those half a head further, of the head that begins at `first`."""
             co, si = cached[c] if in_registers else angle(c, mask)
             low, high = first + c, first + (half + c)
-            a, b = of.load(low, mask), of.load(high, mask)
+            a, b = src.load(low, mask), src.load(high, mask)
             new = k.fma(a, co, -(b * si)), k.fma(b, co, a * si)
-            return added(k, to, low, mask, new[0], mode_y), added(k, to, high, mask, new[1], mode_y)
+            return accumulate(k, dst, low, mask, new[0], mode_y), accumulate(k, dst, high, mask, new[1], mode_y)
 
         with k.loop(0, rotated, 2 * half) as first:
             if pairs:
                 for c in range(0, half, 2 * k.lanes):
                     two = [rotate(first, c + j * k.lanes, None) for j in range(2)]
                     for start, values in zip((0, half), zip(*two, strict=True), strict=True):
-                        store_all(k, to, list(values), first + (start + c), past)
+                        store_all(k, dst, list(values), first + (start + c), nontemporal)
             else:
                 for c, mask in columns:
                     for start, value in zip((0, half), rotate(first, c, mask), strict=True):
-                        to.store(value, first + (start + c), mask)
+                        dst.store(value, first + (start + c), mask)
 
-        rest = to.at(rotated)
+        rest = dst.at(rotated)
 
         def passed(c: Any, mask: Value | None) -> Value:
-            return added(k, rest, c, mask, of.load(c + rotated, mask), mode_y)
+            return accumulate(k, rest, c, mask, src.load(c + rotated, mask), mode_y)
 
-        write_row(k, rest, W - rotated, passed, past=past)
+        write_row(k, rest, W - rotated, passed, nontemporal=nontemporal)

@@ -15,7 +15,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, LineBuffer
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -151,9 +151,9 @@ def conv_depthwise(
         plane = item // blocks
         block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:
-            of = a.at((plane % groups * rows + filter_) * geometry.taps)
-            to = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
-            factors = [k.splat(of.get(i)) for i in range(geometry.taps)] if unrolled else []
+            src = a.at((plane % groups * rows + filter_) * geometry.taps)
+            dst = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
+            factors = [k.splat(src.get(i)) for i in range(geometry.taps)] if unrolled else []
             for line, lines, j, wide in block.tiles():
                 mask = None if wide == k.lanes else k.mask_first(wide)
                 sums = [k.var_vec(0.0) for _ in range(lines)]
@@ -163,22 +163,22 @@ def conv_depthwise(
                             sums[t].value = k.fma(factors[i], v, sums[t].value)
                 else:
                     with k.loop(0, len(R)) as r:
-                        row_of = of.at(r * len(S))
+                        row_of = src.at(r * len(S))
                         for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
                             sums[t].value = k.fma(k.splat(row_of.get(i)), v, sums[t].value)
                 for t, total in enumerate(sums):
                     y, x_ = block.line + line + t, block.column + j
                     if dense:
-                        to.store(added(k, to, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
+                        dst.store(accumulate(k, dst, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
                         continue
                     y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
                     if isinstance(wide, int):
                         for q in range(wide):
-                            put_added(k, to, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
+                            accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
                         continue
                     block.sums.store(total.value)
                     with k.loop(0, wide) as q:
-                        put_added(k, to, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
+                        accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
 
 
 def conv_depthwise_wgrad(
@@ -190,13 +190,13 @@ def conv_depthwise_wgrad(
     block = LineBlock(k, x, geometry, blocking)
     max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
 
-    def add(of: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
+    def add(src: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
         """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
         count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
         acc = [k.var(first.load(i * k.lanes)) for i in range(count)]
         for line, lines, j, wide in block.tiles():
             mask = None if wide == k.lanes else k.mask_first(wide)
-            g = [of.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
+            g = [src.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
             for v, users in block.input_vectors(line, lines, j, rows, columns):
                 pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
                 for t, i in users:
@@ -210,12 +210,12 @@ def conv_depthwise_wgrad(
             sums.store(0.0, i * k.lanes)
         with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
             block.load_lines(n * groups + filter_ // rows, number)
-            of = dy.at((n * (groups * rows) + filter_) * (P * Q))
+            src = dy.at((n * (groups * rows) + filter_) * (P * Q))
             if geometry.taps <= max_sums:
-                add(of, sums, R, S)
+                add(src, sums, R, S)
             else:
                 with k.loop(0, len(R)) as r:
                     for s in S[::max_sums]:
-                        add(of, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
+                        add(src, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
         with k.loop(0, geometry.taps) as i:
-            put_added(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)
+            accumulate_scalar(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)

@@ -84,11 +84,11 @@ def half(F: int) -> int:
     return F // 2 + 1
 
 
-def store_half(k: KernelBuilder, to: Pointer, row: list[Value]) -> None:
+def store_half(k: KernelBuilder, dst: Pointer, row: list[Value]) -> None:
     """The half transform of a real row, (F / 2 + 1, re and im) vectors."""
     for f, (re, im) in enumerate(fft(k, [(v, None) for v in row], -1)[: half(len(row))]):
-        to.store(re, 2 * f * k.lanes)
-        to.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
+        dst.store(re, 2 * f * k.lanes)
+        dst.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
 
 
 def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count: int) -> None:
@@ -105,20 +105,9 @@ def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count:
 
 
 def fft_filters(
-    k: KernelBuilder,
-    u,
-    w,
-    *,
-    count: int,
-    rows: int,
-    depth: int,
-    step: int,
-    row_step: int,
-    flip: bool,
-    F: int,
-    R: int,
+    k: KernelBuilder, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int,
     S: int,
-) -> None:
+) -> None:  # fmt: skip
     """u (planes, count rows, depth), three planes for each frequency: Re, -Im - Re and Re - Im of the filter's transform. Filter
     (group, row, depth) begins at element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
     size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
@@ -128,15 +117,15 @@ def fft_filters(
     with k.parallel_for(count * rows * blocks) as item:
         line, first = item // blocks, item % blocks * k.lanes
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
-        of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
+        src = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
         for r in range(R):
-            row = [_lanes(k, of.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
+            row = [_lanes(k, src.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
             store_half(k, buffer.at(r * pitch), row)
-        to = u.at(line * depth + first)
+        dst = u.at(line * depth + first)
 
-        def put(frequency: Value, re: Value, im: Value, to=to, mask=mask) -> None:
+        def put(frequency: Value, re: Value, im: Value, dst=dst, mask=mask) -> None:
             for plane, v in enumerate((re, -im - re, re - im)):
-                to.at((frequency * 3 + plane) * size).store(v, 0, mask)
+                dst.at((frequency * 3 + plane) * size).store(v, 0, mask)
 
         for_each_frequency(k, buffer, F, put, R)
 
@@ -154,37 +143,28 @@ def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) ->
 
 
 def fft_input(
-    k: KernelBuilder,
-    v,
-    x,
-    first,
-    limit,
-    *,
-    dims,
-    count: int,
-    groups: int,
-    geometry: ConvGeometry,
-    F: int,
-    tile_n: int,
+    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry, F: int, tile_n: int,
     filters: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """v (blocks, groups, planes, channels, tile_n): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit),
     or the three planes that `fft_filters` makes. Tiles that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
     buffer = k.thread_scratch().bytes(input_nbytes(k.isa, geometry, tile_n))
-    of = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with for_each_channel(k, x, first, limit, **of) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zeros=tile_n // k.lanes)
+    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with for_each_channel(k, x, first, limit, **sizes) as r:
+        r.panel.pack(
+            r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], new_accumulators=tile_n // k.lanes
+        )
         with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
-            to = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
+            dst = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
             at = r.panel.at.at(r.skip + block * tile_n + lanes)
             with k.loop(0, n) as i:
                 row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
                 store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
 
-            def put(frequency: Value, re: Value, im: Value, to=to) -> None:
+            def put(frequency: Value, re: Value, im: Value, dst=dst) -> None:
                 for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
-                    to.at((frequency * 3 + plane) * (C * tile_n)).store(value)
+                    dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
 
             for_each_frequency(k, buffer, F, put, n)
 
@@ -206,16 +186,16 @@ def fft_gemm(
     line_of = buffer.bytes(4 * m * pitch)
     plane_stride = conv.filters * width
 
-    def epilogue(of: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+    def epilogue(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
         with k.loop(0, half(F)) as column:
             x: list[Complex] = []
             for i in range(F):
-                k1, k2, k3 = (of.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
+                k1, k2, k3 = (src.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
                 x.append((k1 - k3, k1 + k2))
             for i, (re, im) in enumerate(fft(k, x, 1)[:m]):
-                to = buffer.at(i * pitch + column * (2 * k.lanes))
-                to.store(re)
-                to.store(im, k.lanes)
+                dst = buffer.at(i * pitch + column * (2 * k.lanes))
+                dst.store(re)
+                dst.store(im, k.lanes)
         with k.loop(0, m) as i:
             at = buffer.at(i * pitch)
             known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]

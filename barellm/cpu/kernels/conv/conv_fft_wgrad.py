@@ -13,7 +13,7 @@ from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size,
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import V_BYTES, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import winograd_wgrad_gemm
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
@@ -33,9 +33,9 @@ def fft_wgrad_output(
                 k1, k2, k3 = (products.load((plane + n) * size + first, mask) for n in range(3))
                 x.append((k1 - k3, k1 + k2))
             for i, (re, im) in enumerate(fft(k, x, 1)[:R]):
-                to = buffer.at(i * pitch + column * (2 * k.lanes))
-                to.store(re)
-                to.store(im, k.lanes)
+                dst = buffer.at(i * pitch + column * (2 * k.lanes))
+                dst.store(re)
+                dst.store(im, k.lanes)
         with k.loop(0, R) as r:
             at = buffer.at(r * pitch)
             known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
@@ -45,21 +45,13 @@ def fft_wgrad_output(
                 made, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
                 for lane in range(k.lanes):
                     with k.when(first + lane < size):
-                        put_added(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(made, lane), mode)
+                        accumulate_scalar(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(made, lane), mode)
 
 
 def append_fft_wgrad(
-    c: Lowering,
-    *,
-    dw: Any,
-    dy: Any,
-    x: Any,
-    geometry: ConvGeometry,
-    groups: int,
-    mode: str,
-    dims: tuple[str, ...],
+    c: Lowering, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
-) -> None:
+) -> None:  # fmt: skip
     """`geometry`: of the direct convolution."""
     rows, columns, R, S = (
         int(dy.shape[1]) // groups,
@@ -91,9 +83,10 @@ def append_fft_wgrad(
     c.thread_scratch(buffer + max(input_nbytes(c.isa, seen, tile_n) for _, _, seen, _ in operands))
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        for name, of, seen, filters in operands:
+        for name, src, seen, filters in operands:
             c.call(
-                fft_input, {"v": made[name], "x": of, **where}, {**images, "geometry": seen, "F": F, "filters": filters}, writes="v"
+                fft_input, {"v": made[name], "x": src, **where}, {**images, "geometry": seen, "F": F, "filters": filters},
+                writes="v",
             )  # fmt: skip
         sizes = {"rows": rows, "columns": columns, "positions": planes, "outputs": outputs, **images}
         tensors = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}

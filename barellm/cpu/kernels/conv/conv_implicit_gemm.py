@@ -18,7 +18,7 @@ from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -173,18 +173,18 @@ class ImplicitGemm:
         if self.k_blocks == 1:
             self._store_tile(row, j, values)
             return
-        accumulate = self.k_block > 0
+        add_previous = self.k_block > 0
         values = [
-            [value + k.select(accumulate, to.load(v * k.lanes), 0.0) for v, value in enumerate(line)]
-            for to, line in zip(sums, values, strict=True)
+            [value + k.select(add_previous, dst.load(v * k.lanes), 0.0) for v, value in enumerate(line)]
+            for dst, line in zip(sums, values, strict=True)
         ]
         is_last_k = (self.k_block + 1).equals(self.k_blocks)
         with k.when(is_last_k):
             self._store_tile(row, j, values)
         with k.otherwise(is_last_k):
-            for to, line in zip(sums, values, strict=True):
+            for dst, line in zip(sums, values, strict=True):
                 for v, value in enumerate(line):
-                    to.store(value, v * k.lanes)
+                    dst.store(value, v * k.lanes)
 
     def _store_tile(self, row: Value, j: Value, values: list[list[Value]]) -> None:
         """The epilogue of a tile: whole vectors where they are adjacent pixels of one image."""
@@ -196,10 +196,10 @@ class ImplicitGemm:
         n, at = flat // (P * Q), flat % (P * Q)
         fits = (at + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
         with k.when(fits):
-            to = (n * self.groups + self.group) * (self.rows * P * Q) + at
+            dst = (n * self.groups + self.group) * (self.rows * P * Q) + at
             for r, line in enumerate(values):
                 for v, value in enumerate(line):
-                    self._store(value, to + (row + r) * (P * Q) + v * k.lanes)
+                    self._store(value, dst + (row + r) * (P * Q) + v * k.lanes)
         with k.otherwise(fits):
             self._store_pixels(row, j, values)
 
@@ -215,11 +215,11 @@ class ImplicitGemm:
             image = (line // P * self.groups + self.group) * self.rows + row
             at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
             for r in range(len(values)):
-                to = self.out.at(at + r * (t.size[0] * t.size[1]))
-                put_added(k, to, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
+                dst = self.out.at(at + r * (t.size[0] * t.size[1]))
+                accumulate_scalar(k, dst, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
 
     def _store(self, value: Value, at: Value) -> None:
-        self.out.store(added(self.k, self.out, at, None, value, self.mode), at)
+        self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
 def conv_implicit_gemm(
@@ -230,10 +230,6 @@ def conv_implicit_gemm(
     H, W). `count` images for each of the run-time sizes `dims`."""
     images = k.num_elements(dims, count)
     sizes: dict[str, Any] = {
-        "groups": groups,
-        "rows": rows,
-        "geometry": geometry,
-        "target": target,
-        "blocking": blocking,
-    }
+        "groups": groups, "rows": rows, "geometry": geometry, "target": target, "blocking": blocking,
+    }  # fmt: skip
     ImplicitGemm(k, out, a, x, images=images, mode=mode, **sizes).run()

@@ -25,7 +25,7 @@ from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLa
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import rank1_update
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -129,9 +129,9 @@ class ImplicitGemm:
         self.input = PolyphaseBuffer(
             k, self.layout, x, at, channels=2 * blocking.pairs, groups=groups, height=pack_height(self.layout)
         )
-        of = self.scratch
+        s = self.scratch
         self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
-            at.bytes(n) for n in (of.panel, of.sums, of.shifts, of.pixel_sums, of.pixel_targets, of.spill)
+            at.bytes(n) for n in (s.panel, s.sums, s.shifts, s.pixel_sums, s.pixel_targets, s.spill)
         )
         self.tile_n = blocking.tile.nr(k.isa)
         self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
@@ -183,14 +183,14 @@ class ImplicitGemm:
                 (end - end % b.tile.mr, end, end % b.tile.mr),
             ):
                 with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
-                    to = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
+                    dst = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
                     filters = self.a.bytes(
                         self.group * group_bytes
                         + (self.first_column // self.tile_n + block) * filter_bytes
                         + chunk * (self.geometry.taps * 4 * b.pairs * self.tile_n)
                     )
-                    accumulate = k_block > 0 if k_blocks > 1 else None
-                    self._micro_kernel(to, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, accumulate)
+                    add_previous = k_block > 0 if k_blocks > 1 else None
+                    self._micro_kernel(dst, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, add_previous)
         is_last_k = k.when((k_block + 1).equals(k_blocks)) if k_blocks > 1 else nullcontext()
         with is_last_k, k.loop(0, blocks) as block, k.loop(0, self.num_images) as n:
             image = self.sums.bytes((block * b.images + n) * self.scratch.image)
@@ -208,10 +208,10 @@ class ImplicitGemm:
             with k.loop(0, layout.height, height) as u:
                 last = k.min(u + height, layout.height)
                 with k.loop(0, 2 * pairs) as j:
-                    to = self.input.at.at(j * self.input.pitch)
-                    self.input.pack_lines(j, to, row_phase, column_phase, u, last)
-                    self.input.clear(to.at((last - u) * layout.pitch), 0, layout.columns.reach)
-                to = panel.at((u * layout.pitch + plane * layout.size) * lanes)
+                    dst = self.input.at.at(j * self.input.pitch)
+                    self.input.pack_lines(j, dst, row_phase, column_phase, u, last)
+                    self.input.clear(dst.at((last - u) * layout.pitch), 0, layout.columns.reach)
+                dst = panel.at((u * layout.pitch + plane * layout.size) * lanes)
                 with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
                     rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
                     vectors = [
@@ -220,12 +220,14 @@ class ImplicitGemm:
                     ]
                     vectors += vectors[:1] * (lanes - pairs)  # unused lanes
                     for i, v in enumerate(transpose(k, vectors)):
-                        to.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
+                        dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
 
     def _micro_kernel(
-        self, to: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, accumulate: Value | None
+        self, dst: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, add_previous: Value | None
     ) -> None:
-        """to (tile.mr, tile_n) = positions' sums over a K block, added to those before where `accumulate`."""
+        """dst (tile.mr, tile_n) fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
+        the old dst where `add_previous` (None: never). `rows` of the positions are computed (AMX: a multiple of 16). Of each step,
+        a tap of a chunk, the table `shifts` has the byte offset in the panel."""
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
 
@@ -235,13 +237,13 @@ class ImplicitGemm:
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
             count = rows // amx.SIDE
-            amx.multiply_column(k, to, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=accumulate)
+            amx.multiply_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         flat = [var for line in acc for var in line]
-        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
-        if accumulate is not None:
-            with k.when(accumulate):
+        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        if add_previous is not None:
+            with k.when(add_previous):
                 for var, p in zip(flat, targets, strict=True):
                     var.value = p.load()
         with k.loop(0, steps) as s:
@@ -265,7 +267,7 @@ class ImplicitGemm:
         with k.loop(column, last, lanes) as first:
             image = ((self.image + n) * self.groups + self.group) * self.columns + first
             row = self.line * t.stride[0] + t.offset[0]
-            to = self.out.at(image * size + row * t.size[1] + t.offset[1])
+            dst = self.out.at(image * size + row * t.size[1] + t.offset[1])
             vector = sums.at(first - column)
             vectors_end = pixels & -lanes
             is_last = first + lanes > self.columns
@@ -273,22 +275,22 @@ class ImplicitGemm:
             if self.dense and self.mode == "store" and self.out.dtype == "bf16" and self.columns % lanes == 0:
                 begin = pixels & -(2 * lanes)
                 with k.loop(0, begin, 2 * lanes) as p:
-                    self._store_bf16(to, vector, p)
+                    self._store_bf16(dst, vector, p)
             with k.loop(begin, vectors_end, lanes) as p:
-                self._store_pixels(to, vector, p, None, is_last)
+                self._store_pixels(dst, vector, p, None, is_last)
             with k.when(vectors_end < pixels):
-                self._store_pixels(to, vector, vectors_end, pixels - vectors_end, is_last)
+                self._store_pixels(dst, vector, vectors_end, pixels - vectors_end, is_last)
 
-    def _store_bf16(self, to: Pointer, sums: Pointer, p: Value) -> None:
+    def _store_bf16(self, dst: Pointer, sums: Pointer, p: Value) -> None:
         """Two vectors of pixels from p on, rounded to bf16 before the transpose, which then has half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         interleave = [x for i in range(lanes) for x in (i, lanes + i)]
         rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
         pairs = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         for c, value in enumerate(transpose(k, pairs)):
-            k.line(f"store {value.typed}, ptr {to.at(p + c * size).ref}, align 2")
+            k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 
-    def _store_pixels(self, to: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
+    def _store_pixels(self, dst: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
         """A vector of pixels from p on, or `count` of them, for a vector of columns."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         columns_first = transpose(k, [sums.bytes(self._lookup(self.pixel_sums, p + i)).load() for i in range(lanes)])
@@ -298,14 +300,14 @@ class ImplicitGemm:
                 self.spill.store(value, c * lanes)
             columns = k.select(is_last, k.int(self.columns % lanes), lanes)
             with k.loop(0, lanes if count is None else count) as i, k.loop(0, columns) as c:
-                place = to.at(self._lookup(self.pixel_targets, p + i) + c * size)
-                put_added(k, place, 0, self.spill.get(c * lanes + i), self.mode)
+                place = dst.at(self._lookup(self.pixel_targets, p + i) + c * size)
+                accumulate_scalar(k, place, 0, self.spill.get(c * lanes + i), self.mode)
             return
 
         def put(values: list[Value]) -> None:
             for c, value in enumerate(values):
-                place = to.at(p + c * size)
-                place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+                place = dst.at(p + c * size)
+                place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
         tail = self.columns % lanes
         with k.otherwise(is_last) if tail else nullcontext():

@@ -16,7 +16,7 @@ from typing import Any
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -106,18 +106,18 @@ class WeightGradient:
         """packed_dy (rows, pixels of the K block), with a vector of zeros behind the last pixel."""
         k, lanes, (P, Q) = self.k, self.k.lanes, self.geometry.output_size
         with k.loop(0, self.num_rows) as row:
-            to = self.packed_dy.at(row * self.pitch)
+            dst = self.packed_dy.at(row * self.pitch)
             with k.loop(0, lines) as i:
                 n, y = (line + i) // P, (line + i) % P
                 channel = (n * self.groups + self.group) * self.rows + self.first_row + row
                 source = self.dy.at((channel * P + y) * Q + column)
                 vectors_end = k.int(columns) & -lanes
                 with k.loop(0, vectors_end, lanes) as q:
-                    to.store(source.load(q), i * columns + q)
+                    dst.store(source.load(q), i * columns + q)
                 if not (isinstance(columns, int) and columns % lanes == 0):
                     tail = source.load(vectors_end, k.mask_first(columns - vectors_end))
-                    to.store(tail, i * columns + vectors_end)
-            to.store(0.0, pixels)
+                    dst.store(tail, i * columns + vectors_end)
+            dst.store(0.0, pixels)
 
     def _macro_kernel(self, pixels: Value) -> None:
         """Add a K block to all partial sums: tiles of tile_m x tile_n, and at the edges of one row or one depth."""
@@ -144,8 +144,8 @@ class WeightGradient:
                 b_vector = p.load(j)
                 for r, a_vector in enumerate(a_vectors):
                     acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
-        for to, line in zip(partial, acc, strict=True):
-            for p, var in zip(to, line, strict=True):
+        for dst, line in zip(partial, acc, strict=True):
+            for p, var in zip(dst, line, strict=True):
                 p.store(var.value)
 
     def _partial(self, row: Value, d: Value) -> Pointer:
@@ -157,7 +157,7 @@ class WeightGradient:
         with k.loop(0, self.num_rows) as row, k.loop(0, self.num_depths) as d:
             channel = self.group * self.rows + self.first_row + row
             at = channel * (geometry.channels * geometry.taps) + self.channel * geometry.taps + d
-            put_added(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
+            accumulate_scalar(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
 
 
 def conv_wgrad(

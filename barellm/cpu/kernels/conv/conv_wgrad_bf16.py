@@ -19,7 +19,7 @@ from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLa
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import rank1_update
-from barellm.cpu.kernels.loops import added
+from barellm.cpu.kernels.loops import accumulate
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -133,7 +133,7 @@ class WeightGradient:
                 self.x.seek(image + n, self.group, self.column + c, line)
                 self.x.pack()
                 for parity in self.scratch.parities:
-                    to = self._panel(c // self.tile_n, n, parity)
+                    dst = self._panel(c // self.tile_n, n, parity)
                     with k.loop(0, self.scratch.pairs, lanes) as pair, k.loop(0, self.tile_n, lanes) as v:
                         at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)
                         vectors = []
@@ -141,7 +141,7 @@ class WeightGradient:
                             p = at.at(i * self.x.pitch)
                             vectors.append(k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align 2"))
                         for i, value in enumerate(transpose(k, vectors)):
-                            to.store_raw(value, (pair + i) * self.tile_n + v)
+                            dst.store_raw(value, (pair + i) * self.tile_n + v)
 
     def _panel(self, block: Value, n: Value, parity: int) -> Pointer:
         """The pairs of a column block of an image."""
@@ -154,37 +154,42 @@ class WeightGradient:
         tile = (row // self.blocking.tile.mr * blocks + column // self.tile_n) * self.geometry.taps + t
         return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
 
-    def _macro_kernel(self, num_images: Value, accumulate: Value) -> None:
+    def _macro_kernel(self, num_images: Value, add_previous: Value) -> None:
         k, tile = self.k, self.blocking.tile
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
             for t, shift in enumerate(self.layout.shifts()):
                 panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
-                self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, accumulate)
+                self._micro_kernel(
+                    self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous
+                )
 
-    def _micro_kernel(self, to: Pointer, left: Pointer, panel: Pointer, num_images: Value, accumulate: Value) -> None:
-        """to (tile.mr, tile_n) += the sum over a K block's positions."""
+    def _micro_kernel(
+        self, dst: Pointer, left: Pointer, panel: Pointer, num_images: Value, add_previous: Value
+    ) -> None:
+        """dst (tile.mr, tile_n) = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`: the
+        packed lines of dy of the first of `num_images` images, `panel`: their VNNI pairs of x, shifted by the tap."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
         left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
         panel_bytes = len(self.scratch.parities) * self.scratch.copy
         row = 2 * self.dy.pitch
         if self.blocking.use_amx:
-            amx.load_accumulators(k, to, accumulate, row=4 * self.tile_n)
+            amx.load_accumulators(k, dst, add_previous, row=4 * self.tile_n)
             with k.loop(0, num_images) as n:
-                of = amx.TileA(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
-                amx.accumulate_steps(k, of, panel.bytes(n * panel_bytes), k.int(steps))
-            amx.store_accumulators(k, to, row=4 * self.tile_n)
+                a = amx.TileA(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
+                amx.accumulate_steps(k, a, panel.bytes(n * panel_bytes), k.int(steps))
+            amx.store_accumulators(k, dst, row=4 * self.tile_n)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
         flat = [var for line in acc for var in line]
-        with k.when(accumulate):
+        with k.when(add_previous):
             for var, p in zip(flat, targets, strict=True):
                 var.value = p.load()
         with k.loop(0, num_images) as n:
-            of, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
+            src, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
 
-            def pair(r: int, u: Value, of: Pointer = of) -> Value:
-                return k.splat(k.op("i32", f"load i32, ptr {of.bytes(u * 4 + r * row).ref}, align 4"))
+            def pair(r: int, u: Value, src: Pointer = src) -> Value:
+                return k.splat(k.op("i32", f"load i32, ptr {src.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:
                 rank1_update(k, acc, pair, right, u, True)
@@ -197,7 +202,7 @@ class WeightGradient:
         rows = self.blocking.tile.mr
         with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:
             first = self._sums(r, c, 0).at(r % rows * self.tile_n + c % self.tile_n)
-            to = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
+            dst = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
             count = k.min(self.num_columns - c, lanes)
             for t in range(0, taps, lanes):
                 n = min(lanes, taps - t)
@@ -205,8 +210,8 @@ class WeightGradient:
                 mask = None if n == lanes else k.mask_first(n)
                 for i, value in enumerate(transpose(k, found)):
                     with k.when(count > i):
-                        place = to.at(i * taps + t)
-                        place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+                        place = dst.at(i * taps + t)
+                        place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
 def conv_wgrad_bf16(

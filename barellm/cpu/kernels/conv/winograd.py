@@ -26,7 +26,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, load_strided, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.integers import ceil_div, round_up
@@ -105,21 +105,21 @@ def winograd_filters(
     with k.parallel_range(count * rows * blocks, 16) as (begin, end), k.loop(begin, end) as item:
         line, first = item // blocks, item % blocks * k.lanes
         first = k.min(first, max(depth - k.lanes, 0))  # the last vector overlaps the one before
-        of = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
+        src = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
         if depth >= k.lanes:
-            taken = [load_strided(k, of.at(t), step) for t in taps]
+            taken = [load_strided(k, src.at(t), step) for t in taps]
         else:
             taken = [k.to(0.0, k.vec) for _ in taps]
             for i in range(depth):
                 taken = [
-                    k.op(k.vec, f"insertelement {v.typed}, {of.at(t).get(i * step).typed}, i64 {i}")
+                    k.op(k.vec, f"insertelement {v.typed}, {src.at(t).get(i * step).typed}, i64 {i}")
                     for t, v in zip(taps, taken, strict=True)
                 ]
         made = both_ways(k, G, [taken[i : i + 3] for i in range(0, 9, 3)])
-        to = u.at(line * depth + first)
+        dst = u.at(line * depth + first)
         mask = None if depth >= k.lanes else k.mask_first(depth)
         for position, v in enumerate(made[i][j] for i in range(n) for j in range(n)):
-            to.store(v, position * size, mask)
+            dst.store(v, position * size, mask)
 
 
 def winograd_input(
@@ -129,18 +129,20 @@ def winograd_input(
     """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, of the blocks of tiles [first, first + limit): zero
     for tiles that do not exist. A work item has as many blocks as are complete rows of tiles, of some channels."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
-    of = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with for_each_channel(k, x, first, limit, **of) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zeros=tile_n // k.lanes)
+    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with for_each_channel(k, x, first, limit, **sizes) as r:
+        r.panel.pack(
+            r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], new_accumulators=tile_n // k.lanes
+        )
         with k.loop(0, r.num_blocks) as block:
-            to = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
+            dst = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
             at = r.panel.at.at(r.skip + block * tile_n)
             for lanes in range(0, tile_n, k.lanes):
                 d = [
                     [at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)
                 ]
                 for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
-                    to.store(value, position * (C * tile_n) + lanes)
+                    dst.store(value, position * (C * tile_n) + lanes)
 
 
 @dataclass(frozen=True)
@@ -159,18 +161,9 @@ class TileRun:
 
 @contextmanager
 def for_each_channel(
-    k: KernelBuilder,
-    x: Pointer,
-    first: Any,
-    limit: Any,
-    *,
-    dims,
-    count: int,
-    groups: int,
-    geometry: ConvGeometry,
-    tile_n: int,
-    most: int,
-) -> Iterator[TileRun]:
+    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, dims, count: int, groups: int, geometry: ConvGeometry,
+    tile_n: int, most: int,
+) -> Iterator[TileRun]:  # fmt: skip
     """The body of a transform of the blocks of tiles [first, first + limit) of x, for each run of blocks and each channel. A work
     item has as many blocks as are complete rows of tiles, at most about `most` tiles, of some channels."""
     TW = geometry.output_size[1]
@@ -202,30 +195,16 @@ def run_shape(geometry: ConvGeometry, tile_n: int, lanes: int, most: int = RUN) 
 
 
 def append_input_transform(
-    c: Lowering,
-    v: Any,
-    x: Any,
-    *,
-    geometry: ConvGeometry,
-    groups: int,
-    matrix: Matrix,
-    tile_n: int,
-    first: int,
-    limit: int,
-    dims,
-    count: int,
-) -> None:
+    c: Lowering, v: Any, x: Any, *, geometry: ConvGeometry, groups: int, matrix: Matrix, tile_n: int, first: int,
+    limit: int, dims, count: int,
+) -> None:  # fmt: skip
     """v = the transform of the tiles of x that `geometry` sees."""
     _, lines, pitch = run_shape(geometry, tile_n, c.isa.lanes)
     c.thread_scratch(panel_nbytes(c.isa, geometry, lines, geometry.output_size[1], pitch, 1))
     sizes = {
-        "geometry": geometry,
-        "groups": groups,
-        "matrix": tuple(map(tuple, matrix)),
-        "tile_n": tile_n,
-        "dims": dims,
+        "geometry": geometry, "groups": groups, "matrix": tuple(map(tuple, matrix)), "tile_n": tile_n, "dims": dims,
         "count": count,
-    }
+    }  # fmt: skip
     c.call(winograd_input, {"v": v, "x": x, "first": first, "limit": limit}, sizes, writes="v")
 
 
@@ -235,8 +214,8 @@ def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, 
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
-    def epilogue(of: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
-        square = [[of.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
+    def epilogue(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+        square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
 
     batched_gemm(k, u, v, first, limit, products, epilogue, dims=dims, count=count, conv=conv, positions=n * n)
@@ -266,8 +245,8 @@ def batched_gemm(
 
             def multiply(row: Value, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
                 left = u.at(position * size + (group * conv.rows + row) * C + c)
-                to = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
-                micro_kernel(k, tile, left, C, right, tile_n, depth, to, width, accumulate=c > 0 if C > KC else None)
+                dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
+                micro_kernel(k, tile, left, C, right, tile_n, depth, dst, width, add_previous=c > 0 if C > KC else None)
 
             rest = conv.rows % conv.tile.mr
             full = k.min(row1, conv.rows - rest)
@@ -284,11 +263,11 @@ def batched_gemm(
 
 
 def micro_kernel(
-    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, to: Pointer, width: int,
-    *, accumulate: Value | None,
+    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, dst: Pointer, width: int,
+    *, add_previous: Value | None,
 ) -> None:  # fmt: skip
-    """A tile of `to`, whose rows lie `width` elements apart, = left (rows, depth) right (depth, vectors); added where
-    `accumulate`."""
+    """dst (tile.mr, tile.vectors * lanes), row stride `width`, = left (tile.mr, depth), row stride `stride`, @ right (depth,
+    tile.vectors * lanes), row stride `pitch`; plus the old dst where `add_previous` (i1; None: never). Strides in elements."""
     acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
     lines = [left.at(r * stride) for r in range(tile.mr)]
     with k.loop(0, depth) as d:
@@ -299,8 +278,8 @@ def micro_kernel(
                 var.value = k.fma(factor, vector, var.value)
     for r, line in enumerate(acc):
         for j, var in enumerate(line):
-            before = 0.0 if accumulate is None else k.select(accumulate, to.load(r * width + j * k.lanes), 0.0)
-            to.store(var.value + before, r * width + j * k.lanes)
+            before = 0.0 if add_previous is None else k.select(add_previous, dst.load(r * width + j * k.lanes), 0.0)
+            dst.store(var.value + before, r * width + j * k.lanes)
 
 
 def store_tiles(
@@ -321,44 +300,39 @@ def store_tiles(
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m
-        of = squares.at(lane * tile_stride)
-        to = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        src = squares.at(lane * tile_stride)
+        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
         whole = (ty + m <= H) & (tx + m <= W)
         plain = y.dtype == "fp32" and mode == "store"
         if plain:
             with k.when(whole):
                 for i in range(m):
-                    four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {of.at(i * 4).ref}, align 4")
-                    k.line(f"store {four.typed}, ptr {to.at(i * W).ref}, align 4")
+                    four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {src.at(i * 4).ref}, align 4")
+                    k.line(f"store {four.typed}, ptr {dst.at(i * W).ref}, align 4")
         with k.otherwise(whole) if plain else k.when(k.const(1, "i1")):
-            _store_clipped(k, of, to, k.min(H - ty, m), k.min(W - tx, m), W, mode)
+            _store_clipped(k, src, dst, k.min(H - ty, m), k.min(W - tx, m), W, mode)
 
 
-def _store_clipped(k: KernelBuilder, of: Pointer, to: Pointer, rows: Value, columns: Value, W: int, mode: str) -> None:
+def _store_clipped(
+    k: KernelBuilder, src: Pointer, dst: Pointer, rows: Value, columns: Value, W: int, mode: str
+) -> None:
     """The pixels of a tile that are in the image, one by one."""
     with k.loop(0, rows) as i, k.loop(0, columns) as j:
-        put_added(k, to, i * W + j, of.get(i * 4 + j), mode)
+        accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
 
 
 def store_tile_rows(
-    k: KernelBuilder,
-    y: Pointer,
-    line: Pointer,
-    tile: Value,
-    num_tiles: Value,
-    channel: Value,
-    conv: WinogradConv,
-    i: Value,
-    mode: str,
-) -> None:
+    k: KernelBuilder, y: Pointer, line: Pointer, tile: Value, num_tiles: Value, channel: Value, conv: WinogradConv,
+    i: Value, mode: str,
+) -> None:  # fmt: skip
     """Row i of each lane's tile, (m, lanes), to the images."""
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
-        to = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
         with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
-            put_added(k, to, j, line.get(j * k.lanes + lane), mode)
+            accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
 
 
 def append_winograd(
@@ -386,15 +360,7 @@ def append_winograd(
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
         append_input_transform(
-            c,
-            v,
-            x,
-            geometry=conv.geometry,
-            groups=groups,
-            matrix=input_matrix(conv.n),
-            tile_n=tile_n,
-            dims=dims,
-            count=count,
-            **where,
-        )
+            c, v, x, geometry=conv.geometry, groups=groups, matrix=input_matrix(conv.n), tile_n=tile_n, dims=dims,
+            count=count, **where,
+        )  # fmt: skip
         c.call(winograd_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "mode": mode}, writes="y")

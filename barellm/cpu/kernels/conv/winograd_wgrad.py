@@ -14,7 +14,7 @@ from barellm.cpu.kernels.conv.conv_wgrad import tile_shape
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import append_input_transform, gemm_tile
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
@@ -32,7 +32,7 @@ def winograd_wgrad_gemm(
     summed over blocks and tile_n; accumulated but for the first K block."""
     total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
-    accumulate = k.int(first) > 0
+    add_previous = k.int(first) > 0
     tile_m, columns_of_tile = tile_shape(k.isa)
     row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
 
@@ -56,8 +56,8 @@ def winograd_wgrad_gemm(
                             acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
             for r, line in enumerate(acc):
                 for c, var in enumerate(line):
-                    to = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
-                    to.put(k.select(accumulate, to.get(), 0.0) + k.sum(var.value))
+                    dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
+                    dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
 
         full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
         for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
@@ -79,22 +79,13 @@ def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, 
         for t, v in enumerate(reversed(made) if flip else made):
             for lane in range(k.lanes):
                 with k.when(first + lane < size):
-                    put_added(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
+                    accumulate_scalar(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
 
 
 def append_winograd_wgrad(
-    c: Lowering,
-    *,
-    m: int,
-    dw: Any,
-    dy: Any,
-    x: Any,
-    geometry: ConvGeometry,
-    groups: int,
-    mode: str,
-    dims: tuple[str, ...],
+    c: Lowering, *, m: int, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
-) -> None:
+) -> None:  # fmt: skip
     """`geometry`: of the direct convolution."""
     rows, columns, n = int(dy.shape[1]) // groups, geometry.channels, m + 2
     P, Q = geometry.output_size

@@ -46,11 +46,11 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
     with k.parallel_for(k.scalar("batch") * chunks) as item:
         row, begin = item // chunks, item % chunks * GRAIN
         end = k.min(begin + GRAIN, seq)
-        of, to = cu_seqlens.at(row * slots), starts.at(row * seq)
+        src, dst = cu_seqlens.at(row * slots), starts.at(row * seq)
         slot, beyond = k.var(0), k.var(slots)
         with k.while_(lambda: beyond.value - slot.value > 1):
             middle = (slot.value + beyond.value) // 2
-            has_begun = of.get(middle) <= begin
+            has_begun = src.get(middle) <= begin
             slot.value = k.select(has_begun, middle, slot.value)
             beyond.value = k.select(has_begun, beyond.value, middle)
         at = k.var(begin)
@@ -58,9 +58,9 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
             following = slot.value + 1
             stop = k.var(end)
             with k.when(following < slots):
-                stop.value = k.min(end, of.get(following))
-            start = k.splat(of.get(slot.value))
-            foreach_vector(k, at.value, stop.value, lambda i, mask, j, start=start: to.store(start, i, mask))
+                stop.value = k.min(end, src.get(following))
+            start = k.splat(src.get(slot.value))
+            foreach_vector(k, at.value, stop.value, lambda i, mask, j, start=start: dst.store(start, i, mask))
             at.value = k.max(at.value, stop.value)
             slot.value = following
 
@@ -74,11 +74,11 @@ def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> Non
     """A work item is a row: a document's slot depends on how many are before it."""
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as row:
-        of, to = tokens.at(row * seq), cu_seqlens.at(row * slots)
-        to.put(k.int(0), 0)
+        src, dst = tokens.at(row * seq), cu_seqlens.at(row * slots)
+        dst.put(k.int(0), 0)
         slot = k.var(1)
-        with k.loop(1, seq) as t, k.when(of.get(t).equals(separator)):
-            to.put(t, slot.value)
+        with k.loop(1, seq) as t, k.when(src.get(t).equals(separator)):
+            dst.put(t, slot.value)
             slot.value = slot.value + 1
         length = k.splat(seq)
-        foreach_vector(k, slot.value, k.int(slots), lambda i, mask, j: to.store(length, i, mask))
+        foreach_vector(k, slot.value, k.int(slots), lambda i, mask, j: dst.store(length, i, mask))

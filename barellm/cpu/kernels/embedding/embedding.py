@@ -6,11 +6,11 @@ from __future__ import annotations
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
-    added,
+    accumulate,
     elementwise_map,
+    exceeds_caches,
     foreach_column,
     foreach_vector,
-    past_caches,
     row_grain,
     write_row,
 )
@@ -29,19 +29,19 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
     seq, pos = k.scalar("seq"), None if wpe is None else k.scalar("pos")
     token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
+        src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
 
-        def vector(c, mask, of=of, at=at):
-            token = token_rows.load(of + c, mask)
+        def vector(c, mask, src=src, at=at):
+            token = token_rows.load(src + c, mask)
             return token if at is None else token + position_rows.load(at + c, mask)
 
         following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
             with k.loop(0, C, LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
-        write_row(k, y.at(row * C), C, vector, past=past)
+        write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
 
 
 @lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
@@ -98,9 +98,9 @@ def sort_by_id(
     with k.loop(0, count.value) as i:  # and starts ends
         row = matches.get(i)
         at = tokens.get(row) - low
-        to = ends.get(at)
-        sorted_rows.put(row, to)
-        ends.put(to + 1, at)
+        dst = ends.get(at)
+        sorted_rows.put(row, dst)
+        ends.put(dst + 1, at)
     return ends, sorted_rows
 
 
@@ -116,16 +116,16 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, ids_per_item=ids_per_item)
         last = ends.get(high - low - 1) - 1
 
-        def add_rows(to: Pointer, i: Value, count: int) -> None:
-            of = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
+        def add_rows(dst: Pointer, i: Value, count: int) -> None:
+            src = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
             following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
             ahead = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
 
             def add(c, mask, j):
-                total = to.load(c, mask)
-                for p in of:
+                total = dst.load(c, mask)
+                for p in src:
                     total = total + p.load(c, mask)
-                to.store(total, c, mask)
+                dst.store(total, c, mask)
                 for p in ahead:
                     k.prefetch(p.at(c), near=False)
 
@@ -133,12 +133,12 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
 
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
-            to, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
+            dst, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
             full = first + ((end - first) & -UNROLL)
             with k.loop(first, full, UNROLL) as entry:
-                add_rows(to, entry, UNROLL)
+                add_rows(dst, entry, UNROLL)
             with k.loop(full, end) as entry:
-                add_rows(to, entry, 1)
+                add_rows(dst, entry, 1)
             begin.value = end
 
 
@@ -159,11 +159,11 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
     sums = k.thread_scratch()
 
     def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
-        of = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
+        src = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
 
         def body(i, mask, j):
             total = sums.load(i, mask)
-            for p in of:
+            for p in src:
                 total = total + p.load(i, mask)
             sums.store(total, i, mask)
 
@@ -177,9 +177,12 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
             add_samples(b, UNROLL, begin, inside)
         with k.loop(full, batch) as b:
             add_samples(b, 1, begin, inside)
-        to = dweight.at(begin * C)
+        dst = dweight.at(begin * C)
         foreach_vector(
-            k, 0, n, lambda i, mask, j: to.store(added(k, to, i, mask, sums.load(i, mask), mode_dweight), i, mask)
+            k,
+            0,
+            n,
+            lambda i, mask, j: dst.store(accumulate(k, dst, i, mask, sums.load(i, mask), mode_dweight), i, mask),
         )
 
 

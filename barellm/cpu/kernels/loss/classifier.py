@@ -57,13 +57,9 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         chunk = (first, CHUNK)
         x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
         operands = {
-            "lse": None,
-            "logits": logits,
-            "targets": rows_of(op.targets, first, rows, 1),
-            "loss_scale": op.loss_scale if gradients else None,
-            "row_begin": first,
-            "row_limit": CHUNK,
-        }
+            "lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
+            "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK,
+        }  # fmt: skip
         for name, held in of_rows.items():
             operands[name] = (part(held, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
         emit = loss.gradients if gradients else loss.losses

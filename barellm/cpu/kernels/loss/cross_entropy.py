@@ -11,7 +11,15 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import Vector, fold, foreach_column, foreach_vector, row_grain, shape_of, zeros
+from barellm.cpu.kernels.loops import (
+    Vector,
+    foreach_column,
+    foreach_vector,
+    new_accumulators,
+    row_grain,
+    shape_of,
+    tree_reduce,
+)
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
@@ -36,19 +44,19 @@ def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
         tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
 
     foreach_column(k, valid, higher, unroll=CHAINS)
-    return k.maximum(fold(tops, k.max))
+    return k.maximum(tree_reduce(tops, k.max))
 
 
 def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
     """The sum of term(column, mask) over the vectors of a row, as a float."""
-    sums = zeros(k, CHAINS)
+    sums = new_accumulators(k, CHAINS)
 
     def body(c, mask, j):
         e = term(c, mask)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
 
     foreach_column(k, valid, body, unroll=CHAINS)
-    return k.sum(fold(sums, add))
+    return k.sum(tree_reduce(sums, add))
 
 
 def logarithm(k: KernelBuilder, x: Value) -> Value:
@@ -119,9 +127,9 @@ def row_scores(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, target = logits.at(row * V), targets.get(row)
-        top, at_target = highest(k, of, valid), of.get(k.max(target, 0))
-        value = sum_above(k, of, valid, top)
+        src, target = logits.at(row * V), targets.get(row)
+        top, at_target = highest(k, src, valid), src.get(k.max(target, 0))
+        value = sum_above(k, src, valid, top)
         losses.put(k.select(target >= 0, value - at_target, 0.0), row)
         margins.put(k.select(target >= 0, top - at_target, 0.0), row)
 
@@ -135,9 +143,9 @@ def row_losses_and_gradients(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, target = logits.at(row * V), targets.get(row)
-        lse = write_loss(k, None, losses, of, target, row, valid)
-        write_gradient(k, of, of, target, lse, by, V=V, valid=valid, mode="store")
+        src, target = logits.at(row * V), targets.get(row)
+        lse = write_loss(k, None, losses, src, target, row, valid)
+        write_gradient(k, src, src, target, lse, by, V=V, valid=valid, mode="store")
 
 
 def row_gradients(
@@ -157,13 +165,13 @@ def row_gradients(
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
     with k.parallel_for(1):
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             sums[j].value = sums[j].value + losses.load(i, mask)
 
         foreach_vector(k, 0, k.num_elements(dims) * inner, body, unroll=CHAINS)
-        loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
+        loss.put(k.sum(tree_reduce(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 
 def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
@@ -175,13 +183,8 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 def cross_entropy(op: Op, c: Lowering) -> None:
     losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
     operands = {
-        "lse": op.lse,
-        "losses": losses,
-        "logits": op.logits,
-        "targets": op.targets,
-        "row_begin": 0,
-        "row_limit": ALL_ROWS,
-    }
+        "lse": op.lse, "losses": losses, "logits": op.logits, "targets": op.targets, "row_begin": 0, "row_limit": ALL_ROWS,
+    }  # fmt: skip
     c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
@@ -189,14 +192,9 @@ def cross_entropy(op: Op, c: Lowering) -> None:
 @lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def cross_entropy_backward(op: Op, c: Lowering) -> None:
     operands = {
-        "dlogits": op.dlogits,
-        "logits": op.logits,
-        "targets": op.targets,
-        "lse": op.lse,
-        "loss_scale": op.loss_scale,
-        "row_begin": 0,
-        "row_limit": ALL_ROWS,
-    }
+        "dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse, "loss_scale": op.loss_scale,
+        "row_begin": 0, "row_limit": ALL_ROWS,
+    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
     c.call(row_gradients, operands, constants, writes="dlogits")
 
@@ -204,12 +202,8 @@ def cross_entropy_backward(op: Op, c: Lowering) -> None:
 @lowering("token_losses", also={"targets": "i32"})
 def token_losses(op: Op, c: Lowering) -> None:
     operands = {
-        "losses": op.losses,
-        "margins": op.margins,
-        "logits": op.logits,
-        "targets": op.targets,
-        "row_begin": 0,
+        "losses": op.losses, "margins": op.margins, "logits": op.logits, "targets": op.targets, "row_begin": 0,
         "row_limit": ALL_ROWS,
-    }
+    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits)
     c.call(row_scores, operands, constants, writes="losses margins")

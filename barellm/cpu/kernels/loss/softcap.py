@@ -82,10 +82,10 @@ def targets_of(
 
 
 def weights_of(found: list[Target]) -> Value:
-    return added([t.weight for t in found])
+    return accumulate([t.weight for t in found])
 
 
-def added(values: list[Value]) -> Value:
+def accumulate(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
 
 
@@ -108,7 +108,7 @@ def log_sum_exp(
 
 def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
     nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
-    losses.put(added([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
+    losses.put(accumulate([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
 
 
 def write_gradient(
@@ -120,7 +120,7 @@ def write_gradient(
     at_targets = []  # read before anything is overwritten
     for t in found:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
-        here = added([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
+        here = accumulate([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
         value = (weights_of(found) * p - here) * t.slope * scale
         at_targets.append(dlogits.get(t.column) + value if mode == "add" else value)
 
@@ -155,11 +155,11 @@ def row_losses(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of = logits.at(row * V)
-        value, _ = log_sum_exp(k, of, None, valid, cap)
+        src = logits.at(row * V)
+        value, _ = log_sum_exp(k, src, None, valid, cap)
         if lse is not None:
             lse.put(value, row)
-        write_loss(k, losses, nexts, row, targets_of(k, of, targets, row, row_begin, cap=cap, **more), value)
+        write_loss(k, losses, nexts, row, targets_of(k, src, targets, row, row_begin, cap=cap, **more), value)
 
 
 def row_losses_and_gradients(
@@ -172,13 +172,13 @@ def row_losses_and_gradients(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of = logits.at(row * V)
-        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
-        lse, total = log_sum_exp(k, of, kept, valid, cap)
+        src = logits.at(row * V)
+        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
+        lse, total = log_sum_exp(k, src, kept, valid, cap)
         write_loss(k, losses, nexts, row, found, lse)
         scale = k.splat(factor * weights_of(found) / total)
         write_gradient(
-            k, of, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
+            k, src, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
             V=V, valid=valid, mode="store",
         )  # fmt: skip
 
@@ -193,12 +193,12 @@ def row_gradients(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, value = logits.at(row * V), lse.get(row)
-        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
+        src, value = logits.at(row * V), lse.get(row)
+        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
         here, less = k.splat(factor * weights_of(found)), k.splat(value)
 
-        def elsewhere(c, mask, of=of, here=here, less=less):
-            return exponential(k, of.load(c, mask), less, cap)[1] * here
+        def elsewhere(c, mask, src=src, here=here, less=less):
+            return exponential(k, src.load(c, mask), less, cap)[1] * here
 
         write_gradient(k, dlogits.at(row * V), found, value, factor, elsewhere, V=V, valid=valid, mode=mode)
 

@@ -10,7 +10,14 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
-from barellm.cpu.kernels.loops import added, fold, foreach_column, put_added, row_grain, zeros
+from barellm.cpu.kernels.loops import (
+    accumulate,
+    accumulate_scalar,
+    foreach_column,
+    new_accumulators,
+    row_grain,
+    tree_reduce,
+)
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
@@ -28,14 +35,14 @@ def shape_of(op: Op) -> dict[str, Any]:
 
 def summed(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
     """`count` sums over M numbers: terms(index, mask) gives the vector that goes into each."""
-    chains = [zeros(k, CHAINS) for _ in range(count)]
+    chains = [new_accumulators(k, CHAINS) for _ in range(count)]
 
     def body(i: Any, mask: Value | None, j: int) -> None:
         for chain, v in zip(chains, terms(i, mask), strict=True):
             chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
 
     foreach_column(k, M, body, unroll=CHAINS)
-    return [k.sum(fold(chain, add)) for chain in chains]
+    return [k.sum(tree_reduce(chain, add)) for chain in chains]
 
 
 @kernel("group_norm", constants=lambda op: {**shape_of(op), "eps": float(op.eps)})
@@ -46,12 +53,12 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
         k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, to = x.at(row * M), y.at(row * M)
-        (total,) = summed(k, M, lambda i, mask: [of.load(i, mask)], 1)
+        src, dst = x.at(row * M), y.at(row * M)
+        (total,) = summed(k, M, lambda i, mask: [src.load(i, mask)], 1)
         centre = total / float(M)
 
         def square(i: Any, mask: Value | None) -> list[Value]:
-            d = of.load(i, mask) - centre
+            d = src.load(i, mask) - centre
             return [d * d]
 
         (squares,) = summed(k, M, square, 1)
@@ -62,7 +69,7 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
             channel = row % groups * own + c
             scale = inverse * weight.get(channel)
             shift = bias.get(channel)
-            of_c, to_c = of.at(c * pixels), to.at(c * pixels)
+            of_c, to_c = src.at(c * pixels), dst.at(c * pixels)
 
             def write(i: Any, mask: Value | None, j: int, of_c=of_c, to_c=to_c, scale=scale, shift=shift) -> None:
                 to_c.store(k.fma(of_c.load(i, mask) - centre, k.splat(scale), k.splat(shift)), i, mask)
@@ -99,7 +106,7 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
 
             def write(i: Any, mask: Value | None, j: int, at=at, w=w, a=a, b=b, inverse=inverse) -> None:
                 v = inverse * (dy.at(at).load(i, mask) * w - a - normal(x.at(at), i, mask) * b)
-                dx.at(at).store(added(k, dx.at(at), i, mask, v, mode_dx), i, mask)
+                dx.at(at).store(accumulate(k, dx.at(at), i, mask, v, mode_dx), i, mask)
 
             foreach_column(k, pixels, write)
 
@@ -122,6 +129,6 @@ def group_norm_dparams(
 
             weighted, plain = summed(k, pixels, terms, 2)
             of_weight.value, of_bias.value = of_weight.value + weighted, of_bias.value + plain
-        for to, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
-            if to is not None:
-                put_added(k, to, channel, value, mode)
+        for dst, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
+            if dst is not None:
+                accumulate_scalar(k, dst, channel, value, mode)

@@ -12,15 +12,15 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
     ROW_UNROLL,
-    added,
-    fold,
+    accumulate,
+    exceeds_caches,
     foreach_column,
-    past_caches,
+    new_accumulators,
     row_grain,
     shape_of,
     store_all,
+    tree_reduce,
     write_row,
-    zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Pointer, Value
@@ -34,7 +34,7 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
     """Two sums over a row: of u * v and, with `of_u`, of u, where factors(c, mask, j) gives u and v; u is zero off the mask."""
-    products, sums = zeros(k, CHAINS), zeros(k, CHAINS) if of_u else []
+    products, sums = new_accumulators(k, CHAINS), new_accumulators(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
         u, v = factors(c, mask, j)
@@ -43,7 +43,7 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
         products[j].value = k.fma(u, v, products[j].value)
 
     foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
-    return [k.sum(fold(chains, add)) for chains in (products, sums) if chains]
+    return [k.sum(tree_reduce(chains, add)) for chains in (products, sums) if chains]
 
 
 def row_constants(op: Op) -> dict[str, Any]:
@@ -57,15 +57,15 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
     in_registers = k.lanes * (k.isa.registers - 12) >= C
 
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * C), y.at(row * C)
-        first = of.get(0)
+        src, dst = x.at(row * C), y.at(row * C)
+        first = src.get(0)
         shift = k.splat(first)
         cached: dict[int, Value] = {}
 
         def shifted(c, mask):
-            v = of.load(c, mask) - shift
+            v = src.load(c, mask) - shift
             return v if mask is None else k.select(mask, v, 0.0)
 
         def twice(c, mask, j):
@@ -87,14 +87,14 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
             w = weight.load(c, mask)
             return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
 
-        write_row(k, to, C, finish, past=past, unrolled=in_registers)
+        write_row(k, dst, C, finish, nontemporal=nontemporal, unrolled=in_registers)
 
 
 class Normalised:
     """A row as the norm gave it, but for the weight."""
 
-    def __init__(self, k: KernelBuilder, row: Value, of: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
-        self.of, self.scale = of, k.splat(rstd.get(row))
+    def __init__(self, k: KernelBuilder, row: Value, src: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
+        self.of, self.scale = src, k.splat(rstd.get(row))
         self.centre = None if mean is None else k.splat(mean.get(row))
 
     def load(self, c: Any, mask: Value | None) -> Value:
@@ -144,26 +144,26 @@ class GradientOfRow:
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
+    nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
-        means = of.means()
+        gradient, dst = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
+        means = gradient.means()
 
         def vector(c, mask):
-            _, dn, n = of.factors(c, mask)
-            new = of.dx(dn, n, means)
-            return added(k, to, c, mask, new, mode_dx)
+            _, dn, n = gradient.factors(c, mask)
+            new = gradient.dx(dn, n, means)
+            return accumulate(k, dst, c, mask, new, mode_dx)
 
-        write_row(k, to, C, vector, past=past)
+        write_row(k, dst, C, vector, nontemporal=nontemporal)
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
     def terms(row):
-        of, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
+        normalised, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
 
         def vectors(c, mask):
             g = d.load(c, mask)
-            return [g * of.load(c, mask), g][:count]
+            return [g * normalised.load(c, mask), g][:count]
 
         return vectors
 
@@ -186,13 +186,13 @@ def norm_backward(
     What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
     rows = k.num_elements(dims) * inner
     store_group = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
-    results = [(dx, past_caches(k, rows, C, dx) if mode_dx == "store" else None)]
+    results = [(dx, exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
-        results.append((rounded, past_caches(k, rows, C, rounded)))
+        results.append((rounded, exceeds_caches(k, rows, C, rounded)))
 
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
-        of = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
-        to = [out.at(row * C) for out, _ in results]
+        gradient = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
+        dst = [out.at(row * C) for out, _ in results]
         cached: list[Value] = []
 
         def add_to(name: str, c, mask, add: Callable[[Value], Value]) -> None:
@@ -204,24 +204,24 @@ def norm_backward(
             add_to("dweight", c, mask, lambda total: k.fma(g, n, total))
             add_to("dbias", c, mask, lambda total: total + g)
             if mode_dx != "store":
-                of.prefetch(to[0], c, j)
+                gradient.prefetch(dst[0], c, j)
 
-        means = of.means(first)
+        means = gradient.means(first)
 
         def body(c, mask, j):
-            _, dn, n = of.factors(c, mask)
-            new = added(k, to[0], c, mask, of.dx(dn, n, means), mode_dx)
+            _, dn, n = gradient.factors(c, mask)
+            new = accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)
             if len(cached) == store_group:
-                for out, (_, past) in zip(to, results, strict=True):
+                for out, (_, nontemporal) in zip(dst, results, strict=True):
                     if store_group > 1:
-                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, past)
+                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, nontemporal)
                     else:
                         out.store(new, c, mask)
                 cached.clear()
             add_to("dx_sum", c, mask, lambda total: total + new)
-            of.prefetch(of.x.at(C), c, j)
-            of.prefetch(of.dy.at(C), c, j)
+            gradient.prefetch(gradient.x.at(C), c, j)
+            gradient.prefetch(gradient.dy.at(C), c, j)
 
         foreach_column(k, C, body)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import past_caches, row_grain, write_row
+from barellm.cpu.kernels.loops import exceeds_caches, row_grain, write_row
 from barellm.cpu.kernels.norm.layernorm import row_constants, row_sums
 from barellm.cpu.lang import Value
 
@@ -13,13 +13,13 @@ def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> Non
     """Memory is read once: the row stays in registers, or in the first cache where it is long."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * C), y.at(row * C)
+        src, dst = x.at(row * C), y.at(row * C)
         cached: dict[int, Value] = {}
 
         def twice(c, mask, j):
-            v = of.load(c, mask)
+            v = src.load(c, mask)
             if in_registers:
                 cached[c] = v
             return v, v
@@ -30,7 +30,7 @@ def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> Non
         scale = k.splat(inverse)
 
         def finish(c, mask):
-            n = (cached[c] if in_registers else of.load(c, mask)) * scale
+            n = (cached[c] if in_registers else src.load(c, mask)) * scale
             return n if weight is None else n * weight.load(c, mask)
 
-        write_row(k, to, C, finish, past=past, unrolled=in_registers)
+        write_row(k, dst, C, finish, nontemporal=nontemporal, unrolled=in_registers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import flat, fold, foreach_vector, zeros
+from barellm.cpu.kernels.loops import flat, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
@@ -35,8 +35,8 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         tables = k.thread_scratch("i32")
         bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
         foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
-        total, size, square = (zeros(k, UNROLL) for _ in range(3))
-        largest = zeros(k, UNROLL)
+        total, size, square = (new_accumulators(k, UNROLL) for _ in range(3))
+        largest = new_accumulators(k, UNROLL)
 
         def body(i, mask, j):
             v = x.load(i, mask)
@@ -49,10 +49,10 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             size[j].value = size[j].value + a
             square[j].value = k.fma(v, v, square[j].value)
             largest[j].value = k.max(a, largest[j].value)
-            to = bins.at(j * k.lanes)
-            to.store(e if mask is None else k.select(mask, e, BINS))
+            dst = bins.at(j * k.lanes)
+            dst.store(e if mask is None else k.select(mask, e, BINS))
             for lane in range(k.lanes):
-                counter = tables.at(to.get(lane) + lane % TABLES * WIDTH)
+                counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)
                 counter.put(counter.get() + 1)
 
         begin = chunk * per
@@ -66,8 +66,8 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
 
         foreach_vector(k, 0, BINS, merge_tables)
         for place, chains in enumerate((total, size, square)):
-            sums.put(k.sum(fold(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
-        sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
+            sums.put(k.sum(tree_reduce(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
+        sums.put(k.maximum(tree_reduce(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
 def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:

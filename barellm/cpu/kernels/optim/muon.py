@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
-from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
+from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATED
 from barellm.cpu.kernels.optim.optimizer import sweep_pairs
@@ -40,7 +40,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             old, g = m.load(i, mask), grad.load(i, mask) * fresh
@@ -52,7 +52,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
             sums[j].value = k.fma(lookahead, lookahead, sums[j].value)
 
         foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
-        partials.put(k.sum(fold(sums, add)), chunk)
+        partials.put(k.sum(tree_reduce(sums, add)), chunk)
 
 
 @lowering("muon_momentum")
@@ -104,14 +104,14 @@ def lower_apply(op: Op, c: Lowering) -> None:
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (rows) of the squares of x (rows, C)."""
     with k.parallel_range(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
-        sums, at = zeros(k, CHAINS), x.at(row * C)
+        sums, at = new_accumulators(k, CHAINS), x.at(row * C)
 
         def body(c, mask, j):
             value = at.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
 
         foreach_column(k, C, body, unroll=CHAINS)
-        means.put(k.sum(fold(sums, add)) / float(C), row)
+        means.put(k.sum(tree_reduce(sums, add)) / float(C), row)
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
+from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
@@ -48,7 +48,7 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
     """y (rank, rows) = M f: sums along the rows of M = grad + error."""
 
     def block(i, height, j, width):
-        sums = [zeros(k, width) for _ in range(height)]
+        sums = [new_accumulators(k, width) for _ in range(height)]
 
         def body(c, mask, _):
             factors = [f.load((j + b) * cols + c, mask) for b in range(width)]
@@ -69,8 +69,8 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
 
 def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
     """partials (chunks, rank, cols) = M^T f for the rows of each chunk of M = grad + error."""
-    with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (to, begin, end):
-        assert to is not None
+    with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
+        assert dst is not None
 
         def block(i, height, j, width):
             factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
@@ -79,10 +79,10 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
                 at = [(i + a) * cols + c for a in range(height)]
                 m = [grad.load(x, mask) + error.load(x, mask) for x in at]
                 for b, of_column in enumerate(factors):
-                    total = to.load((j + b) * cols + c, mask)
+                    total = dst.load((j + b) * cols + c, mask)
                     for value, factor in zip(m, of_column, strict=True):
                         total = k.fma(value, factor, total)
-                    to.store(total, (j + b) * cols + c, mask)
+                    dst.store(total, (j + b) * cols + c, mask)
 
             foreach_column(k, cols, body, unroll=1)
 
@@ -115,13 +115,13 @@ def lower_factor(op: Op, c: Lowering) -> None:
 
 def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
     """The sum of the products of elements [first, n)."""
-    sums = zeros(k, CHAINS)
+    sums = new_accumulators(k, CHAINS)
 
     def body(i, mask, j):
         sums[j].value = k.fma(a.load(i, mask), b.load(i, mask), sums[j].value)
 
     foreach_vector(k, first, n, body, unroll=CHAINS)
-    return k.sum(fold(sums, add))
+    return k.sum(tree_reduce(sums, add))
 
 
 def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
@@ -143,8 +143,10 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
 
             foreach_vector(k, 0, n, look)
             size = k.maximum(largest.value)
-            scale, to = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, a=column, to=to, s=scale: to.store(a.load(i, mask) * s, i, mask))
+            scale, dst = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
+            foreach_vector(
+                k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask)
+            )
         with k.loop(0, rank) as j:
             v = work.at(j * n)
             squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
@@ -158,8 +160,8 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
             with k.loop(j + 1, rank) as later:
                 reflect(k, work.at(later * n), v, taus.get(j), n)
         with k.loop(0, rank) as j:
-            to = y.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, to=to: to.store(0.0, i, mask))
+            dst = y.at(j * n)
+            foreach_vector(k, 0, n, lambda i, mask, _, dst=dst: dst.store(0.0, i, mask))
             y.put(1.0, j * n + j)
         with k.loop(0, rank) as back:
             last = (rank - 1) - back
@@ -191,7 +193,7 @@ def feedback(
     def tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
         at = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
         left = [[k.var(grad.load(*x) + error.load(*x)) for x in of_row] for of_row in at]
-        found = [zeros(k, len(columns)) for _ in range(height)]
+        found = [new_accumulators(k, len(columns)) for _ in range(height)]
         with k.loop(0, rank) as j:
             own, total = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
             for a in range(height):

@@ -92,22 +92,14 @@ def symmetric_gemm(
             if a_panel is not None:
                 a_panels.step()
 
-        to = accumulators.at((row - first) * nr)
-        c_init = (p > 0, to) if k_blocks > 1 else None
+        dst = accumulators.at((row - first) * nr)
+        c_init = (p > 0, dst) if k_blocks > 1 else None
         sums = microkernel(
-            k,
-            tile,
-            load_a,
-            panel,
-            k_units,
-            vnni,
-            tail=tail,
-            prefetch=pack_step if overlap else None,
-            c_init=c_init,
+            k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if overlap else None, c_init=c_init,
             is_last_k=is_last_k,
-        )
+        )  # fmt: skip
         for i, value in enumerate(value for values in sums for value in values):
-            to.store(value, i * lanes)
+            dst.store(value, i * lanes)
 
     with k.parallel_for(panels * m_blocks) as item:
         panel_index, block = item % panels, item // panels

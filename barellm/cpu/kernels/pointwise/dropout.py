@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import added, row_grain
+from barellm.cpu.kernels.loops import accumulate, row_grain
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.tausworthe import Streams
 from barellm.program.ops.base import Op
@@ -20,7 +20,7 @@ def dropped(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
-        to, of = out.at(row * C), x.at(row * C)
+        dst, src = out.at(row * C), x.at(row * C)
 
         def pair(block: Any, columns: int, part: int, offset: int) -> None:
             """Two vectors of the block that `columns` columns of the row reach into."""
@@ -30,8 +30,8 @@ def dropped(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
                     continue
                 mask = None if left >= k.lanes else k.mask_first(left)
                 c = k.int(block) * (2 * HALF) + offset + half * HALF
-                y = of.load(c, mask) * random.keep(k, word, rate)
-                to.store(added(k, to, c, mask, y, mode), c, mask)
+                y = src.load(c, mask) * random.keep(k, word, rate)
+                dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
 
         with k.loop(0, C // (2 * HALF)) as block:
             for part, offset in random.column_blocks(k.lanes):
@@ -58,7 +58,7 @@ def dropped_by_streams(k: KernelBuilder, out, x, stream, *, C: int, rate: float,
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
-        to, of = out.at(row * C), x.at(row * C)
+        dst, src = out.at(row * C), x.at(row * C)
 
         def sixteen(streams: Streams, c: Value, columns: int) -> None:
             """The next draw of the streams, for as many of HALF columns from c on."""
@@ -67,8 +67,8 @@ def dropped_by_streams(k: KernelBuilder, out, x, stream, *, C: int, rate: float,
                 if left > 0:
                     mask = None if left >= k.lanes else k.mask_first(left)
                     at = c + part * k.lanes
-                    y = of.load(at, mask) * random.keep(k, word, rate)
-                    to.store(added(k, to, at, mask, y, mode), at, mask)
+                    y = src.load(at, mask) * random.keep(k, word, rate)
+                    dst.store(accumulate(k, dst, at, mask, y, mode), at, mask)
 
         def block(number: Any, columns: int) -> None:
             streams = Streams(k, bits, key, position, number)

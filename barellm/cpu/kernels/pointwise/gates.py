@@ -13,13 +13,13 @@ from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, s
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
-    added,
-    fold,
+    accumulate,
     foreach_column,
+    new_accumulators,
     row_grain,
     shape_of,
+    tree_reduce,
     write_row,
-    zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang import Pointer, Value
@@ -44,16 +44,16 @@ def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, di
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         read = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
         with k.loop(0, N) as n:
-            sums, first = zeros(k, ROW_UNROLL), 0
-            for of, columns in zip(read, widths, strict=True):
+            sums, first = new_accumulators(k, ROW_UNROLL), 0
+            for src, columns in zip(read, widths, strict=True):
                 w = weight.at(n * K + first)
 
-                def body(c: Any, mask: Value | None, j: int, of=of, w=w, sums=sums) -> None:
-                    sums[j].value = k.fma(of.load(c, mask), w.load(c, mask), sums[j].value)
+                def body(c: Any, mask: Value | None, j: int, src=src, w=w, sums=sums) -> None:
+                    sums[j].value = k.fma(src.load(c, mask), w.load(c, mask), sums[j].value)
 
                 foreach_column(k, columns, body)
                 first += columns
-            z.put(k.sum(fold(sums, add)), row * N + n)
+            z.put(k.sum(tree_reduce(sums, add)), row * N + n)
 
 
 @lowering("gate_logits", also={"weight": PLANES}, views="x extra")
@@ -71,14 +71,14 @@ def gate_logits_backward(
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
-    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (to, begin, end):
-        assert to is not None
+    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (dst, begin, end):
+        assert dst is not None
         acc = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
         with k.loop(begin, end) as row:
             given, at = dz.at(row * N), row
             for v, (i, c, mask) in enumerate(vectors):
-                of, d = (x, extra)[i], (dx, dextra)[i].at(at * dstrides[i])
-                value, total, w = of.at(at * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
+                src, d = (x, extra)[i], (dx, dextra)[i].at(at * dstrides[i])
+                value, total, w = src.at(at * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
                 def gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
                     by = k.splat(given.get(n))
@@ -86,7 +86,7 @@ def gate_logits_backward(
                     if in_registers:
                         acc[n, v].value = k.fma(by, value, acc[n, v].value)
                     else:
-                        to.store(k.fma(by, value, to.load(n * K + w, mask)), n * K + w, mask)
+                        dst.store(k.fma(by, value, dst.load(n * K + w, mask)), n * K + w, mask)
 
                 if in_registers:
                     for n in range(N):
@@ -94,10 +94,10 @@ def gate_logits_backward(
                 else:
                     with k.loop(0, N) as n:
                         gate(n)
-                d.store(added(k, d, c, mask, total.value, modes[i]), c, mask)
+                d.store(accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
         for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
-            to.store(sums.value, n * K + starts[i] + c, mask)
+            dst.store(sums.value, n * K + starts[i] + c, mask)
 
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
@@ -151,10 +151,12 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
     times, _ = factors(k, factor, scale, squash=squash)
-    past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
+    nontemporal = (
+        rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
+    )
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
-        to, under = y.at(row * C), None if base is None else base.at(row * stride["base"])
+        dst, under = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
         def through(n: Value, *, opens: bool) -> None:
@@ -166,9 +168,9 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
                 if opens:
                     passed = source.load(at, mask)
                     value = passed * gate if under is None else k.fma(passed, gate, value)
-                return added(k, to, at, mask, value, mode_y)
+                return accumulate(k, dst, at, mask, value, mode_y)
 
-            write_row(k, to.at(n * D), D, vector, past=past)
+            write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
 
         def columns(*, opens: bool) -> None:
             with k.loop(0, N) as n:
@@ -207,27 +209,31 @@ def gated_backward(
     dots = gates.at(padded)
     times, rise = factors(k, factor, scale, squash=squash)
     to_caches = modes[0] != "store" or D % (ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
-    past = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
-    with chunks_of_rows(k, partials, rows, 1, 1) as (to, begin, end):
+    nontemporal = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
+    with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):
         total = k.var_vec(0.0)
         with k.loop(begin, end) as row:
             logits, to_dz = z.at(row * N), dz.at(row * N)
-            by, of, back = dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"])
+            by, src, back = dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"])
 
             def store_dz(c: Any, mask: Value | None, value: Any, to_dz=to_dz) -> None:
-                to_dz.store(added(k, to_dz, c, mask, k.to(value, k.vec), modes[1]), c, mask)
+                to_dz.store(accumulate(k, to_dz, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
-            def group(n: Value, by=by, of=of, back=back) -> None:
-                gate, sums, chains = k.splat(gates.get(n)) * times, zeros(k, ROW_UNROLL), cycle(range(ROW_UNROLL))
+            def group(n: Value, by=by, src=src, back=back) -> None:
+                gate, sums, chains = (
+                    k.splat(gates.get(n)) * times,
+                    new_accumulators(k, ROW_UNROLL),
+                    cycle(range(ROW_UNROLL)),
+                )
 
                 def vector(c: Any, mask: Value | None) -> Value:
                     at, chain = n * D + c, sums[next(chains)]
                     d = by.load(at, mask)
-                    chain.value = k.fma(d, of.load(at, mask), chain.value)
-                    return added(k, back, at, mask, d * gate, modes[0])
+                    chain.value = k.fma(d, src.load(at, mask), chain.value)
+                    return accumulate(k, back, at, mask, d * gate, modes[0])
 
-                write_row(k, back.at(n * D), D, vector, past=past)
-                dots.put(k.sum(fold(sums, add)), n)
+                write_row(k, back.at(n * D), D, vector, nontemporal=nontemporal)
+                dots.put(k.sum(tree_reduce(sums, add)), n)
 
             def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
                 s, dot = gates.load(c, mask), dots.load(c, mask)
@@ -253,11 +259,12 @@ def gated_backward(
                 last = dx.at(row * stride["dx"])
                 with k.when(t >= T - shift):
                     write_row(
-                        k, last, C, lambda c, mask: added(k, last, c, mask, k.to(0.0, k.vec), modes[0]), past=None
-                    )
+                        k, last, C, lambda c, mask: accumulate(k, last, c, mask, k.to(0.0, k.vec), modes[0]),
+                        nontemporal=None,
+                    )  # fmt: skip
         if rise is not None:
-            assert to is not None
-            to.put(k.lane(rise, 0) * k.sum(total.value), 0)
+            assert dst is not None
+            dst.put(k.lane(rise, 0) * k.sum(total.value), 0)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")

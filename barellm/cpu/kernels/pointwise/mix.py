@@ -10,14 +10,14 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
-    added,
+    accumulate,
     elementwise_map,
+    exceeds_caches,
     flat,
-    fold,
-    past_caches,
+    new_accumulators,
     shape_of,
     store_all,
-    zeros,
+    tree_reduce,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
 from barellm.cpu.lang import Pointer, Value
@@ -61,28 +61,8 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
 
 
 def mix_backward(
-    k: KernelBuilder,
-    partials,
-    dx0,
-    dx1,
-    dx2,
-    dx3,
-    dy,
-    x0,
-    x1,
-    x2,
-    x3,
-    k0,
-    k1,
-    k2,
-    k3,
-    *,
-    numbers,
-    modes,
-    C,
-    dims,
-    inner,
-) -> None:
+    k: KernelBuilder, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner,
+) -> None:  # fmt: skip
     """All in one pass, in which dy is read once. partials (chunks, learned coefficients): sums of dy x over the rows of a chunk."""
     n = len(numbers)
     learned = [i for i in range(n) if numbers[i] is None]
@@ -93,9 +73,9 @@ def mix_backward(
     ]
     rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes
-    leaves = [past_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
-    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (to, first, last):
-        sums = [zeros(k, CHAINS) for _ in learned]
+    leaves = [exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
+    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
+        sums = [new_accumulators(k, CHAINS) for _ in learned]
 
         def part_of(i: Any, mask: Value | None, chain: int) -> tuple[Value, list[Value]]:
             """dy, and what belongs to each result."""
@@ -104,7 +84,7 @@ def mix_backward(
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)
             return by, [
-                added(k, dx, i, mask, by if factor is None else by * factor, mode) for dx, factor, mode in results
+                accumulate(k, dx, i, mask, by if factor is None else by * factor, mode) for dx, factor, mode in results
             ]
 
         begin, end = first * C, last * C
@@ -118,7 +98,7 @@ def mix_backward(
             for (dx, _, _), value in zip(results, part_of(i, mask, 0)[1], strict=True):
                 dx.store(value, i, mask)
         for t, chains in enumerate(sums):
-            to.put(k.sum(fold(chains, add)), t)
+            dst.put(k.sum(tree_reduce(chains, add)), t)
 
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")

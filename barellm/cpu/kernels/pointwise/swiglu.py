@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_lines
+from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_cache_lines
 from barellm.cpu.lang import Value
 from barellm.cpu.lang.vector import silu, silu_and_slope
 from barellm.program.ops.base import Op
@@ -18,7 +18,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     results are whole cache lines."""
     tensors = op.outputs | op.inputs
     strides = tuple((name, t.row_stride) for name, t in tensors.items())
-    return {"F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_lines(op), **shape_of(op.gate)}
+    return {"F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_cache_lines(op), **shape_of(op.gate)}
 
 
 @kernel("swiglu", constants=constants_of, views="gate up y")

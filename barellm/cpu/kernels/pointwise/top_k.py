@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import fold, foreach_column, shape_of
+from barellm.cpu.kernels.loops import foreach_column, shape_of, tree_reduce
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.ops.base import Op
 
@@ -36,7 +36,7 @@ def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
         sums[j].value = sums[j].value + k.select(there if mask is None else there & mask, k.to(1, k.ivec), 0)
 
     foreach_column(k, C, body, unroll=CHAINS)
-    return k.to(k.sum(fold(sums, lambda a, b: a + b)), "i64")
+    return k.to(k.sum(tree_reduce(sums, lambda a, b: a + b)), "i64")
 
 
 def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
@@ -95,12 +95,12 @@ def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
     keys = k.thread_scratch("i32")
     own, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
     with k.parallel_for(k.num_elements(dims) * inner) as row:
-        of, to, where = x.at(row * C), values.at(row * K), indices.at(row * K)
-        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, of.load(c, mask)), c, mask))
+        src, dst, where = x.at(row * C), values.at(row * K), indices.at(row * K)
+        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, src.load(c, mask)), c, mask))
         collect(k, keys, own, columns, C, K, threshold(k, keys, C, K))
         with k.loop(0, K) as i:
             rank, column = place(k, own, K, i), columns.get(i)
-            to.put(of.get(column), rank)
+            dst.put(src.get(column), rank)
             where.put(column, rank)
 
 
@@ -125,10 +125,10 @@ def constants_of(op: Op) -> dict[str, int]:
 def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
     keep = k.keep(mode_dx)
     with k.parallel_for(k.num_elements(dims) * inner) as row:
-        to, of, where = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
+        dst, src, where = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
 
         with nullcontext() if keep is None else k.otherwise(keep):
-            foreach_column(k, C, lambda c, mask, j: to.store(0.0, c, mask))
+            foreach_column(k, C, lambda c, mask, j: dst.store(0.0, c, mask))
         with k.loop(0, K) as i:
-            at, new = where.get(i), of.get(i)
-            to.put(new if keep is None else new + to.get(at), at)
+            at, new = where.get(i), src.get(i)
+            dst.put(new if keep is None else new + dst.get(at), at)
