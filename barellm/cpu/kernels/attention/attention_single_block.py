@@ -75,20 +75,21 @@ def load_rows(
     k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer | None = None,
     vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
-    """Pack `count` rows in the given layouts, with zeros up to a multiple of g.queries; transposed ones [g.d_steps][MAX_SEQ]."""
+    """Pack `count` bf16 rows of `source`, read once, in those layouts for which a block is given (attention_microkernels.py; of
+    `transposed` [g.d_steps][MAX_SEQ]), with zeros up to a multiple of g.queries rows."""
     with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
-            held = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]
+            square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
             whole = (t + g.lanes) <= count
             with k.when(whole):
-                for i, x in enumerate(held):
+                for i, x in enumerate(square):
                     x.value = source[t + i].as_dtype("i32").load_raw(c)
             with k.otherwise(whole):
-                for i, x in enumerate(held):
+                for i, x in enumerate(square):
                     inside = (t + i) < count
                     with k.when(inside):
                         x.value = source[t + i].as_dtype("i32").load_raw(c)
-            units = [x.value for x in held]
+            units = [x.value for x in square]
             if rows is not None:
                 for i, x in enumerate(units):
                     rows.as_dtype("i32").store_raw(x, (t + i) * g.row_units + c)
@@ -107,29 +108,29 @@ def load_rows(
 def store_rows(
     k: KernelBuilder, g: Geometry, tile: list[list[Value]], dst: Rows, first: Value, c: Any, count: Value, factors: list[Any]
 ) -> None:  # fmt: skip
-    """Rows of the tile from row `first` and column c on, times a factor each, up to row `count`."""
+    """dst[first + r] from column c on = row r of a register tile times factors[r], for rows below `count`."""
 
-    def put(r: int) -> None:
+    def store_row(r: int) -> None:
         for v, x in enumerate(tile[r]):
             dst[first + r].store(x * factors[r], c + v * g.lanes)
 
     whole = (first + len(tile)) <= count
     with k.when(whole):
         for r in range(len(tile)):
-            put(r)
+            store_row(r)
     with k.otherwise(whole):
         for r in range(len(tile)):
             inside = (first + r) < count
             with k.when(inside):
-                put(r)
+                store_row(r)
 
 
 def gemm_rows(
     k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, dst: Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """g.rows rows of L X from row `first` of `dst` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
-    first of `steps` pairs of tokens."""
+    """dst rows [first, first + g.rows), below `count`, = L @ X times factors[r], or with `add` dst + L @ X (factors are then 1). L
+    (g.rows, tokens) is broadcast, X (tokens, D) a `vnni` block; both from the first of `steps` pairs of tokens on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = (
             [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
@@ -139,8 +140,9 @@ def gemm_rows(
 
 
 def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
-    """tile(first key, rows, first vector, crosses) for all that the g.queries queries from t on see. A tile has both vectors
-    and g.rows keys, or the second one and twice as many; `crosses`: its first vector has queries before its last key."""
+    """tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
+    sees. A tile has both vectors and g.rows keys, or the second vector and twice as many; `needs_mask`: its first vector has
+    queries before its last key."""
     with k.loop(0, t, g.rows) as j:
         tile(j, g.rows, 0, False)
     with k.loop(t, t + g.lanes, g.rows) as j:
@@ -149,13 +151,14 @@ def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> 
 
 
 def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
-    """Lanes of queries from `query` on, `otherwise` where the key is later."""
+    """x, whose lanes are queries from `query` on, but `otherwise` where the query is before `key`."""
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
 def attention_single_block(
     k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides
 ) -> None:
+    """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     s = blocks_of(k, forward_units(g))
     softmax_scale_log2 = log2(e) / sqrt(D)
@@ -182,17 +185,18 @@ def attention_single_block(
 
 
 def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
-    """Scores of the queries from t on, -infinity where the key is later; the largest of each query."""
+    """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns the
+    largest score of each query."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
         right = Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
-        found = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
+        scores = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
         target = s["scores"].at(j * g.queries)
         for v in range(first, g.vectors):
             best = top[v].value
-            for r, row in enumerate(found):
+            for r, row in enumerate(scores):
                 x = row[v - first]
                 if needs_mask and v == first:
                     x = earlier(k, g, x, j + r, t + v * g.lanes, float("-inf"))
@@ -207,7 +211,8 @@ def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t:
 def single_block_probabilities(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
 ) -> list[Value]:
-    """exp2(scores * softmax_scale_log2 + shift) as units along the keys, and their sums."""
+    """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, in units along the keys. Returns the
+    sum of each query."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
     def pair(j: Value, first: int) -> None:
@@ -230,7 +235,8 @@ def attention_backward_single_block(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
     *, batch, seq, heads, kv_heads, D, strides,
 ) -> None:  # fmt: skip
-    """A work item is a head of keys with its group of query heads."""
+    """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
+    group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     group = heads // kv_heads
     s = blocks_of(k, backward_units(g, group > 1))
@@ -279,7 +285,8 @@ def attention_backward_single_block(
 
 
 def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:
-    """P and dS of the queries from t on, along the queries, and dS along the keys."""
+    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] in units along the queries,
+    s["ds_vnni"] = dS in units along the keys."""
     softmax_scale_log2 = log2(e) / sqrt(g.D)
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:

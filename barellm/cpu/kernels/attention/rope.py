@@ -12,8 +12,8 @@ from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """The constants of the kernel. `strides` are those of the rows of x and y. `lines` says whether the rows of y are whole cache
-    lines."""
+    """Constants of the kernel. `strides`: of the rows of x and y, in elements; `lines`: whether the rows of y are whole cache
+    lines; `W`: columns of a row; `half`: planes of a head, which columns i and i + half span."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
     axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1])}
@@ -22,7 +22,8 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 @kernel("rope", constants=constants_of, views="x y")
 def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
-    """Rotate the heads of each row. If there are enough registers, a row's cosines and sines stay there for all heads."""
+    """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), the
+    other columns as they are. If there are enough registers, a row's cosines and sines stay there for all heads."""
     T, pos = runtime_size(k, seq), k.scalar("pos")
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)

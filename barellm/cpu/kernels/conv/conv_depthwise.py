@@ -114,8 +114,9 @@ class LineBlock:
     def input_vectors(
         self, line: Value, lines: int, j: Value, rows: range | Value, columns: range
     ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
-        """Vectors of what a tile of `lines` lines sees through these taps, and for each of them (line of the output, number of the
-        tap) of all that read it. `rows`: filter rows, or one that is known at run time."""
+        """What a register tile of `lines` output lines from `line` on, `lanes` pixels from pixel j on, sees through the taps `rows`
+        x `columns` of the filter: each distinct vector of pixels once, with all (line of the tile, number of the tap) that read it.
+        `rows`: filter rows, or one that is known at run time only."""
         geometry, stride = self.geometry, self.geometry.stride[0]
         offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
         if isinstance(rows, Value):
@@ -125,11 +126,11 @@ class LineBlock:
                 for i, s in enumerate(columns):
                     yield self.lines.tap(at, s, j), [(t, i)]
             return
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, (r, s) in enumerate((r, s) for r in rows for s in columns):
             for t in range(lines):
-                found.setdefault((t * stride + offsets[r], s), []).append((t, i))
-        for (at, s), users in sorted(found.items()):
+                readers.setdefault((t * stride + offsets[r], s), []).append((t, i))
+        for (at, s), users in sorted(readers.items()):
             yield self.lines.tap(line * stride + at, s, j), users
 
 
@@ -137,7 +138,8 @@ def conv_depthwise(
     k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, target: OutputMap,
     blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
-    """out (N, groups rows, *target.size) from filters a (groups rows, taps), fp32, and x (N, groups, H, W)."""
+    """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
+    fp32, for each channel. `count` images for each of the run-time sizes `dims`."""
     Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)

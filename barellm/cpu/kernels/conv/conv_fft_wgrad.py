@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering
-from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size, half, input_nbytes
+from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size, half, input_nbytes, load_hermitian
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import V_BYTES, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import winograd_wgrad_gemm
@@ -21,7 +21,9 @@ from barellm.runtime.lowering import part
 def fft_wgrad_output(
     k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str
 ) -> None:
-    """dw (size, R, S) from products (planes, size), lanes along `size`. `flip`: filters are read from their end."""
+    """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
+    output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
+    from their end."""
     pitch, buffer = 2 * half(F) * k.lanes, k.thread_scratch()
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
@@ -38,21 +40,21 @@ def fft_wgrad_output(
                 dst.store(im, k.lanes)
         with k.loop(0, R) as r:
             at = buffer.at(r * pitch)
-            known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
-            x = known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
+            x = load_hermitian(k, at, F)
             row = R - 1 - r if flip else r
             for s, (re, _) in enumerate(fft(k, x, 1)[:S]):
-                made, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
+                tap, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
                 for lane in range(k.lanes):
                     with k.when(first + lane < size):
-                        accumulate_scalar(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(made, lane), mode)
+                        accumulate_scalar(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(tap, lane), mode)
 
 
 def append_fft_wgrad(
     c: Lowering, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
 ) -> None:  # fmt: skip
-    """`geometry`: of the direct convolution."""
+    """Append the calls of an FFT filter gradient: for as many blocks of tiles as V_BYTES hold, both transforms and the GEMMs; then
+    the inverse transform. `geometry`: of the direct forward convolution."""
     rows, columns, R, S = (
         int(dy.shape[1]) // groups,
         geometry.channels,

@@ -9,6 +9,8 @@ A work item owns some images' lines x some output channels; its fp32 sums stay i
 then runs the micro-kernel over all positions. For a chunk (32 channels and 9 taps: depth 288) of 32 columns the filters take 18 KB
 and stay in L1 meanwhile. A result is one accumulation chain over chunks, taps and channels, whatever the blocking is, and is
 rounded once.
+
+Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ class Blocking:
     columns: int
 
     def layout(self, geometry: ConvGeometry) -> PolyphaseLayout:
+        """Positions of a block of lines, padded to tiles."""
         return PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
 
 
 def select_blocking(
     isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, columns: int, images: int, groups: int, threads: int
 ) -> Blocking:
-    """Work items as large as L2 allows, and as many as keep `threads` evenly busy with `images`."""
+    """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles; `columns`: output channels
+    of a group."""
     P, _ = geometry.output_size
     tile_n = tile.nr(isa)
     pairs = isa.lanes
@@ -99,6 +103,9 @@ class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking, *, dense: bool) -> None:
+        """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
+        `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only where outputs are not
+        `dense`."""
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
@@ -115,12 +122,14 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's loop over work items."""
+    """One thread's loop over work items. State of the loops: the item's `group`, `num_images` images from `image` on, the lines of
+    a block from `line` on, and the columns of a block from `first_column` on."""
 
     def __init__(
         self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, columns: int,
         geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
+        """Operands as in `conv_implicit_gemm_bf16`; `columns`: output channels of a group. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
         self.dense = target == OutputMap(geometry.output_size)
@@ -137,6 +146,7 @@ class ImplicitGemm:
         self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
 
     def run(self) -> None:
+        """The parallel loop over work items, and for each the loop over K blocks of channels."""
         k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
         self._make_tables()
         line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
@@ -167,12 +177,15 @@ class ImplicitGemm:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
     def _k_block(self, k_block: Value) -> None:
+        """One K block of a work item: pack its chunks of all images, run the micro-kernel over all positions and column blocks, and
+        after the last K block the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
         with k.loop(0, self.num_images) as n, k.loop(0, chunks) as c:
             self._pack(n, c, chunk + c)
         blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
+        # Filters lie as [group][column block][chunk][tap][pair][tile_n][2] (conv_filter_packing.py).
         filter_bytes = self.chunks * self.geometry.taps * 4 * b.pairs * self.tile_n  # of a column block
         group_bytes = ceil_div(self.columns, self.tile_n) * filter_bytes
         with k.loop(0, self.num_images) as n:
@@ -259,7 +272,8 @@ class ImplicitGemm:
             p.store(var.value)
 
     def _store(self, n: Value, sums: Pointer, column: Value) -> None:
-        """The epilogue of a column block of an image: vectors of adjacent pixels, whose positions a table has."""
+        """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is
+        stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         (P, Q), t = self.geometry.output_size, self.target
         pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q
@@ -282,7 +296,8 @@ class ImplicitGemm:
                 self._store_pixels(dst, vector, vectors_end, pixels - vectors_end, is_last)
 
     def _store_bf16(self, dst: Pointer, sums: Pointer, p: Value) -> None:
-        """Two vectors of pixels from p on, rounded to bf16 before the transpose, which then has half the elements."""
+        """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
+        half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         interleave = [x for i in range(lanes) for x in (i, lanes + i)]
         rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
@@ -291,7 +306,8 @@ class ImplicitGemm:
             k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 
     def _store_pixels(self, dst: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
-        """A vector of pixels from p on, or `count` of them, for a vector of columns."""
+        """Store a vector of pixels from pixel p on, or the first `count` of it, for `lanes` columns; where `is_last` (i1) only
+        those columns that exist."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         columns_first = transpose(k, [sums.bytes(self._lookup(self.pixel_sums, p + i)).load() for i in range(lanes)])
         mask = None if count is None else k.mask_first(count)
@@ -304,19 +320,20 @@ class ImplicitGemm:
                 accumulate_scalar(k, place, 0, self.spill.get(c * lanes + i), self.mode)
             return
 
-        def put(values: list[Value]) -> None:
+        def store_columns(values: list[Value]) -> None:
             for c, value in enumerate(values):
                 place = dst.at(p + c * size)
                 place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
         tail = self.columns % lanes
         with k.otherwise(is_last) if tail else nullcontext():
-            put(columns_first)
+            store_columns(columns_first)
         if tail:
             with k.when(is_last):
-                put(columns_first[:tail])
+                store_columns(columns_first[:tail])
 
     def _lookup(self, table: Pointer, index: Value) -> Value:
+        """An i64 of a table in scratch."""
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 

@@ -41,6 +41,7 @@ class PolyphaseLayout:
     min_pitch: int = 0
 
     def _axis(self, axis: int) -> AxisTaps:
+        """The taps along rows (0) or columns (1): offset o is phase o % stride, shifted by o // stride."""
         stride = self.geometry.stride[axis]
         offsets = (self.geometry.row_offsets, self.geometry.column_offsets)[axis]
         shifts = [o // stride for o in offsets]
@@ -115,8 +116,9 @@ class PolyphaseLayout:
 
 
 class PolyphaseBuffer:
-    """The planes of `channels` channels at a time at `at`, or `height` of their lines, packed from x (N, groups group_channels, H,
-    W); the default of `group_channels` is geometry.channels."""
+    """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from x (N, groups group_channels,
+    H, W); the default of `group_channels` is geometry.channels. `at`: the first channel's; `pitch`: elements to the next channel's.
+    A line of zeros before them stands for the rows outside the image."""
 
     def __init__(
         self, k: KernelBuilder, layout: PolyphaseLayout, x: Pointer, scratch: Pointer, *, channels: int, groups: int,
@@ -159,7 +161,8 @@ class PolyphaseBuffer:
             self._pack_line(dst.at((u - first) * layout.pitch), Pointer(k, source.ref, "bf16"), column_phase)
 
     def _pack_line(self, dst: Pointer, source: Pointer, phase: int) -> None:
-        """Vectors may reach beyond the line: what follows is written later."""
+        """A line of a plane: dst[v] = source[(v + first) * stride + phase] for `pitch` positions v, zeros or mirror images outside
+        the image. Vectors may reach beyond the line: what follows is written later."""
         k, layout, stride, W = self.k, self.layout, self.geometry.stride[1], self.geometry.input_size[1]
         first, pitch = layout.columns.first, layout.pitch
         inside = [v for v in range(pitch) if 0 <= (v + first) * stride + phase < W]
@@ -196,7 +199,8 @@ class PolyphaseBuffer:
                 dst.store_raw(0, v)
 
     def _vector(self, source: Pointer, column: Any, count: int) -> Value:
-        """`count` pixels from `column` on, strided; zeros behind them."""
+        """A vector of `count` pixels (i16), every stride-th from input column `column` on; zeros behind them. Strides of 2 and 4:
+        loads of adjacent pixels, of which shuffles keep every second."""
         k, stride = self.k, self.geometry.stride[1]
         if stride == 1:
             return source.load_raw(column, None if count == k.lanes else k.mask_first(count))

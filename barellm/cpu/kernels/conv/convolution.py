@@ -247,6 +247,8 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
 
 @lowering("conv2d_dw", starts="dw")
 def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
+    """The filter gradient by the op's algorithm; with "auto" the first of depthwise, FFT, Winograd, bf16 and fp32 direct that
+    supports it and that the cost models take."""
     geometry = geometry_of(op, op.x, *op.size)
     images = {"groups": op.groups, "geometry": geometry, "mode": op.modes["dw"], **images_of(op.x)}
     rows = int(op.dy.shape[1]) // op.groups

@@ -131,7 +131,8 @@ class LineBuffer:
                         dst.put(source.get(at), c - begin)
 
     def _fill_unrolled(self, dst: Pointer, plane: Value, row: Value, begin: int, length: int) -> None:
-        """The same of a short line that begins at a known column: no loop exit to mispredict."""
+        """`fill` of a short line of `length` elements that begins at input column `begin`, known here: no loop exit to
+        mispredict."""
         k, (H, W) = self.k, self.geometry.input_size
         low, high = max(begin, 0), min(begin + length, W)
         inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
@@ -284,8 +285,9 @@ class Im2colPanel(OutputLines):
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
-    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, new_accumulators: int = 1) -> None:
-        """The channels [channel, last). `zeros` vectors of zeros follow the first `pixels` of each depth."""
+    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zero_vectors: int = 1) -> None:
+        """Make the im2col matrix of the channels [channel, last): load the lines of each channel and filter row, and copy each
+        tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
         k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
         if not geometry.taps:
             return
@@ -302,10 +304,11 @@ class Im2colPanel(OutputLines):
                 with k.loop(0, self.num_lines) as line:
                     self._copy(line, s, dst)
                 if pixels is not None:
-                    for v in range(new_accumulators):
+                    for v in range(zero_vectors):
                         dst.store(0.0, pixels + v * k.lanes)
 
     def _copy(self, line: Value, s: int, dst: Pointer) -> None:
+        """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""
         k, unrolled = self.k, self.columns <= UNROLLED_COPY * self.k.lanes
         for q in range(0, self.columns, k.lanes) if unrolled else [0]:
             with nullcontext(q) if unrolled else k.loop(0, self.columns, k.lanes) as first:

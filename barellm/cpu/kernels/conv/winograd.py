@@ -74,7 +74,8 @@ class WinogradConv:
 def winograd_conv(
     isa: ISA, m: int, x: ConvGeometry, offset: tuple[int, int], size: tuple[int, int], groups: int, rows: int
 ) -> WinogradConv:
-    """`x`: of the direct convolution; `offset`: of the filter's first tap."""
+    """The tiling of F(m x m, 3 x 3) for a result of `size` pixels and `rows` output channels of a group. `x`: the geometry of the
+    direct convolution; `offset`: of the filter's first tap, in rows and columns."""
     n = m + 2
     geometry = ConvGeometry(
         x.input_size, x.channels, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
@@ -107,18 +108,18 @@ def winograd_filters(
         first = k.min(first, max(depth - k.lanes, 0))  # the last vector overlaps the one before
         src = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
         if depth >= k.lanes:
-            taken = [load_strided(k, src.at(t), step) for t in taps]
+            vectors = [load_strided(k, src.at(t), step) for t in taps]
         else:
-            taken = [k.to(0.0, k.vec) for _ in taps]
+            vectors = [k.to(0.0, k.vec) for _ in taps]
             for i in range(depth):
-                taken = [
+                vectors = [
                     k.op(k.vec, f"insertelement {v.typed}, {src.at(t).get(i * step).typed}, i64 {i}")
-                    for t, v in zip(taps, taken, strict=True)
+                    for t, v in zip(taps, vectors, strict=True)
                 ]
-        made = both_ways(k, G, [taken[i : i + 3] for i in range(0, 9, 3)])
+        transformed = both_ways(k, G, [vectors[i : i + 3] for i in range(0, 9, 3)])
         dst = u.at(line * depth + first)
         mask = None if depth >= k.lanes else k.mask_first(depth)
-        for position, v in enumerate(made[i][j] for i in range(n) for j in range(n)):
+        for position, v in enumerate(transformed[i][j] for i in range(n) for j in range(n)):
             dst.store(v, position * size, mask)
 
 
@@ -126,14 +127,13 @@ def winograd_input(
     k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry,
     matrix: tuple[tuple[float, ...], ...], tile_n: int,
 ) -> None:  # fmt: skip
-    """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, of the blocks of tiles [first, first + limit): zero
-    for tiles that do not exist. A work item has as many blocks as are complete rows of tiles, of some channels."""
+    """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, where d are the pixels of x that a tile sees
+    (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist. There are `count` images for each
+    of the run-time sizes `dims`."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
     sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
     with for_each_channel(k, x, first, limit, **sizes) as r:
-        r.panel.pack(
-            r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], new_accumulators=tile_n // k.lanes
-        )
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
         with k.loop(0, r.num_blocks) as block:
             dst = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
             at = r.panel.at.at(r.skip + block * tile_n)
@@ -147,8 +147,9 @@ def winograd_input(
 
 @dataclass(frozen=True)
 class TileRun:
-    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from the first, and one of their channels. They lie in
-    `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those rows."""
+    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from `first` of `for_each_channel`, and one of their
+    channels. They lie in `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those
+    rows."""
 
     panel: Im2colPanel
     group: Value
@@ -164,8 +165,9 @@ def for_each_channel(
     k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, dims, count: int, groups: int, geometry: ConvGeometry,
     tile_n: int, most: int,
 ) -> Iterator[TileRun]:  # fmt: skip
-    """The body of a transform of the blocks of tiles [first, first + limit) of x, for each run of blocks and each channel. A work
-    item has as many blocks as are complete rows of tiles, at most about `most` tiles, of some channels."""
+    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for a
+    run of blocks and one channel. A work item is CHUNK channels of as many blocks as are complete rows of tiles, at most about
+    `most` tiles."""
     TW = geometry.output_size[1]
     run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
     panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch, groups)
@@ -198,7 +200,8 @@ def append_input_transform(
     c: Lowering, v: Any, x: Any, *, geometry: ConvGeometry, groups: int, matrix: Matrix, tile_n: int, first: int,
     limit: int, dims, count: int,
 ) -> None:  # fmt: skip
-    """v = the transform of the tiles of x that `geometry` sees."""
+    """Append the call of `winograd_input`: v = the transform of the tiles of x that `geometry` sees, blocks [first, first +
+    limit)."""
     _, lines, pitch = run_shape(geometry, tile_n, c.isa.lanes)
     c.thread_scratch(panel_nbytes(c.isa, geometry, lines, geometry.output_size[1], pitch, 1))
     sizes = {
@@ -209,25 +212,27 @@ def append_input_transform(
 
 
 def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, mode: str) -> None:
-    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from u and v."""
+    """y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from `winograd_filters` and v
+    from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
     n, A, width = conv.n, output_matrix(conv.m, 3), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
-    def epilogue(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+    def output_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
 
-    batched_gemm(k, u, v, first, limit, products, epilogue, dims=dims, count=count, conv=conv, positions=n * n)
+    batched_gemm(k, u, v, first, limit, products, output_transform, dims=dims, count=count, conv=conv, positions=n * n)
 
 
 def batched_gemm(
     k: KernelBuilder, u: Pointer, v: Pointer, first: Value, limit: Value, products: Pointer, epilogue: Callable[..., None], *,
     dims, count: int, conv: WinogradConv, positions: int,
 ) -> None:  # fmt: skip
-    """One GEMM for each position, for the blocks of tiles [first, first + limit). A work item's `products` (positions, filters,
-    tiles) are in its scratch; epilogue(products, tile, num_tiles, channel) makes outputs of those of one channel and a vector of
-    tiles, of which `num_tiles` exist."""
+    """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
+    (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
+    (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
+    channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
     tile_n, (TH, TW), C = conv.tile.nr(k.isa), conv.geometry.output_size, conv.channels
     total = k.num_elements(dims, count) * (TH * TW)
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
@@ -248,13 +253,13 @@ def batched_gemm(
                 dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
                 micro_kernel(k, tile, left, C, right, tile_n, depth, dst, width, add_previous=c > 0 if C > KC else None)
 
-            rest = conv.rows % conv.tile.mr
-            full = k.min(row1, conv.rows - rest)
+            tail = conv.rows % conv.tile.mr  # rows of the last, partial tile
+            full = k.min(row1, conv.rows - tail)
             with k.loop(row0, full, conv.tile.mr) as row:
                 multiply(row, conv.tile)
-            if rest:
-                with k.when(row1 > conv.rows - rest):
-                    multiply(k.int(conv.rows - rest), Tile(rest, conv.tile.vectors))
+            if tail:
+                with k.when(row1 > conv.rows - tail):
+                    multiply(k.int(conv.rows - tail), Tile(tail, conv.tile.vectors))
         with k.loop(0, num_blocks * tile_n, k.lanes) as t:
             tile = (first + begin) * tile_n + t
             num_tiles = k.max(k.min(total - tile, k.lanes), 0)
@@ -283,14 +288,16 @@ def micro_kernel(
 
 
 def store_tiles(
-    k: KernelBuilder, y: Pointer, squares: Pointer, made: list[list[Value]], tile: Value, num_tiles: Value, channel: Value,
+    k: KernelBuilder, y: Pointer, squares: Pointer, outputs: list[list[Value]], tile: Value, num_tiles: Value, channel: Value,
     conv: WinogradConv, mode: str,
 ) -> None:  # fmt: skip
-    """m x m outputs of a lane's tile each, [i][j], to the images; the first `num_tiles` lanes are tiles."""
+    """Write the m x m outputs[i][j] of each lane's tile, from number `tile` on, to image plane `channel` of y; the first
+    `num_tiles` lanes are tiles. They are transposed through `squares` in scratch, [tile][m][4]; then each tile's rows are stored,
+    as vectors of m where it lies in the image whole."""
     m, (H, W), (TH, TW), lanes = conv.m, conv.size, conv.geometry.output_size, k.lanes
     tile_stride = m * 4  # a tile has m rows of 4, of which m are used
     zero = k.to(0.0, k.vec)
-    for i, row in enumerate(made):
+    for i, row in enumerate(outputs):
         columns = transpose_groups(k, [*row, *[zero] * (4 - m)])
         for j, four in enumerate(columns):  # tiles j, j + 4, ...
             for g in range(lanes // 4):
@@ -325,7 +332,8 @@ def store_tile_rows(
     k: KernelBuilder, y: Pointer, line: Pointer, tile: Value, num_tiles: Value, channel: Value, conv: WinogradConv,
     i: Value, mode: str,
 ) -> None:  # fmt: skip
-    """Row i of each lane's tile, (m, lanes), to the images."""
+    """Write row i of each lane's tile of m x m outputs, `line` (m, lanes), to image plane `channel` of y; the first `num_tiles`
+    lanes are the tiles from number `tile` on."""
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
@@ -339,7 +347,10 @@ def append_winograd(
     c: Lowering, *, m: int, out: Any, w: Any, x: Any, geometry: ConvGeometry, size: tuple[int, int], groups: int, rows: int,
     transposed: bool, flip: bool, offset: tuple[int, int], mode: str, dims: tuple[str, ...], count: int,
 ) -> None:  # fmt: skip
-    """`transposed`: filters (groups depth, rows, 3, 3) instead of (groups rows, depth, 3, 3), as dgrad reads them."""
+    """Append the calls of F(m x m, 3 x 3) of x to `out`, whose images have `size` pixels: the filter transform once, then for as
+    many blocks of tiles as V_BYTES hold the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`:
+    filters (groups depth, rows, 3, 3) instead of (groups rows, depth, 3, 3), as dgrad reads them; `flip`: each is read from its
+    end."""
     conv = winograd_conv(c.isa, m, geometry, offset, size, groups, rows)
     tile_n, C = conv.tile.nr(c.isa), conv.channels
     u = part(c.workspace("filters", 4 * conv.positions * groups * rows * C + 64)), "fp32"
