@@ -43,20 +43,21 @@ Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 def chunks_of_rows(
     k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
 ) -> Iterator[tuple[Pointer | None, Value, Value]]:
-    """Claims chunks: where its partial sums are (count, C), cleared, or None; and its rows [begin, end)."""
-    per = rows_per_chunk(k, rows)
-    with k.parallel_for((rows + per - 1) // per) as chunk:
+    """Parallel loop over chunks of rows: (a pointer to the chunk's partial sums (count, C), cleared, or None without `partials`;
+    its rows begin, end)."""
+    chunk_rows = rows_per_chunk(k, rows)
+    with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
         if dst is not None:
             foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
-        begin = chunk * per
-        yield dst, begin, k.min(begin + per, rows)
+        begin = chunk * chunk_rows
+        yield dst, begin, k.min(begin + chunk_rows, rows)
 
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
     columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
-    sums, in the first cache, are read and written for each row."""
+    sums, in the L1, are read and written for each row."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
 
@@ -93,8 +94,9 @@ def lower_column_sums(
     c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
     modes: dict[str, str], *, writes: str = "", **constants: Any,
 ) -> None:  # fmt: skip
-    """Append one call of `emit` and more. `emit` fills the operand `partials` (None without outputs) and whatever else it
-    `writes`. Then each output (C) is combined from its part of the partial sums."""
+    """Append a call of `emit`, which fills the operand `partials` (chunks, len(outputs), C; None without outputs) and whatever else
+    it `writes`; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the tensor (rows, C)
+    that is summed."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
@@ -188,8 +190,10 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
 
 
 def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
-    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
-    loss scale, which then moves on."""
+    """clip (2) = [norm, min(1, limit / norm)] with the norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not
+    finite gives NaN and counts in skipped (1). Gradients are `loss_scale` times too large, so both are divided by it. Then the loss
+    scale (its power of two, and the good steps since it changed) is updated: halved after a bad step, doubled after GROWTH_STEPS
+    good ones."""
     with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
@@ -213,6 +217,7 @@ def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit)
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
+    """The sum of each tensor's partial sums of squares, in fp64, then the clipping factor."""
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     totals = c.workspace("totals", 8 * len(partials))
     for i, t in enumerate(partials):

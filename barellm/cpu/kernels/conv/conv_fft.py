@@ -111,7 +111,7 @@ def fft_filters(
     k: KernelBuilder, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int,
     S: int,
 ) -> None:  # fmt: skip
-    """u (planes, count rows, depth) = the forward transforms of the filters R x S of `count` groups, as Gauss's a, d - c and c + d
+    """u (planes, count rows, depth) = the forward transforms of the filters R x S of `count` groups, as Gauss's c, d - c and c + d
     of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at element group rows depth R S + row
     row_step + depth step of w; `flip`: it is read from its end."""
     size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()

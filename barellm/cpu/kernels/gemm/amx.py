@@ -214,12 +214,12 @@ def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
             intrinsic(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
-def peak_loop(k: KernelBuilder, turns: Value) -> None:
-    """`turns` times four independent products of tiles, on zeros: the peak rate of the processor."""
+def peak_loop(k: KernelBuilder, iterations: Value) -> None:
+    """`iterations` times four independent products of tiles, on zeros: the peak rate of the processor."""
     configure(k)
     for tile in range(8):
         intrinsic(k, "tilezero", tile)
-    with k.loop(0, turns):
+    with k.loop(0, iterations):
         for tile in range(4):
             intrinsic(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
     release(k)

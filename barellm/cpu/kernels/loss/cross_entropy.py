@@ -27,28 +27,29 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
-ALL_ROWS = 1 << 62
-CHAINS = 4
+ALL_ROWS = 1 << 62  # a `row_limit` that is none
+CHAINS = 4  # independent accumulation chains of a sum
 
 
 def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+    """How many rows a call does: of the run's `k.num_elements(dims) * inner`, those in [row_begin, row_begin + row_limit)."""
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
 def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
-    """The maximum of a row as a float."""
-    tops = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
+    """The maximum of the first `valid` elements of a row, as a float."""
+    maxima = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
 
-    def higher(c, mask, j):
+    def body(c, mask, j):
         x = logits.load(c, mask)
-        tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
+        maxima[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), maxima[j].value)
 
-    foreach_column(k, valid, higher, unroll=CHAINS)
-    return k.maximum(tree_reduce(tops, k.max))
+    foreach_column(k, valid, body, unroll=CHAINS)
+    return k.maximum(tree_reduce(maxima, k.max))
 
 
 def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
-    """The sum of term(column, mask) over the vectors of a row, as a float."""
+    """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of what is added."""
     sums = new_accumulators(k, CHAINS)
 
     def body(c, mask, j):
@@ -60,6 +61,7 @@ def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
 
 
 def logarithm(k: KernelBuilder, x: Value) -> Value:
+    """ln of a float."""
     return k.lane(ln(k, k.splat(x)), 0)
 
 
@@ -78,8 +80,8 @@ def write_gradient(
     k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """Write one row of the gradient: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the
-    padding."""
+    """Write one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * by, softmax = exp(logits - lse); zero where
+    the target is ignored, and from `valid` on (padding). `by`: the loss scale, None: 1. dlogits may be the logits."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
     scale = k.select(counted, scale if by is None else scale * by, 0.0)
@@ -112,6 +114,7 @@ def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_li
 
 
 def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
+    """losses[row] = lse - logits[target], zero where the target is ignored; lse[row] too unless `lse` is None. Returns lse."""
     value = log_sum_exp(k, logits, valid)
     if lse is not None:
         lse.put(value, row)
@@ -137,7 +140,7 @@ def row_scores(
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
+    """losses as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
     by = scale_of(k, loss_scale)
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
@@ -151,6 +154,7 @@ def row_losses_and_gradients(
 def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
 ) -> None:
+    """dlogits from logits and lse, a row at a time (`write_gradient`)."""
     by = scale_of(k, loss_scale)
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
@@ -181,6 +185,7 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 
 @lowering("cross_entropy", also={"targets": "i32"})
 def cross_entropy(op: Op, c: Lowering) -> None:
+    """Losses and lse of all rows, then their mean over the targets."""
     losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
     operands = {
         "lse": op.lse, "losses": losses, "logits": op.logits, "targets": op.targets, "row_begin": 0, "row_limit": ALL_ROWS,

@@ -28,10 +28,11 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
 
 
 def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
-    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
+    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x: how many elements have each biased exponent of
+    fp32; of the finite ones the sum, the sum of magnitudes, of squares, and the largest magnitude."""
     n = k.num_elements(dims) * width
-    per = elements_per_chunk(k, n)
-    with k.parallel_for(k.ceil_div(n, per)) as chunk:
+    chunk_elements = elements_per_chunk(k, n)
+    with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
         tables = k.thread_scratch("i32")
         bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
         foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
@@ -55,8 +56,8 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
                 counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)
                 counter.put(counter.get() + 1)
 
-        begin = chunk * per
-        foreach_vector(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
+        begin = chunk * chunk_elements
+        foreach_vector(k, begin, k.min(begin + chunk_elements, n), body, unroll=UNROLL)
 
         def merge_tables(i, mask, j):
             count = tables.load(i, mask)

@@ -16,7 +16,8 @@ from barellm.runtime.lowering import weight_operand
 
 
 def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
-    """The i32 of `count` signs from x[column] on. Each vector's comparison is as many bits, which one instruction takes out."""
+    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes` bits,
+    by one instruction."""
     word = k.const(0, "i32")
     for part in range(0, min(count, BITS), k.lanes):
         left = count - part
@@ -27,6 +28,7 @@ def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
 
 
 def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
+    """words (rows, W) = the signs of x (rows, K), 32 a word; the last word's other bits are zero."""
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         dst, src = words.at(row * W), x.at(row * K)
@@ -44,8 +46,10 @@ def lower_pack_signs(op: Op, c: Lowering) -> None:
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
 def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
-    def word(dst: Pointer, first: Any, word: Value, count: int) -> None:
-        """The signs of a word's lower bits: a lane takes its own bit, whose value is a constant."""
+    """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1."""
+
+    def unpack_word(dst: Pointer, first: Any, word: Value, count: int) -> None:
+        """dst[first...] = the signs of a word's lower `count` bits: each lane tests its own bit, a constant mask."""
         for part in range(0, min(count, BITS), k.lanes):
             left = count - part
             mask = None if left >= k.lanes else k.mask_first(left)
@@ -58,12 +62,14 @@ def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) 
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         dst, src = signs.at(row * K), words.at(row * W)
         with k.loop(0, K // BITS) as w:
-            word(dst, w * BITS, k.to(src.get(w), "i32"), BITS)
+            unpack_word(dst, w * BITS, k.to(src.get(w), "i32"), BITS)
         if K % BITS:
-            word(dst, K // BITS * BITS, k.to(src.get(K // BITS), "i32"), K % BITS)
+            unpack_word(dst, K // BITS * BITS, k.to(src.get(K // BITS), "i32"), K % BITS)
 
 
 def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode) -> None:
+    """dx = dy where |x| <= 1, else 0."""
+
     def vector(i: Any, mask: Value | None) -> Value:
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
         return k.select(size <= 1.0, dy.load(i, mask), 0.0)

@@ -48,8 +48,8 @@ def lower_rescale(op: Op, c: Lowering) -> None:
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:
-    """Constants of a kernel whose result may be a view: then `columns` is how many it has, the elements from one row of the result
-    to the next, and whether its rows are whole cache lines; else None."""
+    """Constants of a kernel whose result may be a view: then `columns` is (columns, row stride in elements, whether rows are whole
+    cache lines); else None, and the kernel sees flat elements."""
     y = op.y
     columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, whole_cache_lines(op))
     return {"columns": columns, **shape_of(y), **flat(y)}
@@ -70,7 +70,7 @@ def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None
 
 
 @kernel("zeros", constants=columns_or_flat, views="y")
-def new_accumulators(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
+def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
     zero = k.to(0.0, k.vec)
     if columns is None:
         elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)

@@ -57,9 +57,10 @@ def transpose_tiles(
     k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square,
     adds: bool,
 ) -> None:  # fmt: skip
-    """Transpose tiles of x in parallel, by squares of `side`. Software prefetches, for no hardware prefetcher follows so many rows:
-    of long rows what is to their right, else what the square below reads; where it `adds`, also what squares to the right will
-    read of y. Long rows go two squares at a time: rows of y are then short, and parts of two cache lines are written together."""
+    """Transpose tiles of x in parallel, by squares of `side` elements: inner(r, c) for a full square at x[r, c], edge(r, c) for a
+    partial one. Software prefetches, for no hardware prefetcher follows so many rows: of long rows what is to their right, else
+    what the square below reads; where it `adds` (y is read too), also what squares to the right will read of y. Long rows go two
+    squares at a time: rows of y are then short, and parts of two cache lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
@@ -82,7 +83,7 @@ def transpose_tiles(
 
 
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
-    """Every bit as it is, of elements of 16 or 32 bits. What leaves the caches goes past them."""
+    """y = x^T of elements of 16 or 32 bits, every bit as it is. Results that leave the caches are stored non-temporally."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
     nontemporal = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
 
@@ -93,33 +94,36 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
     def store(v: Value, dst: Any, further: int, mask: Value | None) -> None:
         y.at(dst).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
 
-    def whole(v: Value, dst: Any, further: int, mask: Value | None = None) -> None:
-        """A vector of 32-bit lanes, whatever they hold."""
-        how = f"align {4 * k.lanes}, !nontemporal !0" if nontemporal else f"align {y.itemsize}"
-        k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {how}")
+    def store_vector(v: Value, dst: Any, further: int, mask: Value | None = None) -> None:
+        """Store a full vector of 32-bit lanes, whatever they hold."""
+        attributes = f"align {4 * k.lanes}, !nontemporal !0" if nontemporal else f"align {y.itemsize}"
+        k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {attributes}")
 
-    def pairs(r: Value, c: Value) -> None:
-        """Numbers of two columns are a lane. Those of two rows make lanes of one column each: what a square of lanes turns."""
+    def transpose_pairs(r: Value, c: Value) -> None:
+        """A full square of 16-bit elements. A lane of a row holds two columns; of two rows, the lanes are recombined so that each
+        holds one column of both. Then squares of lanes are transposed, of the even columns and of the odd ones."""
         src, dst = x.at(r * columns + c), c * rows + r
         lines = [k.op(k.ivec, f"load {k.ivec}, ptr {src.at(i * columns).ref}, align 2") for i in range(side)]
         both = list(zip(lines[::2], lines[1::2], strict=True))
         even, odd = [(a & 0xFFFF) | (b << 16) for a, b in both], [(a >> 16) | (b & ~0xFFFF) for a, b in both]
         for first, vectors in enumerate((even, odd)):
             for i, v in enumerate(transpose(k, vectors)):
-                whole(v, dst, (2 * i + first) * rows)
+                store_vector(v, dst, (2 * i + first) * rows)
 
     masked = Squares(k, rows, columns, load, store)
 
-    def parts(r: Value, c: Value) -> None:
+    def transpose_edge(r: Value, c: Value) -> None:
+        """A partial square of 16-bit elements, by squares of 32-bit lanes."""
         with k.loop(r, k.min(r + side, rows), k.lanes) as i, k.loop(c, k.min(c + side, columns), k.lanes) as j:
             masked.edge(i, j)
 
-    inner, edge = (pairs, parts) if halves else (Squares(k, rows, columns, load, whole).inner, masked.edge)
+    full = Squares(k, rows, columns, load, store_vector)
+    inner, edge = (transpose_pairs, transpose_edge) if halves else (full.inner, masked.edge)
     transpose_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
 
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
-    """In fp32, whatever the storage."""
+    """y += x^T in fp32, whatever the storage (`_lo`: low planes)."""
     src, dst = Weight(k, x, x_lo), Weight(k, y, y_lo)
 
     def load(at: Any, further: int, mask: Value | None) -> Value:
