@@ -70,7 +70,7 @@ def store_all(
         per_store, halves = 2, [k.round16(value, out.dtype) for value in values]
         values = [k.concat(halves[j : j + 2]) for j in range(0, len(halves), 2)]
     elif out.itemsize == 1:
-        per_store, values = len(values), [k.concat([k.rounded(value, out.dtype) for value in values])]
+        per_store, values = len(values), [k.concat([k.round_to(value, out.dtype) for value in values])]
     if nontemporal is None:
         emit_stores(False)
         return
