@@ -30,10 +30,12 @@ class AdamW:
     whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        """An op for each parameter (`Optimizer.update`)."""
         for param in params:
             self._update(p, param, clip)
 
     def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+        """Append the op of one parameter, with its moments as state "NAME.m" and "NAME.v"."""
         from barellm.program import ops
         from barellm.program.ops.pointwise.random import STATE_STREAMS
 
@@ -59,9 +61,9 @@ class AdamW:
         )
 
 
-def rules(config: OptimConfig) -> list[Rule]:
-    """The rules for AdamW. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also only matrices
-    have 16-bit moments, since the rest is a thousandth of the parameters."""
+def adamw_rules(config: OptimConfig) -> list[Rule]:
+    """The table for `optim.name adamw`. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also
+    only matrices have 16-bit moments, since the rest is a thousandth of the parameters."""
     matrices = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, config.moments)
     return [
         Rule("*", ndim=2, optimizer=matrices),
@@ -71,4 +73,4 @@ def rules(config: OptimConfig) -> list[Rule]:
 
 def adamw(p: Program, config: OptimConfig) -> None:
     """Append the update of all parameters by `rules`."""
-    update(p, rules(config), clip=config.clip)
+    update(p, adamw_rules(config), clip=config.clip)
