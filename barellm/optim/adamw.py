@@ -45,20 +45,11 @@ class AdamW:
             STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
         )
         p.apply(
-            ops.AdamW,
-            param=param,
-            grad=p.gradient_of(param),
-            clip=clip,
+            ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip,
             m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
-            v=p.state(f"{param.base.name}.v", param.shape, dtype_v),
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            stream=stream,
-            bf16=param.base.bf16 or None,
-            lr_scale=self.lr_scale,
-        )
+            v=p.state(f"{param.base.name}.v", param.shape, dtype_v), beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            weight_decay=self.weight_decay, stream=stream, bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
+        )  # fmt: skip
 
 
 def adamw_rules(config: OptimConfig) -> list[Rule]:

@@ -88,14 +88,9 @@ def muon_rules(config: OptimConfig, hidden: str) -> list[Rule]:
     rest (the first rule that matches a parameter decides). `config.normuon` is the beta2 of NorMuon's second moment; 0 is plain
     Muon."""
     blocks = Muon(
-        rate="muon_lr",
-        orthogonalization=config.orthogonalization,
-        ns_steps=config.ns_steps,
-        scale=config.step_scale,
-        weight_decay=config.weight_decay,
-        cautious=config.cautious,
-        beta2=config.normuon,
-    )
+        rate="muon_lr", orthogonalization=config.orthogonalization, ns_steps=config.ns_steps, scale=config.step_scale,
+        weight_decay=config.weight_decay, cautious=config.cautious, beta2=config.normuon,
+    )  # fmt: skip
     return [Rule(hidden, ndim=2, optimizer=blocks), *adamw.adamw_rules(config)]
 
 

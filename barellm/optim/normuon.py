@@ -57,20 +57,10 @@ class Adam:
         for param in params:
             m, v = moments(p, param)
             p.apply(
-                ops.CautiousAdam,
-                param=param,
-                grad=p.gradient_of(param),
-                clip=clip,
-                m=m,
-                v=v,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                eps=self.eps,
-                weight_decay=self.weight_decay * self.wd_mul,
-                stream=None,
-                bf16=param.base.bf16 or None,
-                lr_scale=self.lr_scale,
-            )
+                ops.CautiousAdam, param=param, grad=p.gradient_of(param), clip=clip, m=m, v=v, beta1=self.beta1,
+                beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay * self.wd_mul, stream=None,
+                bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
+            )  # fmt: skip
 
 
 def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:

@@ -150,15 +150,11 @@ class Compression:
             (r, _span(y, parts[r])) for _, y, parts in tensors for r in range(count) if r != rank and parts[r][1]
         ]
         p.apply(
-            ops.AllGather,
-            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
+            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},
-            to=[tuple(r for r in range(count) if r != rank)] * len(own),
-            source=[r for r, _ in received],
-            specs=[(t.shape, t.dtype) for _, t in received],
-            exact=p.store.exact,
-            ranks=self.ranks,
-        )
+            to=[tuple(r for r in range(count) if r != rank)] * len(own), source=[r for r, _ in received],
+            specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact, ranks=self.ranks,
+        )  # fmt: skip
         return list(into)
 
 

@@ -65,15 +65,9 @@ def assign_rules(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tu
 
 
 def update(
-    p: Program,
-    rules: Sequence[Rule],
-    *,
-    clip: float,
-    params: Sequence[Tensor] | None = None,
-    ranks: Ranks | None = None,
-    powersgd: int = 0,
-    overlap: bool = False,
-) -> None:
+    p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[Tensor] | None = None, ranks: Ranks | None = None,
+    powersgd: int = 0, overlap: bool = False,
+) -> None:  # fmt: skip
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
     of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
     its shard (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
@@ -103,13 +97,9 @@ def select_sharding(
 
 
 def append_clip_scale(
-    p: Program,
-    params: Sequence[Tensor],
-    *,
-    clip: float,
-    into: Tensor | None = None,
+    p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None,
     sharding: OptimizerSharding | Compression | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`. Returns the tensor (2) [norm,
     scale], which is `into` if given. With `sharding` the gradients are summed over the ranks first."""
     from barellm.program import ops
@@ -126,13 +116,9 @@ def append_clip_scale(
 
 
 def append_updates(
-    p: Program,
-    rules: Sequence[Rule],
-    scale: Tensor,
-    *,
-    params: Sequence[Tensor],
+    p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor],
     sharding: OptimizerSharding | Compression | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Append the update of each of `params` by the optimizer that the rules give it; `scale` is from `append_clip_scale`, and
     nothing changes where scale[1] is NaN. With `sharding` this rank updates its shard, and gets the rest from the others."""
     if sharding is not None:

@@ -216,15 +216,12 @@ class OptimizerSharding:
         others = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
         received = [(source, Span(t, *_sized(part))) for source, t, part in others if _sized(part)[1]]
         p.apply(
-            ops.AllGather,
-            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
+            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": t for i, t in enumerate(sent)},
             to=[tuple(other for other in range(count) if other != rank)] * len(sent),
-            source=[source for source, _ in received],
-            specs=[(t.shape, t.dtype) for _, t in received],
-            exact=p.store.exact,
+            source=[source for source, _ in received], specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact,
             ranks=self.ranks,
-        )
+        )  # fmt: skip
 
 
 def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> OptimizerSharding:

@@ -74,18 +74,9 @@ class Graph:
         return t
 
     def parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        std: float | None = None,
-        bound: float | None = None,
-        transposed: str = "",
-        value: float = 0.0,
-        valid_rows: int = 0,
-        dtype: str | None = None,
-        bf16: bool = False,
-    ) -> Tensor:
+        self, name: str, shape: tuple[int, ...], *, std: float | None = None, bound: float | None = None,
+        transposed: str = "", value: float = 0.0, valid_rows: int = 0, dtype: str | None = None, bf16: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Initialised with normals of deviation `std`, with uniform numbers from -`bound` to `bound`, with what the parameter
         `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to

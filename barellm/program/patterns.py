@@ -21,15 +21,9 @@ from __future__ import annotations
 Word = tuple[str, list[float]]
 
 NUMBERS: dict[str, tuple[type, ...]] = {
-    "all": (),
-    "local": (int,),
-    "banded": (int,),
-    "strided": (int,),
-    "fixed": (int, int),
-    "watts-strogatz": (int, float, int),
-    "barabasi-albert": (int, int),
-    "spread": (int, int),
-}
+    "all": (), "local": (int,), "banded": (int,), "strided": (int,), "fixed": (int, int),
+    "watts-strogatz": (int, float, int), "barabasi-albert": (int, int), "spread": (int, int),
+}  # fmt: skip
 
 
 def parse(text: str) -> list[list[Word]]:

@@ -97,12 +97,9 @@ def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = 
 
 
 def plan(
-    programs: Mapping[str, Sequence[Op]],
-    store: Store,
-    *,
-    scratch: Callable[[Op], list[Tensor]] | None = None,
+    programs: Mapping[str, Sequence[Op]], store: Store, *, scratch: Callable[[Op], list[Tensor]] | None = None,
     guard: int = 0,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Places the tensors of each program's final (fused) ops. `scratch(op)` names what a kernel needs during its op;
     `guard` bytes, a multiple of 64, stay free after every tensor."""
     return place({name: lifetimes(ops, scratch) for name, ops in programs.items()}, store, guard)

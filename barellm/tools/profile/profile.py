@@ -41,17 +41,11 @@ def measure(
             row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
         result: dict[str, Any] = {
-            "kind": "profile",
-            "preset": bench.compiled.config.preset,
-            "batch": train.micro_batch_size,
-            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
-            **where_it_ran(bench.compiled),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            **facts,
-            "bound_s": sum(row["bound_s"] for row in rows),
-            "ceiling": ceiling.to_json(),
-            "ops": rows,
-        }
+            "kind": "profile", "preset": bench.compiled.config.preset, "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")}, **where_it_ran(bench.compiled),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **facts, "bound_s": sum(row["bound_s"] for row in rows),
+            "ceiling": ceiling.to_json(), "ops": rows,
+        }  # fmt: skip
         if ranks.count > 1:
             result |= {"ranks": ranks.count, "between_ranks": communication.exposed_seconds(session, of_ops, ranks)}
         title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
@@ -95,15 +89,10 @@ def _profile_gpu(
     traces, session = device_trace.record(bench, count), bench.compiled.session
     step, usual = traces.median_step(), median(traces.usual_s)
     facts = {
-        "step_s": max(usual, step.seconds / step.steps),
-        "work_s": step.seconds / step.steps,
-        "barrier_s": 0.0,
-        "idle_s": max(usual - step.seconds / step.steps, 0.0),
-        "usual_s": traces.usual_s,
-        "timed_s": [s.seconds / s.steps for s in traces.timed],
-        "by_thread": [],
-        "adds_up": True,
-    }
+        "step_s": max(usual, step.seconds / step.steps), "work_s": step.seconds / step.steps, "barrier_s": 0.0,
+        "idle_s": max(usual - step.seconds / step.steps, 0.0), "usual_s": traces.usual_s,
+        "timed_s": [s.seconds / s.steps for s in traces.timed], "by_thread": [], "adds_up": True,
+    }  # fmt: skip
     return facts, step.calls_s, lambda title: timeline.device_events(session, step, title=title)
 
 

@@ -175,39 +175,19 @@ def step_result(
     arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
     return {
-        "kind": "step",
-        "preset": compiled.config.preset,
-        "batch": train.micro_batch_size,
-        "seq": train.seq,
-        "dtype": train.dtype,
-        "recompute": train.recompute,
-        "moments": compiled.config.optim.moments,
-        **where_it_ran(compiled),
-        **facts,
-        "besides_step_s": facts["first_step_s"] - median_s,
-        "steps": len(seconds),
-        "step_s": seconds,
-        "median_s": median_s,
-        "min_s": min(seconds),
-        "tokens_per_s": tokens / median_s,
-        "flops": flops,
-        "peak_flops": peak,
-        "percent_of_peak": 100 * flops / median_s / peak,
-        "arena_bytes": arena,
-        "live_peak_bytes": compiled.plan.live_peak_bytes,
-        "peak_rss_bytes": peak_rss,
-        "rss_added_bytes": added,
-        "rss_added_over_plan": added / arena,
-        "minor_faults": max(s.usage.minor_faults for s in samples),
-        "minor_faults_by_step": [s.usage.minor_faults for s in samples],
-        "python_calls": counter.calls,
-        "c_calls": counter.c_calls,
-        "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
+        "kind": "step", "preset": compiled.config.preset, "batch": train.micro_batch_size, "seq": train.seq,
+        "dtype": train.dtype, "recompute": train.recompute, "moments": compiled.config.optim.moments,
+        **where_it_ran(compiled), **facts, "besides_step_s": facts["first_step_s"] - median_s, "steps": len(seconds),
+        "step_s": seconds, "median_s": median_s, "min_s": min(seconds), "tokens_per_s": tokens / median_s, "flops": flops,
+        "peak_flops": peak, "percent_of_peak": 100 * flops / median_s / peak, "arena_bytes": arena,
+        "live_peak_bytes": compiled.plan.live_peak_bytes, "peak_rss_bytes": peak_rss, "rss_added_bytes": added,
+        "rss_added_over_plan": added / arena, "minor_faults": max(s.usage.minor_faults for s in samples),
+        "minor_faults_by_step": [s.usage.minor_faults for s in samples], "python_calls": counter.calls,
+        "c_calls": counter.c_calls, "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
         "voluntary_switches_by_step": [s.usage.voluntary_switches for s in samples],
         "involuntary_switches_by_step": [s.usage.involuntary_switches for s in samples],
-        "cpu_s_by_step": [s.usage.cpu_s for s in samples],
-        "losses": [s.loss for s in samples],
-    }
+        "cpu_s_by_step": [s.usage.cpu_s for s in samples], "losses": [s.loss for s in samples],
+    }  # fmt: skip
 
 
 def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
@@ -227,11 +207,8 @@ def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: I
         for line in sys.stdin if lines is None else lines:
             samples = [bench.step() for _ in range(int(line))]
             repetition = {
-                "step_s": [s.seconds for s in samples],
-                "losses": [s.loss for s in samples],
-                "cpu_s": sum(s.usage.cpu_s for s in samples),
-                "minor_faults": sum(s.usage.minor_faults for s in samples),
-                "peak_rss_bytes": resident_bytes()[1],
-                **on_device,
-            }
+                "step_s": [s.seconds for s in samples], "losses": [s.loss for s in samples],
+                "cpu_s": sum(s.usage.cpu_s for s in samples), "minor_faults": sum(s.usage.minor_faults for s in samples),
+                "peak_rss_bytes": resident_bytes()[1], **on_device,
+            }  # fmt: skip
             print(json.dumps(repetition), flush=True)

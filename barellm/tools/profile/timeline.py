@@ -84,15 +84,9 @@ def _thread(session: CpuSession, stamps: np.ndarray, program: str, thread: int, 
 def _slice(track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> dict[str, Any]:
     """A slice of the timeline. Times are in nanoseconds, so that slices that touch also touch in the file."""
     return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": begin / 1000,
-        "dur": (end - begin) / 1000,
-        "pid": PROCESS,
-        "tid": track,
-        "args": about,
-    }
+        "ph": "X", "name": name, "cat": category, "ts": begin / 1000, "dur": (end - begin) / 1000, "pid": PROCESS,
+        "tid": track, "args": about,
+    }  # fmt: skip
 
 
 def _named(track: int, name: str) -> list[dict[str, Any]]:

@@ -250,9 +250,6 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
     elementwise_map(
-        k,
-        k.num_elements(dims) * width,
-        y,
-        lambda i, mask: sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0],
+        k, k.num_elements(dims) * width, y, lambda i, mask: sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0],
         mode=mode_y,
-    )
+    )  # fmt: skip

@@ -167,16 +167,9 @@ class Calls(Graph):
         return self.constant("yarn.cos", cos), self.constant("yarn.sin", sin)
 
     def qk_rotary(
-        self,
-        x: Tensor,
-        tables: tuple[Tensor, Tensor],
-        *,
-        heads: int,
-        kv_heads: int = 0,
-        paired: bool = False,
-        shift: bool = False,
-        eps: float,
-    ) -> Tensor:
+        self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int, kv_heads: int = 0, paired: bool = False,
+        shift: bool = False, eps: float,
+    ) -> Tensor:  # fmt: skip
         """Normalise each head of x (B, T, (heads + kv_heads) * D), queries and keys side by side, and turn half of its columns.
         `kv_heads` 0 means as many as `heads`. With `paired`, heads of odd number are half a position later, so the tables have two
         rows for each position. With `shift`, the upper half of the columns of each key comes from the position before."""
