@@ -24,13 +24,14 @@ from barellm.program.tensor import Dim, Tensor, describe
 
 
 class Listed(Op):
-    """Attributes: heads, kv_heads, layout."""
+    """The part that the forward op and its gradients share. Attributes: heads, kv_heads, layout."""
 
     product = True
     optional = ("relative",)
     rounded = ("relative",)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None) -> None:
+        """ValueError unless q, k, v and `relative` have the shapes above and the layout is of their heads and length."""
         layout: Layout = self.layout
         check_heads(self.name, self.heads, self.kv_heads, q, k, v)
         T = q.shape[1]
