@@ -201,6 +201,7 @@ class BackwardHead:
             score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
             def row_pair(r: Value, is_visible: LaneMask | None, j: Value = j) -> None:
+                """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
                     at = i * g.queries

@@ -190,6 +190,7 @@ def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t:
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        """`rows` keys from j on; of the queries, those of the vectors from `first` on."""
         right = Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
         scores = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
@@ -290,6 +291,7 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
     softmax_scale_log2 = log2(e) / sqrt(g.D)
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        """`rows` keys from j on; of the queries, those of the vectors from `first` on, which begin at query `at`."""
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         at = t + first * g.lanes
@@ -310,14 +312,14 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
         )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):
-            of: list[list[Value]] = []
+            ds: list[list[Value]] = []
             for i in (r, r + 1):
                 p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
-                of.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
-                along = (j + i) * (MAX_SEQ // 2) + (at >> 1)
-                store_units(k, g, s["p"].at(along), p)
-                store_units(k, g, s["ds"].at(along), of[-1])
-            for n, (even, odd) in enumerate(zip(*of, strict=True)):
+                ds.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
+                unit = (j + i) * (MAX_SEQ // 2) + (at >> 1)
+                store_units(k, g, s["p"].at(unit), p)
+                store_units(k, g, s["ds"].at(unit), ds[-1])
+            for n, (even, odd) in enumerate(zip(*ds, strict=True)):
                 s["ds_vnni"].store(pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
 
     for_each_causal_tile(k, g, t, tile)

@@ -192,6 +192,7 @@ def fft_gemm(
     plane_stride = conv.filters * width
 
     def inverse_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+        """The outputs of one channel of a vector of tiles, the first of which is `tile`; `src`: their products."""
         with k.loop(0, half(F)) as column:
             x: list[Complex] = []
             for i in range(F):  # Gauss's three products: (k1 - k3) + i (k1 + k2)

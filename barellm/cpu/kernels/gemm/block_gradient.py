@@ -122,6 +122,7 @@ def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
+    """In chunks of CHUNK rows: pack those of x and dy into strips, then add their products to the blocks of dweight."""
     layout = op.layout
     block, tiling = layout.block, Tiling.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}

@@ -158,6 +158,8 @@ def add_partials(
 
 
 def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+    """Append the calls for the output `out` = `given` times the block-sparse weight, or its transpose: pack the blocks, multiply
+    along `lists` (whose `table` the kernel reads), and sum the partial results of the lists that are cut."""
     layout, tiling = op.layout, Tiling.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
     packed = c.workspace("packed", len(layout) * tiling.strips * block // tiling.pair * tiling.nr * 4)

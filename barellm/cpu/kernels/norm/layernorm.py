@@ -218,6 +218,7 @@ def norm_backward(
         means = gradient.means(first)
 
         def body(c, mask, j):
+            """dx of a vector of columns. `store_group` vectors are gathered, and stored together."""
             _, dn, n = gradient.factors(c, mask)
             new = accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)

@@ -42,7 +42,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         def body(i, mask, j):
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
-            e = (bits >> 23) & NOT_FINITE
+            e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
             finite = e < NOT_FINITE
             v = k.select(finite, v, 0.0)
             a = k.bitcast(k.bitcast(v, k.ivec) & 0x7FFFFFFF, k.vec)
@@ -51,7 +51,10 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             square[j].value = k.fma(v, v, square[j].value)
             largest[j].value = k.max(a, largest[j].value)
             dst = bins.at(j * k.lanes)
-            dst.store(e if mask is None else k.select(mask, e, BINS))
+            dst.store(
+                e if mask is None else k.select(mask, e, BINS)
+            )  # BINS: the bin of masked lanes, which nobody reads
+            # Neighbouring lanes count in tables of their own: equal exponents would wait for each other's store.
             for lane in range(k.lanes):
                 counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)
                 counter.put(counter.get() + 1)
@@ -100,6 +103,7 @@ def result_region(out: Tensor) -> tuple[Region, str]:
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Op, c: Lowering) -> None:
+    """One call for a small tensor; else one row of results for each chunk, and a call that combines the rows."""
     outs: dict[str, Any] = {name: result_region(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
     c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))

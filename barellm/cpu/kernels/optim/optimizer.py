@@ -96,6 +96,7 @@ def sweep_dithered(
     next_words = [k.var(word) for word in first_words]
 
     def block(first: Value, *, masked: bool) -> None:
+        """The elements first .. first + width, of which those from `end` on are left out where `masked`."""
         words = [word.value for word in next_words]
         generator = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):

@@ -49,6 +49,7 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
     """y (rank, rows) = (M f^T)^T, M = grad + error (rows, cols), f (rank, cols): dot products along the rows of M."""
 
     def block(i, height, j, width):
+        """`height` rows of M from i on times `width` rows of f from j on."""
         sums = [new_accumulators(k, width) for _ in range(height)]
 
         def body(c, mask, _):
@@ -74,14 +75,15 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
         assert dst is not None
 
         def block(i, height, j, width):
+            """Add to the sums j .. j + width the rows of M i .. i + height, each times its element of f."""
             factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
 
             def body(c, mask, _):
                 at = [(i + a) * cols + c for a in range(height)]
                 m = [grad.load(x, mask) + error.load(x, mask) for x in at]
-                for b, of_column in enumerate(factors):
+                for b, row_factors in enumerate(factors):
                     total = dst.load((j + b) * cols + c, mask)
-                    for value, factor in zip(m, of_column, strict=True):
+                    for value, factor in zip(m, row_factors, strict=True):
                         total = k.fma(value, factor, total)
                     dst.store(total, (j + b) * cols + c, mask)
 

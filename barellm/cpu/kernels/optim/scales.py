@@ -89,6 +89,7 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
     def vector(i: Any, mask: Value | None) -> Value:
+        """The rounded numbers of the vector of x at element i."""
         v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & 0x7FFFFFFF

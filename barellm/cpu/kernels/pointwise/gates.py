@@ -164,6 +164,7 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
         source = x.at((row - shift) * stride["x"])
 
         def write_group(n: Value, *, has_source: bool) -> None:
+            """The columns of group n of this row; without a source (the first `shift` rows) they are those of base, or zero."""
             gate = k.splat(gates.get(n))
 
             def vector(c: Any, mask: Value | None) -> Value:
