@@ -14,9 +14,8 @@ from barellm.program.builder import Program
 from barellm.program.ops.optim.muon import ITERATIONS, STEP_SCALES, lines
 from barellm.program.tensor import Tensor
 
-TOGETHER = (
-    1 << 20
-)  # elements of matrices whose Newton-Schulz steps are interleaved: a small one alone keeps few threads busy
+# Elements of matrices whose Newton-Schulz steps are interleaved: a small one alone keeps few threads busy.
+TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True)

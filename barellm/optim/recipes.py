@@ -68,9 +68,8 @@ def shards(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict
     table, params = rules_for(config, hidden), store.of_role("parameter")
     if config.powersgd:
         suffix = f".{powersgd.ERROR}"
-        errors = [
-            t for t in store.of_role("state") if t.name.endswith(suffix)
-        ]  # each rank has its own, one after the other
+        # Every rank has its own; a checkpoint holds them one after the other.
+        errors = [t for t in store.of_role("state") if t.name.endswith(suffix)]
         return {t.name: [(r * t.size, (r + 1) * t.size) for r in range(ranks.count)] for t in errors}
     sharding = select_sharding(table, params, ranks)
     if not isinstance(sharding, OptimizerSharding):

@@ -39,9 +39,8 @@ def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: 
         k.declare(f"{k.vec} @{name}({k.vec}, {k.vec}, {k.vec}, i16, i32)")
         n = shifted - MAGIC
         return k.op(k.vec, f"call {k.vec} @{name}({p.typed}, {n.typed}, {k.vec} undef, i16 -1, i32 4)")
-    scaled = k.bitcast(
-        k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec
-    )  # n added to the exponent field
+    # n is added to the exponent field.
+    scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
 
 
@@ -145,10 +144,8 @@ def _gelu_slope_from_tables(k: Builder, x: Value) -> Value:
     steps = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec) * SLOPE_STEPS
     steps = k.min(SLOPE_LANES - 0.51, steps)  # of a number and a NaN the second: NaN stays
     shifted = steps + MAGIC
-    r, index = (
-        steps - (shifted - MAGIC),
-        k.bitcast(shifted, k.ivec),
-    )  # the piece is in the low bits, which alone VPERMPS reads
+    # The number of the piece is in the low bits of `index`, and VPERMPS reads no others.
+    r, index = steps - (shifted - MAGIC), k.bitcast(shifted, k.ivec)
     name = "llvm.x86.avx512.permvar.sf.512"
     k.declare(f"{k.vec} @{name}({k.vec}, {k.ivec})")
     p: Value | None = None

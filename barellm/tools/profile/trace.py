@@ -100,9 +100,8 @@ def record(bench: StepBench, steps: int) -> Traces:
             else:
                 untraced_s.append((stop - start) / bench.training_schedule.cycle)
     session.trace(None)
-    tick_s = (marks[-1][0] - marks[0][0]) / (
-        marks[-1][1] - marks[0][1]
-    )  # by the longest time that both clocks measured
+    # Seconds per tick, from the longest interval that both clocks measured.
+    tick_s = (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
     traced_steps = [TracedStep(*fields, tick_s, bench.training_schedule.cycle) for fields in raw]
     for step in traced_steps:
         check_order(step)

@@ -276,9 +276,8 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     }
     operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
     if op.relative is not None:
-        max_parts = int(op.out.shape[0]) + ceil_div(
-            PARTIAL_SUMS, op.kv_heads
-        )  # parts of any number of sequences, each rounded up
+        # The parts of as many sequences as a run may have; the number of each is rounded up.
+        max_parts = int(op.out.shape[0]) + ceil_div(PARTIAL_SUMS, op.kv_heads)
         sums = c.workspace("partials", 4 * max_parts * op.relative.size)
         operands["partials"] = (part(sums), "fp32")
     c.thread_scratch(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])

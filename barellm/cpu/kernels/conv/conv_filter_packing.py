@@ -79,10 +79,8 @@ def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
         with k.loop(0, f.pairs) as pair:
             src = buffer.at(pair * (f.pitch * lanes))
             for t, tap in enumerate(f.taps):
-                offsets = (
-                    tap,
-                    f.pitch + tap,
-                )  # of the tap in the pair's even and odd channel; each row holds two adjacent taps
+                # Where the tap is in the pair's even and odd channel; each row holds two adjacent taps.
+                offsets = (tap, f.pitch + tap)
                 rows = [k.bitcast(src.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in offsets]
                 halves = [x for i in range(lanes) for x in (2 * i + offsets[0] % 2, 2 * (lanes + i) + offsets[1] % 2)]
                 dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)

@@ -72,7 +72,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, gr
         items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits
         imbalance = round_up(items, threads) / items
         stalls = 1.2 if b.tile.vectors == 1 else 1  # on its loads: measured
-        # Packing takes about as long as multiplying four rows of the filters. Few pixels share less of a's loads: 2 %.
+        # Packing takes about as long as multiplying four rows of the filters. Where a is read for few pixels: 2 % more.
         return (
             pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
         )

@@ -72,9 +72,8 @@ def block_sparse_wgrad(
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     k.use(isa_of(k.isa, block))
     tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)
-    tokens = k.min(
-        k.num_elements(dims, inner) - row_begin, CHUNK
-    )  # below 0 in a planned chunk that this run does not reach
+    # Rows of this chunk: below 0 in a planned chunk that this run does not reach.
+    tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
     steps = tiling.steps(tokens)
     tiles = ceil_div(tiling.nr, tiling.rows)
     edges = [tiling.nr * i // tiles for i in range(tiles + 1)]

@@ -30,9 +30,8 @@ class Codes:
         self.k, self.p, self.how, self.blocks = k, p, how, blocks
         self.block_bytes = TILE * BLOCK if how.codes == "i8" else TILE * BLOCK // 2
         self.bytes = f"<{4 * k.lanes} x i8>"
-        self.vector_look_up = (
-            k.lanes > 4 or k.isa.registers == 32
-        )  # AVX, or NEON, which alone has 4 lanes and 32 registers
+        # With AVX, and with NEON, which alone has 4 lanes and 32 registers.
+        self.vector_look_up = k.lanes > 4 or k.isa.registers == 32
         if how.table and self.vector_look_up:
             words = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in how.table]
             self.high, self.low = (self._table([w >> s & 255 for w in words]) for s in (8, 0))

@@ -56,9 +56,8 @@ def multiply(
                 packed.value = t * m_blocks + m_block
                 amx.pack_a(k, a_at, dy.at(t * dy_row), n0, end - t, stride=dy_row, width=width, cols=ragged_n)
             below = k.ceil_div(end - t, amx.TILE_K) * amx.TILE_BYTES  # from a tile to the one of the next 16 rows
-            several = (
-                end - t > amx.KC
-            )  # KC blocks, between which the sums of all rows wait; else one tile's place is enough
+            # Several KC blocks: the sums of all rows wait in scratch between them. With one, the place of one tile is enough.
+            several = end - t > amx.KC
             with k.loop(k0, k1, nr) as col, k.loop(t, end, amx.KC) as p:
                 panel = b_panels.acquire(p * K + col)
                 amx.pad_panel(k, panel, k.min(end - p, amx.KC))

@@ -23,10 +23,8 @@ from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
 WHOLE_ROW = 64  # elements of a group of x where the weight has a scale for a whole row
-BITS = {
-    2: 14,
-    3: 22,
-}  # of a fixed-point number's magnitude, by its digits: one below what they hold, since rounding may reach the next power of two
+# Digits of a fixed-point number -> bits of its magnitude: one less than they hold, for rounding may reach the next power of 2.
+BITS = {2: 14, 3: 22}
 BASE = 256
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
 LANE = 4  # bytes that the instruction adds up

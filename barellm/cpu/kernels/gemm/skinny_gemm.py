@@ -70,9 +70,8 @@ def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGe
     unrolls = (
         skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
     )
-    max_panels = max(
-        1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8
-    )  # of a work item: eight items or more
+    # At least eight work items remain.
+    max_panels = max(1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8)
     configs = [
         SkinnyGemmConfig(panels, unroll, level)
         for panels in (1, 2, 4)

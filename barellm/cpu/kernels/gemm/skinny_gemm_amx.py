@@ -103,9 +103,8 @@ class SkinnyGemmAmx:
                         )
                     for i in range(high):
                         a = at.bytes((top + i * side) * 2 * self.depth + s * amx.LINE)
-                        register = 4 + i % (
-                            4 - wide
-                        )  # of tiles 0-3 are accumulators, from 7 down x, the others the weight
+                        # Tile registers: 0 to 3 are accumulators, from 7 downwards x, those between the weight.
+                        register = 4 + i % (4 - wide)
                         amx.intrinsic(k, "tileloadd64", register, ("ptr", a.ref), ("i64", str(2 * self.depth)))
                         for j in range(wide):
                             amx.intrinsic(k, "tdpbf16ps", i * wide + j, register, 7 - j)

@@ -51,9 +51,8 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             square[j].value = k.fma(v, v, square[j].value)
             largest[j].value = k.max(a, largest[j].value)
             dst = bins.at(j * k.lanes)
-            dst.store(
-                e if mask is None else k.select(mask, e, BINS)
-            )  # BINS: the bin of masked lanes, which nobody reads
+            # Masked lanes count in bin BINS, which nobody reads.
+            dst.store(e if mask is None else k.select(mask, e, BINS))
             # Neighbouring lanes count in tables of their own: equal exponents would wait for each other's store.
             for lane in range(k.lanes):
                 counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)

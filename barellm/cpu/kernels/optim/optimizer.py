@@ -107,9 +107,8 @@ def sweep_dithered(
                     body(at + i * k.lanes, k.mask_first(end - at - i * k.lanes), [bits[i]])
             else:
                 body(at, None, bits)
-            for _ in range(
-                random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors
-            ):  # a share of its GROUPS steps
+            # These two vectors' share of the generator's GROUPS steps.
+            for _ in range(random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors):
                 computed = next(generator)
         for word, new in zip(next_words, computed, strict=True):
             word.value = new
