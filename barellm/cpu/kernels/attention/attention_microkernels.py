@@ -328,7 +328,7 @@ def accumulate_transposed(
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
         tokens = end - begin
     if g.tiles:
-        if factor is not None:
+        if factor is not None:  # tile registers cannot be scaled: a pass of its own
             with k.loop(0, g.padded_D * g.queries, g.queries) as at:
                 for v, f in enumerate(factor):
                     acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)

@@ -251,6 +251,7 @@ def attention_backward_single_block(
         load_rows(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
         load_rows(k, g, value_rows, T, rows=s["v_rows"])
         sums = [(dv, ones), (dk, scale)]
+        # Several query heads add to dv and dk: their sums are fp32, and scaled and rounded at the end.
         if group > 1:
             sums = [(Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
             for dst, _ in sums:
@@ -270,12 +271,14 @@ def attention_backward_single_block(
                 s["delta"].store(delta.at(of_head).load(t, mask), t)
             with k.loop(0, T, g.queries) as t:
                 single_block_gradients(k, g, s, t)
+            # dV = P^T dO and dK = dS^T Q, for g.rows keys at a time: only the queries from key j on see it.
             pairs = k.ceil_div(T, 2)
             with k.loop(0, T, g.rows) as j:
                 u = j >> 1
                 for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
                     left, right = Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
                     gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
+            # dQ = dS K, for g.rows queries at a time, which see no key behind their last one.
             to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)

@@ -232,6 +232,7 @@ def block_sparse_attention_backward_columns(
             )  # fmt: skip
             s, j0 = h.s, column * block
             count = k.min(T - j0, block)
+            # The first query head of the group packs the keys, and the last one stores the sums of all.
             with k.when(member.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
                     pack_tile(k, g, source.start(j0), count, block, s[name])

@@ -35,6 +35,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
         at = (pos + row % T) * half
 
         def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
+            """cos and sin of column c's angle at the row's position."""
             sine = sin.at(at).load(c, mask)
             return cos.at(at).load(c, mask), -sine if inverse else sine
 
@@ -48,7 +49,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
             new = k.fma(a, co, -(b * si)), k.fma(b, co, a * si)
             return accumulate(k, dst, low, mask, new[0], mode_y), accumulate(k, dst, high, mask, new[1], mode_y)
 
-        with k.loop(0, rotated, 2 * half) as first:
+        with k.loop(0, rotated, 2 * half) as first:  # each head; `pairs`: two vectors at a time, stored together
             if pairs:
                 for c in range(0, half, 2 * k.lanes):
                     two = [rotate(first, c + j * k.lanes, None) for j in range(2)]

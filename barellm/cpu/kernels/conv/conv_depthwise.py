@@ -139,7 +139,8 @@ def conv_depthwise(
     blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
     """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
-    fp32, for each channel. `count` images for each of the run-time sizes `dims`."""
+    fp32, for each channel. `count` images for each of the run-time sizes `dims`. `target`: where the outputs lie in out, adjacent
+    unless the convolution is one of a strided one's gradient. A work item is a block of lines of a channel."""
     Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)
@@ -158,6 +159,7 @@ def conv_depthwise(
             factors = [k.splat(src.get(i)) for i in range(geometry.taps)] if unrolled else []
             for line, lines, j, wide in block.tiles():
                 mask = None if wide == k.lanes else k.mask_first(wide)
+                # A register tile: a vector of outputs of each of some lines. An input vector serves (line, tap) pairs.
                 sums = [k.var_vec(0.0) for _ in range(lines)]
                 if unrolled:
                     for v, users in block.input_vectors(line, lines, j, R, S):
@@ -165,14 +167,15 @@ def conv_depthwise(
                             sums[t].value = k.fma(factors[i], v, sums[t].value)
                 else:
                     with k.loop(0, len(R)) as r:
-                        row_of = src.at(r * len(S))
+                        filter_row = src.at(r * len(S))
                         for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
-                            sums[t].value = k.fma(k.splat(row_of.get(i)), v, sums[t].value)
+                            sums[t].value = k.fma(k.splat(filter_row.get(i)), v, sums[t].value)
                 for t, total in enumerate(sums):
                     y, x_ = block.line + line + t, block.column + j
                     if dense:
                         dst.store(accumulate(k, dst, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
                         continue
+                    # Strided outputs are stored one by one; a `wide` known at run time only, through memory.
                     y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
                     if isinstance(wide, int):
                         for q in range(wide):

@@ -230,6 +230,7 @@ def append_fft(
     R, S = len(geometry.row_offsets), len(geometry.column_offsets)
     F = fft_size(R, S)
     m, planes, C = F + 1 - max(R, S), 3 * F * half(F), geometry.channels
+    # The tiles of x as a convolution: F x F taps, one of every m-th output pixel.
     of_x = ConvGeometry(
         geometry.input_size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
         tuple(min(geometry.row_offsets) + i for i in range(F)), tuple(min(geometry.column_offsets) + i for i in range(F)),

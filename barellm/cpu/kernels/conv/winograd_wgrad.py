@@ -61,6 +61,7 @@ def winograd_wgrad_gemm(
                     dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
                     dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
 
+        # Whole register tiles, then the rows and columns that remain, one by one.
         full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
         for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
             with k.loop(begin, end, step) as column:

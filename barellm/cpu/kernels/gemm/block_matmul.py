@@ -100,6 +100,7 @@ def block_sparse_gemm(
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
         count = k.min(tokens - row, height)
+        # Copy the rows of x of this tile of tokens, unless the item before had the same.
         with k.when(held.value.differs(number)), k.loop(0, count) as t:
             held.value = number
             for c, mask in k.columns(C):
@@ -108,6 +109,7 @@ def block_sparse_gemm(
                     dst.store(source.load(c, mask), c, mask)
                 else:
                     dst.store_raw(source.load_raw(c, mask), c, mask)
+        # Each strip of nr columns of the target block, for each register tile of rows.
         with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
             dst = out.at((row + t) * K + target * block + i * tiling.nr)
             for r in range(rows):
@@ -126,6 +128,7 @@ def block_sparse_gemm(
                     multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
 
             def finish(r: Any, values: list[Value], dst: Pointer = dst, t: Value = t, i: Value = i) -> None:
+                """Row r of the tile goes to out, or as a partial sum to the segment's slot."""
                 with k.when(slot < 0) if slots else nullcontext():
                     put(dst.at(r * K), values, mode)
                 if slots:

@@ -192,6 +192,7 @@ def pack_b(
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
     def prefetch_rows(row: Value) -> None:
+        """Prefetch the panel's row NEAR rows ahead to L1, and to L2 what is needed later."""
         far = row * stride + col + width if columns_next else (row + FAR) * stride + col
         for at, near in (((row + NEAR) * stride + col, True), (far, False)):
             for line in range(0, width * b.itemsize, LINE):

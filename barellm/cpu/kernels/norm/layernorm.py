@@ -190,8 +190,7 @@ def norm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
     """dx, in bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names: dweight,
-    dbias, and dx_sum (of dx). All that reads dy or dx in one kernel: the first pass over a
-    row does what needs no mean. Results that leave the caches are stored non-temporally."""
+    dbias, and dx_sum (of dx). All that reads dy or dx is in one kernel. Results that leave the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
     store_group = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
@@ -210,6 +209,7 @@ def norm_backward(
                 to_sums.store(add(to_sums.load(at, mask)), at, mask)
 
         def first(c, mask, j, g, n):
+            """The first pass: all that needs no mean. g: dy, n: the normalized x of a vector of columns."""
             add_to_sum("dweight", c, mask, lambda total: k.fma(g, n, total))
             add_to_sum("dbias", c, mask, lambda total: total + g)
             if mode_dx != "store":

@@ -147,11 +147,12 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
                 largest.value = k.max(k.max(value, -value), largest.value)
 
             foreach_vector(k, 0, n, update_largest)
-            size = k.maximum(largest.value)
-            scale, dst = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
+            max_abs = k.maximum(largest.value)
+            scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
             foreach_vector(
                 k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask)
             )
+        # Factor (geqrf): the reflection of column j, as `program.ops.optim.powersgd.reflection`, applied to all later columns.
         with k.loop(0, rank) as j:
             v = work.at(j * n)
             squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
@@ -164,6 +165,7 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
             taus.put(k.select(none, 0.0, tau), j)
             with k.loop(j + 1, rank) as later:
                 reflect(k, work.at(later * n), v, taus.get(j), n)
+        # Form Q (orgqr): the reflections, last first, applied to unit vectors; number `last` changes none before its own.
         with k.loop(0, rank) as j:
             dst = y.at(j * n)
             foreach_vector(k, 0, n, lambda i, mask, _, dst=dst: dst.store(0.0, i, mask))

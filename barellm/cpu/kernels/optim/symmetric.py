@@ -40,7 +40,8 @@ def symmetric_gemm(
     k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
 ) -> None:  # fmt: skip
     """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (fp64 bits of numbers,
-    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n)."""
+    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n). A work item is
+    the upper triangle's part of a panel of nr columns and a block of MC rows; the epilogue mirrors it."""
     polynomial = linear is not None
     vnni, lanes, nr = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     kc = default_kc(k.isa, depth, 2 if vnni else 4)
@@ -53,6 +54,7 @@ def symmetric_gemm(
     accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
 
     def kc_of(p: Value) -> Any:
+        """The depth of KC block p."""
         return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
 
     def pack_b_panel(into: Pointer, number: Value) -> PackTask:
@@ -73,7 +75,9 @@ def symmetric_gemm(
     a_panels = PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
     def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
-        """The micro-kernel of the tile at row `row`; `a_panel`: rows of A packed from `base` on."""
+        """The micro-kernel of the tile at row `row`, over KC block p of B's `panel`, to or onto the accumulators of the rows from
+        `first` on; `a_panel`: rows of A packed from `base` on, None: A is read from x."""
+        # A packed panel pads an odd depth with zeros; unpacked, the odd element is the micro-kernel's `tail`.
         k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
         tail, is_last_k = None, None
         if a_panel is None:
@@ -104,7 +108,7 @@ def symmetric_gemm(
     with k.parallel_for(panels * m_blocks) as item:
         panel_index, block = item % panels, item // panels
         col = panel_index * nr
-        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)
+        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)  # rows; those above the panel are mirrored
         with k.when(first < last), k.loop(0, k_blocks) as p:
             panel = b_panels.acquire(panel_index * k_blocks + p)
             if overlap:

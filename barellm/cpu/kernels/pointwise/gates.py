@@ -244,6 +244,7 @@ def gated_backward(
                 dots.put(k.sum(tree_reduce(sums, add)), n)
 
             def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
+                """dz of the gates from c on, and their part of the factor's gradient."""
                 s, dot = gates.load(c, mask), dots.load(c, mask)
                 if factor is not None:
                     total.value = k.fma(s, dot, total.value)
@@ -259,7 +260,7 @@ def gated_backward(
                 gated_row()
             else:
                 t = row % T
-                first = t < shift
+                first = t < shift  # positions whose gates have no x
                 with k.when(first):
                     foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
                 with k.otherwise(first):

@@ -88,10 +88,12 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
     nontemporal = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
 
     def load(src: Any, further: int, mask: Value | None) -> Value:
+        """The vector at element src + further of x, in 32-bit lanes."""
         v = x.at(src).load_raw(further, mask)
         return k.op(k.ivec, f"zext {v.typed} to {k.ivec}") if halves else v
 
     def store(v: Value, dst: Any, further: int, mask: Value | None) -> None:
+        """Store 32-bit lanes as elements, from element dst + further of y on."""
         y.at(dst).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
 
     def store_vector(v: Value, dst: Any, further: int, mask: Value | None = None) -> None:
