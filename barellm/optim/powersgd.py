@@ -58,6 +58,7 @@ class Compression:
             raise UserError(
                 f"optim.powersgd is {self.rank}: factors would be no smaller than any matrix; expected less"
             )
+        # All factors of a kind lie in one tensor, so that one all-reduce sums them.
         sides = [_sides(t) for t in matrices]
         firsts = self._flat(p.activation, "powersgd.p", [short for short, _ in sides], TRAVELS)
         seconds = self._flat(p.cache, "powersgd.q", [long for _, long in sides], TRAVELS)

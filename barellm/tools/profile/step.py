@@ -113,7 +113,7 @@ class StepBench:
 
 @contextmanager
 def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iterator[tuple[StepBench, dict[str, Any]]]:
-    """A bench after its first step, and what the start took. `config` has its dtype resolved.
+    """Yields (a bench after its first step, the facts of the start for `step_result`). `config` has its dtype resolved.
 
     first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
     plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's

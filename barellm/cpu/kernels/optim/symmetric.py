@@ -40,8 +40,7 @@ def symmetric_gemm(
     k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
 ) -> None:  # fmt: skip
     """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (fp64 bits of numbers,
-    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n). A work item is
-    the upper triangle's part of a panel of nr columns and a block of MC rows; the epilogue mirrors it."""
+    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n)."""
     polynomial = linear is not None
     vnni, lanes, nr = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     kc = default_kc(k.isa, depth, 2 if vnni else 4)
@@ -108,7 +107,7 @@ def symmetric_gemm(
     with k.parallel_for(panels * m_blocks) as item:
         panel_index, block = item % panels, item // panels
         col = panel_index * nr
-        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)  # rows; those above the panel are mirrored
+        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)  # rows; those above the diagonal are mirrored
         with k.when(first < last), k.loop(0, k_blocks) as p:
             panel = b_panels.acquire(panel_index * k_blocks + p)
             if overlap:
@@ -139,7 +138,7 @@ def _store(
     k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None
 ) -> None:
     """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror, in squares of `lanes` x `lanes`.
-    `factors` (linear, square): of the polynomial, None: 1 of the sums alone."""
+    `factors`: (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes
 
     def store_square(row: Value, at: Value, masked: bool) -> None:
