@@ -25,8 +25,8 @@ def fuse_grad_norm(
     """The programs with the squares of gradients summed (`BlockSquares`) behind the op that stores a gradient, instead of by the
     program that wants the norm (`SumSquares`), and the sums that are kept for it. That is done for matrices that have one writer in
     each program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
-    writers: dict[Tensor, list[tuple[str, Op]]] = {}
-    wanted: dict[Tensor, set[str]] = {}
+    writers: dict[Tensor, list[tuple[str, Op]]] = {}  # gradient -> (program, op) of each op that writes it
+    wanted: dict[Tensor, set[str]] = {}  # gradient -> the programs that sum its squares
     for name, p in programs.items():
         for op in p.ops:
             for base in {t.base for t in op.outputs.values() if t.base.role == "gradient"}:

@@ -114,8 +114,8 @@ def fuse(
         if not names.issuperset(name for name, _ in fusion.sequence):
             continue
         index = index or _Index(ops)
-        taken: set[Op] = set()
-        placed: dict[Op, FusedOp] = {}  # by the match's last op
+        taken: set[Op] = set()  # ops that are part of a match
+        placed: dict[Op, FusedOp] = {}  # last op of a match -> the fused op that takes its place
         for op in ops:
             if op in taken or op.name != fusion.sequence[0][0]:
                 continue
@@ -261,7 +261,7 @@ def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[O
     # The values that the next op's linked inputs must read. Its candidates are the readers of the first of them.
     wanted = {into: index.value(chosen[j], slot) for into, (j, slot) in ((k, _slot(v)) for k, v in links.items())}
     first = next(iter(wanted.values()))
-    for op in index.readers_of.get(first, []) if first is not None else []:
+    for op in index.readers_of.get(first, []) if first is not None else []:  # None: an absent optional input
         if op.name != name or op in chosen:
             continue
         if all(into in op.inputs and index.read[op, op.inputs[into]] == value for into, value in wanted.items()):

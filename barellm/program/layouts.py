@@ -157,13 +157,13 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -> Layout:
-    """The layout of heads, each of which is given as what its queries see. Blocks that no pair is in are not listed. Work in T^2,
-    memory in T."""
+    """The layout of heads, each of which is given as a function that says what its queries see (equal ones are evaluated once).
+    Blocks in which no query sees a key are not listed. Work in T^2, memory in T."""
     if not (SMALLEST <= block <= LARGEST and block % SMALLEST == 0):
         raise ValueError(f"the block of a layout is {block}, expected a multiple of {SMALLEST} up to {LARGEST}")
     rows = -(-length // block)
     position = np.arange(rows * block)
-    masks: dict[bytes, int] = {}
+    masks: dict[bytes, int] = {}  # packed mask -> kind, of all heads
     distinct: list[np.ndarray] = []
     known: dict[Sees, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for sees in heads:

@@ -164,9 +164,8 @@ class Builder:
             return self.op(bits16, f"bitcast {h.typed} to {bits16}")
         u = self.bitcast(v, self.ivec)
         magnitude, sign = u & 0x7FFFFFFF, (u >> 16) & 0x8000
-        normal = (
-            magnitude + 0xFFF + ((magnitude >> 13) & 1) - (112 << 23)
-        ) >> 13  # 112: difference of the exponents' biases
+        # To nearest even, by adding just below a half and the last bit that stays; 112 is the difference of the exponents' biases.
+        normal = (magnitude + 0xFFF + ((magnitude >> 13) & 1) - (112 << 23)) >> 13
         normal = self.select(normal < 0x7C00, normal, 0x7C00)  # infinity
         # One half has the same unit in the last place as fp16's denormals: adding it rounds.
         denormal = self.bitcast(self.bitcast(magnitude, self.vec) + 0.5, self.ivec) - 0x3F000000

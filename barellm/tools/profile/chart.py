@@ -46,9 +46,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     height = 1.4 + 0.2 * len(rows)
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "barellm", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(11, height))
-        low, tall = 0.45 / height, 1 - 1.3 / height
+        low, tall = 0.45 / height, 1 - 1.3 / height  # inches below both axes, and around them, as parts of the figure
         share = figure.add_axes((0.27, low, 0.42, tall))
         bound = figure.add_axes((0.72, low, 0.265, tall))
+        # One row: left a bar of work and, behind it, of waiting; right the percentage of roofline, cut off at 125.
         for y, row in enumerate(rows):
             work, wait = (100 * x / step for x in (row["s"] - row["wait_s"], row["wait_s"]))  # percent of the step
             colour = IDLE if row["family"] == "idle" else COLOURS.get(row["family"], OTHERS)

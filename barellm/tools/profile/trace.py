@@ -147,6 +147,7 @@ def call_seconds(step: TracedStep) -> dict[str, np.ndarray]:
     of the cycle. With idling they add up to the step."""
 
     def seconds(stamps: np.ndarray) -> np.ndarray:
+        """(calls, 2) of one run, of stamps (threads, calls, 3)."""
         work, wait = stamps[:, :, DONE] - stamps[:, :, BEGIN], stamps[:, :, LEFT] - stamps[:, :, DONE]
         return np.stack([work.mean(axis=0), wait.mean(axis=0)], axis=-1) * step.tick_s
 

@@ -206,9 +206,7 @@ def score_key_block(
         tile = score_tile(k, g, s["k"], j, transposed, start and start(j))
         target = s["p"].at(j * g.queries)
 
-        def store_scores(
-            values: list[list[Value]], target: Pointer = target
-        ) -> None:  # bound now, not at the loop's end
+        def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
             for v in range(g.vectors):
                 best = top[v].value
                 for r, row in enumerate(values):

@@ -61,7 +61,8 @@ class Listed(Op):
     def probabilities(
         self, q: np.ndarray, k: np.ndarray, relative: np.ndarray | None, lse: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Softmax of the scores that the layout shows, and lse, by heads (B, H, T, T)."""
+        """(P, lse): the softmax (B, H, T, T) of the scores that the layout shows, of q and k (B, H, T, D), and lse (B, H, T),
+        computed where it is not given."""
         T = q.shape[2]
         seen = np.stack([self.layout.dense(h)[:T, :T] for h in range(self.heads)])
         s = q @ k.transpose(0, 1, 3, 2)
