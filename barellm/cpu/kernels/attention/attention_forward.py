@@ -382,6 +382,7 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
 
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
+    """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
     shape, length = size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
     g = Geometry.of(c.isa, op.q.dtype, shape["D"])
