@@ -30,10 +30,12 @@ class AdamW:
     whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        """An op for each parameter (`Optimizer.update`)."""
         for param in params:
             self._update(p, param, clip)
 
     def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+        """Append the op of one parameter, with its moments as state "NAME.m" and "NAME.v"."""
         from barellm.program import ops
         from barellm.program.ops.pointwise.random import STATE_STREAMS
 
@@ -43,25 +45,16 @@ class AdamW:
             STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
         )
         p.apply(
-            ops.AdamW,
-            param=param,
-            grad=p.gradient_of(param),
-            clip=clip,
+            ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip,
             m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
-            v=p.state(f"{param.base.name}.v", param.shape, dtype_v),
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            stream=stream,
-            bf16=param.base.bf16 or None,
-            lr_scale=self.lr_scale,
-        )
+            v=p.state(f"{param.base.name}.v", param.shape, dtype_v), beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            weight_decay=self.weight_decay, stream=stream, bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
+        )  # fmt: skip
 
 
-def rules(config: OptimConfig) -> list[Rule]:
-    """The rules for AdamW. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also only matrices
-    have 16-bit moments, since the rest is a thousandth of the parameters."""
+def adamw_rules(config: OptimConfig) -> list[Rule]:
+    """The table for `optim.name adamw`. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also
+    only matrices have 16-bit moments, since the rest is a thousandth of the parameters."""
     matrices = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, config.moments)
     return [
         Rule("*", ndim=2, optimizer=matrices),
@@ -71,4 +64,4 @@ def rules(config: OptimConfig) -> list[Rule]:
 
 def adamw(p: Program, config: OptimConfig) -> None:
     """Append the update of all parameters by `rules`."""
-    update(p, rules(config), clip=config.clip)
+    update(p, adamw_rules(config), clip=config.clip)

@@ -14,7 +14,8 @@ from barellm.program.builder import Program
 from barellm.program.ops.optim.muon import ITERATIONS, STEP_SCALES, lines
 from barellm.program.tensor import Tensor
 
-TOGETHER = 1 << 20  # elements of matrices that take each turn together: of small ones one alone keeps few threads busy
+# Elements of matrices whose Newton-Schulz steps are interleaved: a small one alone keeps few threads busy.
+TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Muon:
         xs = [self._begin(p, param, clip) for param in params]
         bounded = {"margin": how.margin, "eps": how.eps, **bank}
         xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounded).x for x in xs]
+        # A step: x = scale x + (linear A + square A^2) x with A = x x^T (of tall matrices x^T x).
         for scale, linear, square in how.turns[: self.ns_steps]:
             grams = [p.apply(ops.Gram, x=x, **bank).a for x in xs]
-            found = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
-            xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, found, strict=True)]
+            polynomials = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
+            xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, polynomials, strict=True)]
         scales: list[Tensor | None] = [None] * len(xs)
         if self.beta2:
             scales = [self._scales(p, param, x, clip) for param, x in zip(params, xs, strict=True)]
@@ -80,27 +82,24 @@ class Muon:
         p.apply(ops.MuonUpdate, **given, **attrs)
 
 
-def rules(config: OptimConfig, hidden: str) -> list[Rule]:
-    """Muon for the matrices that `hidden` names; AdamW's rules for the rest."""
+def muon_rules(config: OptimConfig, hidden: str) -> list[Rule]:
+    """The table for `optim.name muon`: Muon for the matrices whose names match the shell pattern `hidden`, AdamW's rules for the
+    rest (the first rule that matches a parameter decides). `config.normuon` is the beta2 of NorMuon's second moment; 0 is plain
+    Muon."""
     blocks = Muon(
-        rate="muon_lr",
-        orthogonalization=config.orthogonalization,
-        ns_steps=config.ns_steps,
-        scale=config.step_scale,
-        weight_decay=config.weight_decay,
-        cautious=config.cautious,
-        beta2=config.normuon,
-    )
-    return [Rule(hidden, ndim=2, optimizer=blocks), *adamw.rules(config)]
+        rate="muon_lr", orthogonalization=config.orthogonalization, ns_steps=config.ns_steps, scale=config.step_scale,
+        weight_decay=config.weight_decay, cautious=config.cautious, beta2=config.normuon,
+    )  # fmt: skip
+    return [Rule(hidden, ndim=2, optimizer=blocks), *adamw.adamw_rules(config)]
 
 
 def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of neighbouring matrices whose Newton-Schulz steps are interleaved."""
-    found: list[Tensor] = []
+    batch: list[Tensor] = []
     for param in params:
-        found.append(param)
-        if sum(t.size for t in found) >= TOGETHER:
-            yield found
-            found = []
-    if found:
-        yield found
+        batch.append(param)
+        if sum(t.size for t in batch) >= TOGETHER:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from barellm.optim.muon import Muon
-from barellm.optim.rules import Rule, assigned, update
+from barellm.optim.rules import Rule, assign_rules, update
 
 if TYPE_CHECKING:
     from barellm.config import OptimConfig
@@ -51,25 +51,16 @@ class Adam:
     whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        """An op for each parameter (`Optimizer.update`)."""
         from barellm.program import ops
 
         for param in params:
             m, v = moments(p, param)
             p.apply(
-                ops.CautiousAdam,
-                param=param,
-                grad=p.gradient_of(param),
-                clip=clip,
-                m=m,
-                v=v,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                eps=self.eps,
-                weight_decay=self.weight_decay * self.wd_mul,
-                stream=None,
-                bf16=param.base.bf16 or None,
-                lr_scale=self.lr_scale,
-            )
+                ops.CautiousAdam, param=param, grad=p.gradient_of(param), clip=clip, m=m, v=v, beta1=self.beta1,
+                beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay * self.wd_mul, stream=None,
+                bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
+            )  # fmt: skip
 
 
 def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,8 +68,9 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
     return p.state(f"{param.name}.m", param.shape), p.state(f"{param.name}.v", param.shape)
 
 
-def rules(config: OptimConfig) -> list[Rule]:
-    """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` NorMuon's."""
+def speedrun_rules(config: OptimConfig) -> list[Rule]:
+    """The table for `optim.name speedrun`: which parameter of models/speedrun.py gets which optimizer. A run's `lr` is Adam's, and
+    `muon_lr` NorMuon's."""
     muon = {"rate": "muon_lr", "ns_steps": config.ns_steps}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
@@ -98,7 +90,7 @@ def rules(config: OptimConfig) -> list[Rule]:
 
 def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:
     """The four programs by name: what appends each."""
-    table = rules(config)
+    table = speedrun_rules(config)
     return {
         "optimizer_step": partial(speedrun_update, rules=table, adam=False),
         "optimizer_step_tied": partial(speedrun_update, rules=table, adam=True, tied=True),
@@ -110,22 +102,23 @@ def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:
 def speedrun_update(
     p: Program, rules: Sequence[Rule], *, adam: bool, tied: bool = False, embed: str = "embed", head: str = "head"
 ) -> None:
-    """Append the end of a step. `adam`: of all parameters, else of NorMuon's alone; `tied`: the embedding follows the head.
+    """Append the end of a step. `adam`: of all parameters, else of NorMuon's alone; `tied`: the parameters `embed` (V, C) and
+    `head` (C, V) are one, so the head gets the sum of both gradients, and the embedding becomes its transpose.
 
-    A step without Adam leaves gradients to which the next one adds; one with Adam is followed by a step that begins them anew.
-    Nothing is clipped; a norm that is not finite skips the update of the parameters that this program is about.
+    A step without Adam leaves Adam's gradients, to which the next one adds, and zeroes NorMuon's; after one with Adam all are
+    computed from zero. Nothing is clipped; a norm that is not finite skips the update of the parameters that this program is about.
     """
     params = p.store.of_role("parameter")
-    both = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
-    chosen = [t for t, rule in assigned(rules, params) if adam or isinstance(rule.optimizer, Muon)]
-    if both:
-        p.transpose_add(p.gradient_of(both[0]), p.gradient_of(both[1]))
-        chosen.remove(both[0])
-    update(p, rules, clip=0.0, params=chosen)
-    if both:
-        p.transpose_copy(both[1], both[0])
+    pair = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
+    updated = [t for t, rule in assign_rules(rules, params) if adam or isinstance(rule.optimizer, Muon)]
+    if pair:
+        p.transpose_add(p.gradient_of(pair[0]), p.gradient_of(pair[1]))
+        updated.remove(pair[0])
+    update(p, rules, clip=0.0, params=updated)
+    if pair:
+        p.transpose_copy(pair[1], pair[0])
     if not adam:
-        for t in chosen:
+        for t in updated:
             p.fill(p.gradient_of(t), 0.0)
 
 

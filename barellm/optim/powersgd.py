@@ -27,27 +27,29 @@ if TYPE_CHECKING:
 
 ERROR, FACTOR = "error", "factor"  # of a parameter's state: what was left out, and Q
 TRAVELS = "bf16"  # of factors
-Part = tuple[int, int]  # of a tensor's elements: the first, and how many
+Part = tuple[int, int]  # elements of a tensor: (first, count)
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What the ranks send of gradients: factors of `rank` columns of the matrices of which these have fewer elements, all else as
-    it is. One process alone compresses too, and sends nothing."""
+    """PowerSGD of `rank` columns: the ranks exchange factors of the matrices of which these have fewer elements, and all other
+    gradients as they are. One process alone (`ranks` None) compresses too, and sends nothing."""
 
     rank: int
     ranks: Ranks | None
 
     def compresses(self, param: Tensor) -> bool:
+        """Whether a parameter's gradient travels as factors."""
         if len(param.shape) != 2:
             return False
         rows, cols = (int(n) for n in param.shape)
         return self.rank <= min(rows, cols) and self.rank * (rows + cols) < param.size
 
     def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
-        """Append what sums the factors, and the gradients of all that has none, over the ranks. Gives the partial sums of the
-        squares of the whole gradient: P^ is orthonormal, so those of P^ Q'^T are those of Q'. UserError where nothing is
-        compressed."""
+        """Append the exchange, of M = gradient + error of each matrix: P = M Q, summed over the ranks; P^ = its orthonormal basis;
+        Q' = M^T P^, summed. (Of a tall matrix the roles of M and M^T are swapped.) Gradients without factors are summed with P.
+        Returns the partial sums of the squares of the whole gradient: P^ is orthonormal, so those of P^ Q'^T are those of Q'.
+        UserError where nothing is compressed."""
         from barellm.program import ops
 
         matrices = [t for t in params if self.compresses(t)]
@@ -56,6 +58,7 @@ class Compression:
             raise UserError(
                 f"optim.powersgd is {self.rank}: factors would be no smaller than any matrix; expected less"
             )
+        # All factors of a kind lie in one tensor, so that one all-reduce sums them.
         sides = [_sides(t) for t in matrices]
         firsts = self._flat(p.activation, "powersgd.p", [short for short, _ in sides], TRAVELS)
         seconds = self._flat(p.cache, "powersgd.q", [long for _, long in sides], TRAVELS)
@@ -65,20 +68,20 @@ class Compression:
             self._factor(p, t, self._q(p, t), into, transposed=_tall(t))
         for t, into in zip(rest, others, strict=True):
             p.apply(ops.Cast, into={"y": (into, "store")}, x=p.gradient_of(t), dtype="fp32")
-        sums = self._summed(p, [found[0].base for found in (firsts, others) if found])
+        sums = self._all_reduce(p, [packed[0].base for packed in (firsts, others) if packed])
         for t, own in zip(matrices, firsts, strict=True):
-            of_all = _same(own, sums[0])
-            p.apply(ops.Householder, into={"y": (self._p(p, t), "store")}, x=of_all, rank=self.rank)
+            p.apply(ops.Householder, into={"y": (self._p(p, t), "store")}, x=_same(own, sums[0]), rank=self.rank)
         for t, own in zip(rest, others, strict=True):
             p.apply(ops.Cast, into={"y": (p.gradient_of(t), "store")}, x=_same(own, sums[1]), dtype="fp32")
         for t, into in zip(matrices, seconds, strict=True):
             self._factor(p, t, self._p(p, t), into, transposed=not _tall(t))
-        self._summed(p, [seconds[0].base], [totals[0].base])
+        self._all_reduce(p, [seconds[0].base], [totals[0].base])
         return [p.apply(ops.SumSquares, x=x).partials for x in (totals[0].base, *sums[1:])]
 
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
-        """Append what makes the gradients those of all ranks, as the factors have them, and keeps what these leave out. It may be
-        in a program of its own, after that of `partials`."""
+        """Append what follows the exchange: gradient = P^ (sum of Q')^T, that of all ranks, and error = what this rank's own
+        factors leave out (error feedback). It may be in a program of its own, after that of `partials`. `scale`: nothing changes
+        where scale[1] is NaN."""
         from barellm.program import ops
 
         matrices = [t for t in params if self.compresses(t)]
@@ -111,6 +114,7 @@ class Compression:
         return _packed(declare, name, [self.rank * n for n in sides], dtype)
 
     def _factor(self, p: Program, t: Tensor, f: Tensor, into: Tensor, *, transposed: bool) -> None:
+        """Append into = M f, or M^T f, with M = gradient + error of a matrix."""
         from barellm.program import ops
 
         how: dict[str, Any] = {"rank": self.rank, "transposed": transposed, "dtype": into.dtype}
@@ -119,20 +123,22 @@ class Compression:
 
     # --- ranks ---
 
-    def _summed(self, p: Program, found: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Append what sums tensors over the ranks: each gets a part of each of the others, adds them, and gives them to all."""
+    def _all_reduce(self, p: Program, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Append an all-reduce of each of `xs` to `into` (None: new activations), which is returned: a reduce-scatter, in rank
+        order, then an all-gather. Rank r reduces part r of each tensor (`_part`); empty parts are left out."""
         from barellm.program import ops
 
         if into is None:
-            into = [p.activation(f"{t.name}.sum", t.shape, t.dtype) for t in found]
+            into = [p.activation(f"{t.name}.sum", t.shape, t.dtype) for t in xs]
         if self.ranks is None or self.ranks.count == 1:
-            for x, y in zip(found, into, strict=True):
+            for x, y in zip(xs, into, strict=True):
                 p.apply(ops.Cast, into={"y": (y, "store")}, x=x, dtype=y.dtype)
             return list(into)
         rank, count = self.ranks.rank, self.ranks.count
-        parts = [(x, y, [_part(x.size, r, count) for r in range(count)]) for x, y in zip(found, into, strict=True)]
-        sent = [(r, x, theirs[r]) for x, _, theirs in parts for r in range(count) if r != rank and theirs[r][1]]
-        own = [(x, y, theirs[rank]) for x, y, theirs in parts if theirs[rank][1]]
+        tensors = [(x, y, [_part(x.size, r, count) for r in range(count)]) for x, y in zip(xs, into, strict=True)]
+        # Reduce-scatter: what this rank sends, and what it reduces.
+        sent = [(r, x, parts[r]) for x, _, parts in tensors for r in range(count) if r != rank and parts[r][1]]
+        own = [(x, y, parts[rank]) for x, y, parts in tensors if parts[rank][1]]
         operands: dict[str, Any] = {f"x{i}": _span(x, part) for i, (_, x, part) in enumerate(sent)}
         operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
         arrived = p.apply(ops.AllToAll, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
@@ -140,19 +146,16 @@ class Compression:
             p.apply(
                 ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank
             )
-        wanted = [
-            (r, _span(y, theirs[r])) for _, y, theirs in parts for r in range(count) if r != rank and theirs[r][1]
+        # All-gather: the sums of the other ranks.
+        received = [
+            (r, _span(y, parts[r])) for _, y, parts in tensors for r in range(count) if r != rank and parts[r][1]
         ]
         p.apply(
-            ops.AllGather,
-            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(wanted)},
+            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},
-            to=[tuple(r for r in range(count) if r != rank)] * len(own),
-            source=[r for r, _ in wanted],
-            specs=[(t.shape, t.dtype) for _, t in wanted],
-            exact=p.store.exact,
-            ranks=self.ranks,
-        )
+            to=[tuple(r for r in range(count) if r != rank)] * len(own), source=[r for r, _ in received],
+            specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact, ranks=self.ranks,
+        )  # fmt: skip
         return list(into)
 
 
@@ -170,11 +173,11 @@ def _packed(declare: Callable[..., Tensor], name: str, sizes: Sequence[int], dty
     """Parts of one tensor, side by side; none where there are no sizes."""
     if not sizes:
         return []
-    whole, first, found = declare(name, (sum(sizes),), dtype), 0, []
+    whole, first, spans = declare(name, (sum(sizes),), dtype), 0, []
     for n in sizes:
-        found.append(_span(whole, (first, n)))
+        spans.append(_span(whole, (first, n)))
         first += n
-    return found
+    return spans
 
 
 def _span(t: Tensor, part: Part) -> Tensor:
@@ -189,6 +192,6 @@ def _same(part: Tensor, other: Tensor) -> Tensor:
 
 
 def _part(size: int, rank: int, count: int) -> Part:
-    """The elements that a rank adds up."""
+    """The elements of a tensor that a rank adds up."""
     first, end = size * rank // count, size * (rank + 1) // count
     return first, end - first

@@ -53,7 +53,7 @@ class Rule:
         return named and self.ndim in (None, len(param.shape))
 
 
-def assigned(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rule]]:
+def assign_rules(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rule]]:
     """Each parameter with its rule. ValueError for one that no rule matches."""
     for param in params:
         rule = next((rule for rule in rules if rule.matches(param)), None)
@@ -65,31 +65,27 @@ def assigned(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[
 
 
 def update(
-    p: Program,
-    rules: Sequence[Rule],
-    *,
-    clip: float,
-    params: Sequence[Tensor] | None = None,
-    ranks: Ranks | None = None,
-    powersgd: int = 0,
-    overlap: bool = False,
-) -> None:
+    p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[Tensor] | None = None, ranks: Ranks | None = None,
+    powersgd: int = 0, overlap: bool = False,
+) -> None:  # fmt: skip
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
     of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
-    its share (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
+    its shard (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
+    `overlap`: the reduce-scatter overlaps the backward pass.
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    sharding = sharded(rules, params, ranks, powersgd, overlap)
-    scale = p.output("clip", clipped(p, params, clip=clip, sharding=sharding))
-    change(p, rules, scale, params=params, sharding=sharding)
+    sharding = select_sharding(rules, params, ranks, powersgd, overlap)
+    scale = p.output("clip", append_clip_scale(p, params, clip=clip, sharding=sharding))
+    append_updates(p, rules, scale, params=params, sharding=sharding)
 
 
-def sharded(
+def select_sharding(
     rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0, overlap: bool = False
 ) -> OptimizerSharding | Compression | None:
-    """The share of each rank; None where there is one process only, and it compresses nothing."""
+    """How the ranks divide the update: PowerSGD compression, shards of the optimizer's state (of parameters, or of their elements
+    where the optimizer's class says `whole = False`), or None for one process that compresses nothing."""
     if powersgd:
         return Compression(powersgd, ranks)
     if ranks is None or ranks.count == 1:
@@ -100,16 +96,12 @@ def sharded(
     return shard(ranks, whole=whole, cut=cut, overlap=overlap)
 
 
-def clipped(
-    p: Program,
-    params: Sequence[Tensor],
-    *,
-    clip: float,
-    into: Tensor | None = None,
+def append_clip_scale(
+    p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None,
     sharding: OptimizerSharding | Compression | None = None,
-) -> Tensor:
-    """Append the norm of the gradients of `params` and the scale that takes it down to `clip`: a tensor [norm, scale], which is
-    `into` if given. Gradients that are dealt are added up over the ranks first."""
+) -> Tensor:  # fmt: skip
+    """Append the norm of the gradients of `params` and the scale that takes it down to `clip`. Returns the tensor (2) [norm,
+    scale], which is `into` if given. With `sharding` the gradients are summed over the ranks first."""
     from barellm.program import ops
     from barellm.program.loss_scale import loss_scale_of
 
@@ -123,16 +115,12 @@ def clipped(
     return scale.clip
 
 
-def change(
-    p: Program,
-    rules: Sequence[Rule],
-    scale: Tensor,
-    *,
-    params: Sequence[Tensor],
+def append_updates(
+    p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor],
     sharding: OptimizerSharding | Compression | None = None,
-) -> None:
-    """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN. Of
-    those that are dealt this rank changes its share, and gets the rest from the others."""
+) -> None:  # fmt: skip
+    """Append the update of each of `params` by the optimizer that the rules give it; `scale` is from `append_clip_scale`, and
+    nothing changes where scale[1] is NaN. With `sharding` this rank updates its shard, and gets the rest from the others."""
     if sharding is not None:
         sharding.restore(p, params, scale)
     first = len(p.ops)
@@ -148,6 +136,6 @@ def change(
 def _groups(rules: Sequence[Rule], params: Sequence[Tensor]) -> dict[Optimizer, list[Tensor]]:
     """The parameters of each optimizer, in the order of the rules."""
     groups: dict[Optimizer, list[Tensor]] = {rule.optimizer: [] for rule in rules}
-    for param, rule in assigned(rules, params):
+    for param, rule in assign_rules(rules, params):
         groups[rule.optimizer].append(param)
     return groups

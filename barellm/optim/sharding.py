@@ -32,8 +32,9 @@ Part = tuple[int, int]  # elements of a tensor, from and to
 
 @dataclass(frozen=True)
 class OptimizerSharding:
-    """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: the reduce-scatter overlaps the
-    backward pass (`start_reduce_scatter`)."""
+    """`parts`: {parameter's name: [(first, end) of the elements that each rank updates]}. `overlap`: the reduce-scatter overlaps
+    the backward pass (`start_reduce_scatter`). In the methods a "bucket" is a list of pieces (spans of parameters) for each rank:
+    those of its shard that are exchanged at once."""
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
@@ -51,42 +52,47 @@ class OptimizerSharding:
         if self.overlap:
             self._wait_reduce_scatter(p, params)
             return
-        for pieces in self._buckets(params):
-            sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
+        for bucket in self._buckets(params):
+            sent = [(t, rank) for rank, pieces in enumerate(bucket) if rank != ranks.rank for t in pieces]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sent)}
             operands["to"] = [(rank,) for _, rank in sent]
-            owned = [p.gradient_of(t) for t in pieces[ranks.rank]]
-            found = p.apply(ops.AllToAll, **operands, own=[t.size for t in owned], ranks=ranks)
-            for own, parts in zip(owned, found.outputs.values(), strict=True):
-                p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
+            owned = [p.gradient_of(t) for t in bucket[ranks.rank]]
+            exchange = p.apply(ops.AllToAll, **operands, own=[t.size for t in owned], ranks=ranks)
+            for own, received in zip(owned, exchange.outputs.values(), strict=True):
+                p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=received, rank=ranks.rank)
 
     def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
-        """Append to the backward pass the non-blocking sends of the gradients of `params`, where they are `early`. All ranks send a
-        bucket when all its gradients are complete, those of their own shard too: so all in one order."""
+        """Append to the backward pass the non-blocking exchange of the gradients of `params`, an op a bucket, which also starts the
+        receives of this rank's shard. An op has the gradients of all ranks' pieces as operands, those of this rank's own shard too,
+        though they are sent to nobody: so each rank waits until the whole bucket is complete, and all ranks send buckets in the
+        same order."""
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._overlapped_buckets(params)):
-            all_ = [(t, (rank,) if rank != ranks.rank else ()) for rank, theirs in enumerate(pieces) for t in theirs]
-            operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(all_)}
-            buffers = self._receive_buffers(p, number, pieces)
-            how: dict[str, Any] = {"to": [to for _, to in all_], "own": [t.size for t in pieces[ranks.rank]]}
-            into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
-            with p.segment(_place(pieces)):
-                p.apply(ops.StartAllToAll, into=into, **operands, **how, number=number, ranks=ranks)
+        for number, bucket in enumerate(self._overlapped_buckets(params)):
+            sends = []  # (piece, its destination ranks)
+            for rank, pieces in enumerate(bucket):
+                destinations = (rank,) if rank != ranks.rank else ()
+                sends += [(t, destinations) for t in pieces]
+            operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sends)}
+            operands["to"] = [destinations for _, destinations in sends]
+            operands["own"] = [t.size for t in bucket[ranks.rank]]
+            into = {f"y{i}": (t, "store") for i, t in enumerate(self._receive_buffers(p, number, bucket))}
+            with p.segment(_segment_of(bucket)):
+                p.apply(ops.StartAllToAll, into=into, **operands, number=number, ranks=ranks)
 
     def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append the waits for each bucket that `start_reduce_scatter` has sent, and their sums."""
         from barellm.program import ops
 
         ranks = self.ranks
-        for number, pieces in enumerate(self._overlapped_buckets(params)):
-            buffers = self._receive_buffers(p, number, pieces)
-            with p.segment(_place(pieces)):
+        for number, bucket in enumerate(self._overlapped_buckets(params)):
+            buffers = self._receive_buffers(p, number, bucket)
+            with p.segment(_segment_of(bucket)):
                 operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(buffers)}
                 into = {f"y{i}": (t, "store") for i, t in enumerate(buffers)}
                 p.apply(ops.WaitAllToAll, into=into, **operands, number=number, ranks=ranks)
-                for t, others in zip(pieces[ranks.rank], buffers, strict=True):
+                for t, others in zip(bucket[ranks.rank], buffers, strict=True):
                     own = p.gradient_of(t)
                     p.apply(ops.SumOverRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
 
@@ -95,34 +101,38 @@ class OptimizerSharding:
         share = sum(t.size for t in params) // self.ranks.count
         return self._buckets(list(reversed(params)), min(BUCKET_ELEMENTS, max(share // MIN_BUCKETS, CHUNK)))
 
-    def _receive_buffers(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The receive buffers of a bucket's pieces of this rank's shard, preallocated and used for nothing else."""
+    def _receive_buffers(self, p: Program, number: int, bucket: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The receive buffers (ranks - 1, size) of the pieces of this rank's shard in bucket `number`, preallocated and used for
+        nothing else."""
         others = self.ranks.count - 1
         return [
-            p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
+            p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(bucket[self.ranks.rank])
         ]
 
     def _buckets(self, params: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[list[Tensor]]]:
-        """The buckets: pieces of each rank's shard that are exchanged at once, by rank, of so many elements each."""
+        """The buckets of the gradients of `params`: [rank][piece], at most `elements` elements of each rank's shard. Ranks whose
+        shards have fewer buckets have no pieces in the last ones."""
         shards = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
-        of_ranks = [list(_buckets(share, elements)) for share in shards]
-        for pieces in zip_longest(*of_ranks, fillvalue=()):
-            yield [list(theirs) for theirs in pieces]
+        of_ranks = [list(_buckets(shard, elements)) for shard in shards]
+        for bucket in zip_longest(*of_ranks, fillvalue=()):
+            yield [list(pieces) for pieces in bucket]
 
     def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
-        """Append the reduce-scatter of the gradients, and an all-gather of the partial sums of their squares."""
-        found = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
+        """Append the reduce-scatter of the gradients, and an all-gather of the partial sums of their squares, which are returned:
+        of each parameter (ceil(size / CHUNK)). Ranks that read each other's memory (`direct`) do both in one op."""
+        partials = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
         if self.ranks.direct:
-            self._reduce_scatter_shards(p, params, found)
+            self._reduce_scatter_shards(p, params, partials)
         else:
             self.reduce(p, params)
-            self._squares(p, params, found)
-        self._gather(p, [(t, self._chunks(param)) for t, param in zip(found, params, strict=True)])
-        return found
+            self._squares(p, params, partials)
+        self._gather(p, [(t, self._chunks(param)) for t, param in zip(partials, params, strict=True)])
+        return partials
 
     def _reduce_scatter_shards(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
-        """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
-        part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
+        """Append the reduce-scatter by reads of the other ranks' memory, with the partial sums of squares of this rank's shard: an
+        op for each segment of the model (`_groups`). The ranks meet before the first, when all have their gradients, and after the
+        last."""
         from barellm.program import ops
 
         groups = self._groups(list(zip(params, partials, strict=True)))
@@ -130,34 +140,37 @@ class OptimizerSharding:
             operands, into, to = self._operands_of_shards(p, group)
             meets = (number == 0, number == len(groups) - 1)
             largest = max((t for t, _ in group), key=lambda t: t.size)
-            with p.segment(_place([[largest]])):
+            with p.segment(_segment_of([[largest]])):
                 p.apply(ops.ReduceScatter, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
 
     def _groups(self, params: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Runs of parameters, each of one part of the model, or of a few where one of them has nothing for one of the ranks: what
-        ranks do together has the same number of ops on all of them, each with something to do."""
+        """Consecutive (parameter, partial sums) in groups of one segment of the model each, or of a few segments where one alone
+        has no elements for some rank: a collective has the same number of ops on all ranks, each with something to do."""
         groups: list[list[tuple[Tensor, Tensor]]] = []
-        whole = True
+        complete = True  # every rank has elements of the last group
         for t, sums in params:
-            if whole and (not groups or _place([[t]]) != _place([[groups[-1][-1][0]]])):
+            if complete and (not groups or _segment_of([[t]]) != _segment_of([[groups[-1][-1][0]]])):
                 groups.append([])
             groups[-1].append((t, sums))
-            whole = all(any(_sized(self.parts[x.name][r])[1] for x, _ in groups[-1]) for r in range(self.ranks.count))
-        if not whole and len(groups) > 1:
+            counts = [sum(_sized(self.parts[x.name][r])[1] for x, _ in groups[-1]) for r in range(self.ranks.count)]
+            complete = all(counts)
+        if not complete and len(groups) > 1:
             groups[-2:] = [groups[-2] + groups[-1]]
         return groups
 
     def _operands_of_shards(
         self, p: Program, params: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]:
-        """Operands, results and `to` of the op that sums this rank's share of them."""
+        """The arguments of the ReduceScatter op for a group of (parameter, partial sums): its operands (gradients of the other
+        ranks' pieces, x0..., which these read, then of this rank's pieces, own0...), its outputs (sums y and partial sums p of the
+        latter), and `to`, the ranks that read each operand."""
         operands: dict[str, Any] = {}
         into: dict[str, Any] = {}
         to: list[tuple[int, ...]] = []
         for t, _ in params:
             for rank, part in enumerate(self.parts[t.name]):
-                if rank != self.ranks.rank and (theirs := _cut(t, part)) is not None:
-                    operands[f"x{len(operands)}"] = p.gradient_of(theirs)
+                if rank != self.ranks.rank and (piece := _cut(t, part)) is not None:
+                    operands[f"x{len(operands)}"] = p.gradient_of(piece)
                     to.append((rank,))
         for t, sums in params:
             if (own := self.own(t)) is not None:
@@ -168,10 +181,10 @@ class OptimizerSharding:
         return operands, into, to
 
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
-        """The gradients are as the optimizer wants them already."""
+        """Nothing: `partials` leaves the gradients as the optimizer wants them. (`Compression` has something to append here.)"""
 
     def _squares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
-        """The partial sums of squares of this rank's share of the gradients."""
+        """Append the partial sums of squares of this rank's shard of the gradients."""
         from barellm.program import ops
 
         for t, sums in zip(params, partials, strict=True):
@@ -180,7 +193,7 @@ class OptimizerSharding:
                 p.apply(ops.SumSquares, into={"partials": (into, "store")}, x=p.gradient_of(own))
 
     def _chunks(self, param: Tensor) -> list[Part]:
-        """The partial sums that each rank finds of a parameter's."""
+        """Which of a parameter's partial sums each rank computes: (first, end), by rank."""
         return [(-(-first // CHUNK), -(-end // CHUNK)) for first, end in self.parts[param.name]]
 
     def _own_chunks(self, param: Tensor, partials: Tensor) -> Tensor:
@@ -193,23 +206,22 @@ class OptimizerSharding:
         self._gather(p, [(t, self.parts[t.name]) for t in params])
 
     def _gather(self, p: Program, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
+        """Append the all-gather of tensors of which each rank has the elements [first, end) that `shards` names: one op, in which
+        this rank sends its part of each tensor to all others, and receives theirs in place. Empty parts are left out."""
         from barellm.program import ops
         from barellm.program.tensor import Span
 
         rank, count = self.ranks.rank, self.ranks.count
         sent = [Span(t, *_sized(parts[rank])) for t, parts in shards if _sized(parts[rank])[1]]
-        wanted = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
-        received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
+        others = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
+        received = [(source, Span(t, *_sized(part))) for source, t, part in others if _sized(part)[1]]
         p.apply(
-            ops.AllGather,
-            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
+            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": t for i, t in enumerate(sent)},
             to=[tuple(other for other in range(count) if other != rank)] * len(sent),
-            source=[source for source, _ in received],
-            specs=[(t.shape, t.dtype) for _, t in received],
-            exact=p.store.exact,
+            source=[source for source, _ in received], specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact,
             ranks=self.ranks,
-        )
+        )  # fmt: skip
 
 
 def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> OptimizerSharding:
@@ -222,34 +234,36 @@ def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overl
         rank = load.index(min(load))
         load[rank] += _cost(t)
         parts[t.name] = [(0, t.size if r == rank else 0) for r in range(ranks.count)]
-    held = [0] * ranks.count
+    elements = [0] * ranks.count  # of `cut` parameters so far
     for t in cut:
         chunks = -(-t.size // CHUNK)
-        most = sorted(range(ranks.count), key=lambda rank: held[rank])[: chunks % ranks.count]
+        one_more = sorted(range(ranks.count), key=lambda rank: elements[rank])[: chunks % ranks.count]
         at, parts[t.name] = 0, []
         for rank in range(ranks.count):
-            end = min(t.size, at + CHUNK * (chunks // ranks.count + (rank in most)))
+            end = min(t.size, at + CHUNK * (chunks // ranks.count + (rank in one_more)))
             parts[t.name].append((at, end))
-            held[rank] += end - at
+            elements[rank] += end - at
             at = end
     return OptimizerSharding(ranks, parts, overlap=overlap and not ranks.direct)
 
 
-def _place(pieces: Sequence[Sequence[Tensor]]) -> str:
-    """What a profile calls the part of the model whose gradients a round has: that of its last parameter."""
-    return ".".join([t for theirs in pieces for t in theirs][-1].base.name.split(".")[:2])
+def _segment_of(bucket: Sequence[Sequence[Tensor]]) -> str:
+    """The segment of the model under which a profile shows a bucket: the first two parts of its last parameter's name ("h.0")."""
+    return ".".join([t for pieces in bucket for t in pieces][-1].base.name.split(".")[:2])
 
 
 def _cost(t: Tensor) -> float:
-    """Operations of an iteration over a matrix, up to a factor."""
+    """Operations of a Newton-Schulz step of a matrix, up to a factor: size times the shorter side."""
     return float(t.size) * (min(int(n) for n in t.shape) if len(t.shape) == 2 else 1)
 
 
-def _sized(part: Part) -> Part:
+def _sized(part: Part) -> tuple[int, int]:
+    """(first, count) of (first, end)."""
     return part[0], part[1] - part[0]
 
 
 def _cut(t: Tensor, part: Part) -> Tensor | None:
+    """The elements [first, end) of a tensor: itself, a span of it, or None where there are none."""
     from barellm.program.tensor import Span
 
     first, count = _sized(part)
@@ -258,19 +272,20 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
     return t if count == t.size else Span(t, first, count)
 
 
-def _buckets(share: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
-    """A shard, cut into buckets of so many elements."""
-    found: list[Tensor] = []
+def _buckets(shard: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
+    """A rank's shard, (tensor, elements) in order, cut into lists of pieces of `elements` elements together; the last may have
+    fewer."""
+    pieces: list[Tensor] = []
     room = elements
-    for t, (first, end) in share:
+    for t, (first, end) in shard:
         while first < end:
             count = min(room, end - first)
             piece = _cut(t, (first, first + count))
             assert piece is not None
-            found.append(piece)
+            pieces.append(piece)
             first, room = first + count, room - count
             if room == 0:
-                yield found
-                found, room = [], elements
-    if found:
-        yield found
+                yield pieces
+                pieces, room = [], elements
+    if pieces:
+        yield pieces

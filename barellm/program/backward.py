@@ -22,7 +22,8 @@ from barellm.program.tensor import Tensor, View, describe
 
 @dataclass
 class Parts:
-    """A gradient that is written by columns: its tensor, and the (first, width) of the columns that have been stored."""
+    """A gradient that is written by columns: its tensor, the mode of the first write of a column ("store" or "start"), and the
+    (first, width) of the columns that have been stored."""
 
     graph: Graph
     grad: Tensor
@@ -30,7 +31,8 @@ class Parts:
     written: list[tuple[int, int]] = field(default_factory=list)
 
     def mode(self, forward: Tensor) -> str:
-        """How the columns of a view, or of the whole tensor, are written next."""
+        """The mode in which the gradient of `forward`, a view or the whole tensor, is written next; those of its columns that are
+        not stored yet become zero first where others are."""
         begin, width = forward.first_column, int(forward.shape[-1])
         if all(begin + width <= first or first + n <= begin for first, n in self.written):
             self.written.append((begin, width))
@@ -39,9 +41,10 @@ class Parts:
         return "add"
 
     def complete(self, begin: int = 0, width: int | None = None) -> Tensor:
-        """The gradient, once nobody's columns in [begin, begin + width) are zero."""
+        """The gradient, after ops are appended that store zeros in the columns of [begin, begin + width) not stored yet. By default
+        these are all."""
         end = int(self.grad.shape[-1]) if width is None else begin + width
-        for first, n in [*sorted(self.written), (end, 0)]:
+        for first, n in [*sorted(self.written), (end, 0)]:  # the gaps before each written range, and behind the last
             gap = min(first, end) - begin
             if gap > 0:
                 columns = View(self.grad, begin, gap)
@@ -53,22 +56,23 @@ class Parts:
 
 
 class Gradients:
-    """The gradients of one reverse walk, as `ops.base.Gradients` describes them. Keys are forward tensors. A recomputed copy counts
-    as its original."""
+    """The gradients of one reverse walk: the implementation of the protocol `ops.base.Gradients`. The keys of its tables are
+    forward tensors, a recomputed copy being looked up as its original (`key`)."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.loss_scale = loss_scale_of(graph)
-        self.of: dict[Tensor, Tensor] = {}
+        self.of: dict[Tensor, Tensor] = {}  # pending: written, and not yet taken by the op that made the forward tensor
         self.parts: dict[Tensor, Parts] = {}  # gradients so far written through views only
-        self.holders: Counter[Tensor] = Counter()  # forward tensors whose pending gradient is this tensor
-        self.origin: dict[Tensor, Tensor] = {}
+        self.holders: Counter[Tensor] = Counter()  # gradient -> how many forward tensors have it as theirs
+        self.origin: dict[Tensor, Tensor] = {}  # output of a recomputed op -> the original
         self.parameters: dict[Tensor, Parts] = {}  # their gradients, from the first writer on
         self.needs: set[Tensor] = set()  # forward tensors that a parameter leads to
         # Forward tensor -> its finished gradient, and the op that wrote it last.
         self.found: dict[Tensor, tuple[Tensor, Op]] = {}
 
     def key(self, forward: Tensor) -> Tensor:
+        """The original of a recomputed tensor, or of a view of one; else the tensor itself."""
         if isinstance(forward, View):
             return forward.on(self.key(forward.base))
         return self.origin.get(forward, forward)
@@ -93,6 +97,8 @@ class Gradients:
         return grad if grad.dtype == dtype else self.graph.apply(Cast, x=grad, dtype=dtype).y
 
     def alias(self, forward: Tensor, grad: Tensor) -> None:
+        """Contribute `grad`, unchanged, to the gradient of `forward`. The first contribution makes it the same tensor; a second is
+        added to it in a new tensor. A view's is copied into the columns of its base's gradient."""
         forward = self.key(forward)
         if forward.base not in self.needs:
             return
@@ -103,17 +109,19 @@ class Gradients:
             self.graph.apply(Cast, into={"y": target}, x=grad, dtype=grad.dtype)
             return
         self._join(forward)
-        have = self.of.get(forward)
-        if have is None:
+        present = self.of.get(forward)
+        if present is None:
             self._hold(forward, grad)
         else:
-            self.holders[have] -= 1
-            self._hold(forward, self.graph.apply(Add, a=have, b=grad).y)
+            self.holders[present] -= 1
+            self._hold(forward, self.graph.apply(Add, a=present, b=grad).y)
 
     def between(self, op_type: type[Op], /, **operands: Any) -> Op:
         return self.graph.apply(op_type, **operands)
 
     def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
+        """Append `op_type`, whose outputs contribute to the gradients of `targets` (output name -> forward tensor). It writes, or
+        adds, into an existing gradient where that is safe; other outputs are tensors of their own, contributed by `alias`."""
         targets = {out: self.key(t) for out, t in targets.items()}
         wanted = {out: t for out, t in targets.items() if t.base in self.needs}
         if not wanted:
@@ -128,10 +136,10 @@ class Gradients:
                 into[out] = self._columns(forward, forward.dtype)
             else:
                 self._join(forward)
-                have = self.of.get(forward)
+                present = self.of.get(forward)
                 # In place only where no other forward tensor still waits for the same gradient.
-                if have is not None and self.holders[have] == 1:
-                    into[out] = (have, "add")
+                if present is not None and self.holders[present] == 1:
+                    into[out] = (present, "add")
         op = self.graph.apply(op_type, into=into, **operands)
         for out, forward in wanted.items():
             if out in into:
@@ -157,13 +165,13 @@ class Gradients:
     def _columns(self, view: View, dtype: str) -> tuple[Tensor, str]:
         """The columns of the base's gradient into which the next writer of a view's gradient writes, and its mode."""
         base = view.base
-        have = self.of.get(base)
-        if have is not None and self.holders[have] > 1:  # another forward tensor waits for this very gradient: a copy
-            self.holders[have] -= 1
-            have = self.graph.apply(Cast, x=have, dtype=have.dtype).y
-            self._hold(base, have)
-        if have is not None:
-            return view.on(have), "add"
+        present = self.of.get(base)
+        if present is not None and self.holders[present] > 1:  # another forward tensor waits for it: add into a copy
+            self.holders[present] -= 1
+            present = self.graph.apply(Cast, x=present, dtype=present.dtype).y
+            self._hold(base, present)
+        if present is not None:
+            return view.on(present), "add"
         if base not in self.parts:
             self.parts[base] = Parts(self.graph, self.graph.activation(f"{base.name}.grad", base.shape, dtype), "store")
         parts = self.parts[base]
@@ -177,18 +185,19 @@ class Gradients:
             self._hold(forward, self.parts.pop(forward).complete())
 
     def _hold(self, forward: Tensor, grad: Tensor) -> None:
+        """Make `grad` the pending gradient of `forward`."""
         self.of[forward] = grad
         self.holders[grad] += 1
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors, or views of them, have columns in common."""
-    apart = (
+    disjoint = (
         a.first_column + a.shape[-1] <= b.first_column or b.first_column + b.shape[-1] <= a.first_column
         if a.shape and b.shape
         else False
     )
-    return a.base is b.base and not apart
+    return a.base is b.base and not disjoint
 
 
 def reachable(ops: list[Op], roots: Iterable[Tensor] = ()) -> set[Tensor]:
@@ -227,7 +236,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
     seeded = False
     for op in reversed(forward):
         if op.segment in segments:
-            copies |= _again(graph, g, segments.pop(op.segment))
+            copies |= _recompute_segment(graph, g, segments.pop(op.segment))
         if not seeded and loss in op.outputs.values():
             douts: dict[str, Tensor | None] = dict.fromkeys(op.outputs)
             seeded = True  # d loss / d loss = 1: the loss op's rule needs no incoming gradient
@@ -263,22 +272,25 @@ def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor])
         if grad is None:
             raise ValueError(f"no result depends on {root.name} in a way that has a gradient")
         if grad.dtype != root.dtype or grad in seeds.values() or grad in found:
-            grad.role = "output"  # kernels leave out an activation of a weight's shape: the bias gradient of a norm without bias
+            # Kernels may leave out an output that is an activation of a weight's shape, such as the bias gradient of a norm
+            # without bias. This one is read, by the cast, so it must not count as such.
+            grad.role = "output"
             grad = graph.apply(Cast, x=grad, dtype=root.dtype).y
         found.append(grad)
     return found
 
 
-def _again(graph: Graph, g: Gradients, ops: list[Op]) -> dict[Op, Op]:
-    """Append copies of a segment's ops that write fresh tensors; what nobody reads is eliminated later."""
-    fresh: dict[Tensor, Tensor] = {}
+def _recompute_segment(graph: Graph, g: Gradients, ops: list[Op]) -> dict[Op, Op]:
+    """Append copies of a segment's ops that write new tensors, from the segment's inputs. Returns op -> copy. Copies whose outputs
+    nobody reads are eliminated later."""
+    fresh: dict[Tensor, Tensor] = {}  # output of an op -> that of its copy
     copies: dict[Op, Op] = {}
 
-    def now(t: Tensor) -> Tensor:
+    def recomputed(t: Tensor) -> Tensor:
         return t.on(fresh.get(t.base, t.base)) if isinstance(t, View) else fresh.get(t, t)
 
     for op in ops:
-        operands = {name: now(t) for name, t in op.inputs.items()}
+        operands = {name: recomputed(t) for name, t in op.inputs.items()}
         with graph.segment(op.segment):
             copy = graph.apply(type(op), **operands, **op.attrs)
         copy.recomputed = True

@@ -84,23 +84,24 @@ class BlockLayout:
         }
 
     def _lists(self, axis: int) -> Lists:
-        """A list that is longer than LONG and twice the mean is cut into even parts, so that no thread or program has much more to
-        do than the others. Where it is cut follows from the layout alone, and so do the bits of the sum."""
-        own, other = self.places[:, axis], self.places[:, 1 - axis]
-        order = np.lexsort((other, own))
-        first = np.searchsorted(own[order], np.arange(self.shape[axis] + 1))
+        """The `Lists` of all rows (axis 0) or columns (axis 1). One that is longer than LONG and twice the mean is cut into even
+        parts, so that no thread or program has much more to do than the others. Where it is cut follows from the layout alone, and
+        so do the bits of the sum."""
+        line, across = self.places[:, axis], self.places[:, 1 - axis]  # of each block: its list, and its place in it
+        order = np.lexsort((across, line))
+        first = np.searchsorted(line[order], np.arange(self.shape[axis] + 1))
         lengths = np.diff(first)
-        most = max(ceil_div(2 * len(self), int((lengths > 0).sum())), LONG // self.block)
+        max_length = max(ceil_div(2 * len(self), int((lengths > 0).sum())), LONG // self.block)
         segments, cuts, slot = [], [], 0
         for i, length in enumerate(lengths.tolist()):
-            parts = max(1, ceil_div(length, most))
+            parts = max(1, ceil_div(length, max_length))
             edges = [int(first[i]) + length * part // parts for part in range(parts + 1)]
             for part in range(parts):
                 segments.append((i, slot + part if parts > 1 else -1, edges[part], edges[part + 1]))
             if parts > 1:
                 cuts.append((i, slot, slot + parts))
                 slot += parts
-        return Lists(np.array(segments), np.array(cuts).reshape(-1, 3), other[order], order)
+        return Lists(np.array(segments), np.array(cuts).reshape(-1, 3), across[order], order)
 
     def dense(self, weight: np.ndarray) -> np.ndarray:
         """The whole matrix, of its blocks (blocks * bs, bs)."""
@@ -112,8 +113,8 @@ class BlockLayout:
     def blocks_of(self, whole: np.ndarray) -> np.ndarray:
         """The blocks (blocks * bs, bs) of a whole matrix."""
         b = self.block
-        apart = whole.reshape(self.shape[0], b, self.shape[1], b)
-        return apart[self.places[:, 0], :, self.places[:, 1]].reshape(-1, b)
+        tiled = whole.reshape(self.shape[0], b, self.shape[1], b)
+        return tiled[self.places[:, 0], :, self.places[:, 1]].reshape(-1, b)
 
 
 def block_layout(there: np.ndarray, block: int) -> BlockLayout:
@@ -128,7 +129,7 @@ def block_layout(there: np.ndarray, block: int) -> BlockLayout:
 
 
 def morton(places: np.ndarray) -> np.ndarray:
-    """(n,): bits of column and row in turn, those of the row higher."""
+    """The Morton codes of `places` (n, 2), row and column: bit 2i is bit i of the column, bit 2i + 1 that of the row."""
     code = np.zeros(len(places), np.int64)
     for bit in range(31):
         code |= (places[:, 1] >> bit & 1) << 2 * bit | (places[:, 0] >> bit & 1) << 2 * bit + 1

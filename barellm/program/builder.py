@@ -17,33 +17,11 @@ __all__ = ["Program", "Store"]
 
 
 class Program(
-    attention.Calls,
-    binary.Calls,
-    block_matmul.Calls,
-    convolution.Calls,
-    cross_entropy.Calls,
-    documents.Calls,
-    dropout.Calls,
-    elementwise.Calls,
-    embedding.Calls,
-    exponent_stats.Calls,
-    gates.Calls,
-    groupnorm.Calls,
-    layernorm.Calls,
-    layout_attention.Calls,
-    matmul.Calls,
-    qk_rotary.Calls,
-    mix.Calls,
-    pooling.Calls,
-    random.Calls,
-    rmsnorm.Calls,
-    rope.Calls,
-    softcap.Calls,
-    softmax.Calls,
-    swiglu.Calls,
-    top_k.Calls,
-    transpose.Calls,
-):
+    attention.Calls, binary.Calls, block_matmul.Calls, convolution.Calls, cross_entropy.Calls, documents.Calls,
+    dropout.Calls, elementwise.Calls, embedding.Calls, exponent_stats.Calls, gates.Calls, groupnorm.Calls, layernorm.Calls,
+    layout_attention.Calls, matmul.Calls, qk_rotary.Calls, mix.Calls, pooling.Calls, random.Calls, rmsnorm.Calls,
+    rope.Calls, softcap.Calls, softmax.Calls, swiglu.Calls, top_k.Calls, transpose.Calls,
+):  # fmt: skip
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""
 
     def backward(self, loss: Tensor, *, recompute: bool = False) -> dict[Tensor, tuple[Tensor, Op]]:

@@ -22,8 +22,8 @@ TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one ma
 def compensated_codes(
     w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(codes (N, K), scales (N, groups)), as `quantize` has them. `moments_KK`: the sum of x x' over inputs x. Each group gets its
-    scale when its first column's turn comes; a row keeps the exponent that its scales have before."""
+    """(codes (N, K), scales (N, groups)) of the weight w_NK, as `quantize` has them. `moments_KK`: the sum of x x' over inputs x.
+    Each group gets its scale when its first column's turn comes; a row keeps the exponent that its scales have in `quantize`."""
     import numpy as np
 
     _, exponents = halves(quantize(w_NK, how, name=name)[1].astype(np.float32))
@@ -33,6 +33,7 @@ def compensated_codes(
     group, alone = how.group or K, replace(how, group=1)
     codes = np.empty((N, K), np.uint8 if how.table else np.int8)
     scales = np.empty((N, how.groups(K)), np.float16)
+    # Lazy batches (GPTQ, section 3.3): an error goes at once to the columns up to `last`, and to those behind with the others.
     for first in range(0, K, TOGETHER):
         last = min(first + TOGETHER, K)
         errors = np.empty((N, last - first))

@@ -62,10 +62,12 @@ def tensors_with_stats(p: Program) -> list[TensorWithStats]:
 
 
 def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterator[tuple[str, str, Tensor, Op | None]]:
-    """(name, kind, tensor, op behind which it is looked at or None for the program's beginning)."""
-    kept = set(p.ops)
-    made: dict[str, tuple[Tensor, Op]] = {}
-    products: dict[Tensor | None, str] = {}
+    """(name, one of KINDS, tensor, the op behind which it is observed or None for the program's beginning) of all tensors with
+    statistics. Two activations that would have one name get numbers, "x" and "x.2"; one that is made of the other takes its
+    name."""
+    remaining = set(p.ops)  # without ops that were eliminated since `gradients` was made
+    made: dict[str, tuple[Tensor, Op]] = {}  # name -> activation, and the op that writes it
+    products: dict[Tensor | None, str] = {}  # a matmul's result -> its name, which a rescaling of it takes over
     for op in p.ops:
         for slot, t in op.outputs.items():
             if t in gradients and t.base is t and not op.recomputed and FORMATS[t.dtype].kind == "float":
@@ -84,7 +86,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
     # What passes through an addition unchanged is one gradient of several tensors: the last of them gives it its name.
     names = {gradients[t]: name for name, (t, _) in made.items()}
     for (grad, writer), name in names.items():
-        if writer in kept and grad.base is grad:
+        if writer in remaining and grad.base is grad:
             yield name, "gradient", grad, writer
     for weight in p.store.of_role("parameter"):
         yield weight.name, "weight", weight, None

@@ -22,11 +22,11 @@ SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which 
 def fuse_grad_norm(
     programs: Mapping[str, Program], takes: Callable[[Op], bool]
 ) -> tuple[Mapping[str, Program], SquareSums]:
-    """Programs that do the same, and what they keep: the squares of a gradient are summed (`BlockSquares`) behind the op that
-    stores it, and not (`SumSquares`) by the program that wants the norm. That is done for matrices that have one writer in each
-    program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
-    writers: dict[Tensor, list[tuple[str, Op]]] = {}
-    wanted: dict[Tensor, set[str]] = {}
+    """The programs with the squares of gradients summed (`BlockSquares`) behind the op that stores a gradient, instead of by the
+    program that wants the norm (`SumSquares`), and the sums that are kept for it. That is done for matrices that have one writer in
+    each program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
+    writers: dict[Tensor, list[tuple[str, Op]]] = {}  # gradient -> (program, op) of each op that writes it
+    wanted: dict[Tensor, set[str]] = {}  # gradient -> the programs that sum its squares
     for name, p in programs.items():
         for op in p.ops:
             for base in {t.base for t in op.outputs.values() if t.base.role == "gradient"}:
@@ -41,7 +41,7 @@ def fuse_grad_norm(
         if final and len(x.shape) == 2 and all(x in op.outputs.values() and takes(op) for _, op in found):
             ((shape, dtype),) = BlockSquares({"x": x}, {}).infer(x).values()
             kept[x] = programs[found[0][0]].store.get(f"{x.name}.squares", shape, dtype, "cache")
-    return ({name: _rewritten(p, kept) for name, p in programs.items()} if kept else programs), kept
+    return ({name: _with_fused_sums(p, kept) for name, p in programs.items()} if kept else programs), kept
 
 
 def recompute_square_sums(store: Store, kept: SquareSums, compute: str) -> Program:
@@ -52,10 +52,12 @@ def recompute_square_sums(store: Store, kept: SquareSums, compute: str) -> Progr
     return p
 
 
-def _rewritten(p: Program, kept: SquareSums) -> Program:
+def _with_fused_sums(p: Program, kept: SquareSums) -> Program:
+    """A copy of the program in which a `BlockSquares` follows each op that stores one of the `kept` gradients, and their sums are
+    read where the `SumSquares` that is left out gave its own."""
     made = copy(p)
     made.ops = []
-    instead: dict[Tensor, Tensor] = {}
+    instead: dict[Tensor, Tensor] = {}  # partial sums of an op that is left out -> those that are kept
     for op in p.ops:
         if isinstance(op, SumSquares) and op.x in kept:
             instead[op.partials] = kept[op.x]

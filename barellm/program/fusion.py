@@ -53,6 +53,7 @@ class FusedOp(Op):
     """
 
     def __init__(self, fusion: Fusion, sequence: list[Op]) -> None:
+        """`sequence`: the matched ops, in the order of the row."""
         super().__init__({}, {})
         self.fusion = fusion
         self.name = fusion.name
@@ -113,8 +114,8 @@ def fuse(
         if not names.issuperset(name for name, _ in fusion.sequence):
             continue
         index = index or _Index(ops)
-        taken: set[Op] = set()
-        placed: dict[Op, FusedOp] = {}  # by the match's last op
+        taken: set[Op] = set()  # ops that are part of a match
+        placed: dict[Op, FusedOp] = {}  # last op of a match -> the fused op that takes its place
         for op in ops:
             if op in taken or op.name != fusion.sequence[0][0]:
                 continue
@@ -133,7 +134,8 @@ def fuse(
 
 
 def _observed(ops: Sequence[Op]) -> Iterator[tuple[Op, dict[Tensor, Op]]]:
-    """The observers among the ops, each with the ops that wrote what it reads; without what was there before."""
+    """The observers among the ops, each with {tensor that it reads: the op that wrote it last}. Tensors that no op has written,
+    such as parameters, are not in it."""
     writer: dict[Tensor, Op] = {}
     for op in ops:
         if op.observer:
@@ -144,22 +146,23 @@ def _observed(ops: Sequence[Op]) -> Iterator[tuple[Op, dict[Tensor, Op]]]:
 
 def _with_observers(ops: list[Op], observed: list[tuple[Op, dict[Tensor, Op]]]) -> list[Op]:
     """The ops and, right behind the last op that now writes what it reads, each observer whose values are still written."""
-    now = {part: i for i, op in enumerate(ops) for part in (op.sequence if isinstance(op, FusedOp) else [op])}
-    behind: dict[int, list[Op]] = {}
+    position = {part: i for i, op in enumerate(ops) for part in (op.sequence if isinstance(op, FusedOp) else [op])}
+    behind: dict[int, list[Op]] = {}  # position of an op, -1 for the beginning -> the observers that follow it
     for observer, writers in observed:
-        if all(base in _bases(ops[now[op]].outputs) for base, op in writers.items()):
-            behind.setdefault(max((now[op] for op in writers.values()), default=-1), []).append(observer)
+        if all(base in _bases(ops[position[op]].outputs) for base, op in writers.items()):
+            behind.setdefault(max((position[op] for op in writers.values()), default=-1), []).append(observer)
     return [*behind.get(-1, []), *(x for i, op in enumerate(ops) for x in (op, *behind.get(i, [])))]
 
 
-_Value = tuple[Tensor, int]  # what a tensor holds after so many writes
+_Value = tuple[Tensor, int]  # what a tensor, or a view of one, holds after that many writes to its bytes (a version)
 
 
 class _Index:
-    """An index of a list of ops: who reads and writes each tensor that owns bytes, and who reads each value of a tensor or a view,
-    and where."""
+    """An index of a list of ops: `position` in it, the ops that read and write each tensor that owns bytes (`readers`, `writers`),
+    the ops that read each value (`readers_of`), and the value that each op `read` or has `written` in each of its operands."""
 
     def __init__(self, ops: list[Op]) -> None:
+        """Number the values of each tensor by its writes, in the order of the ops."""
         self.position = {op: i for i, op in enumerate(ops)}
         self.readers: dict[Tensor, list[Op]] = {}
         self.writers: dict[Tensor, list[Op]] = {}
@@ -184,7 +187,8 @@ class _Index:
         return self.read[op, op.inputs[slot]] if slot in op.inputs else None
 
     def movable(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether the others see no difference if `match` runs in the order of the row, at the place of its last op."""
+        """Whether the other ops see no difference if `match` runs in the order of the row, at the place of its last op: no op in
+        between writes what a matched op reads, or touches what it writes."""
         inside = set(match)
         last = max(self.position[op] for op in match)
         for op in match:
@@ -243,19 +247,21 @@ def _bases(tensors: dict[str, Tensor]) -> set[Tensor]:
 
 
 def _slot(link: str) -> tuple[int, str]:
+    """(number of the op in the row, name of its tensor) of a link "i.name"."""
     i, name = link.split(".")
     return int(i), name
 
 
 def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[Op]]:
-    """Every way to continue `chosen` along the row's links."""
+    """Every way to continue the ops `chosen` for the first places of the row's sequence, along its links, to a whole match."""
     if len(chosen) == len(fusion.sequence):
         yield chosen
         return
     name, links = fusion.sequence[len(chosen)]
+    # The values that the next op's linked inputs must read. Its candidates are the readers of the first of them.
     wanted = {into: index.value(chosen[j], slot) for into, (j, slot) in ((k, _slot(v)) for k, v in links.items())}
     first = next(iter(wanted.values()))
-    for op in index.readers_of.get(first, []) if first is not None else []:
+    for op in index.readers_of.get(first, []) if first is not None else []:  # None: an absent optional input
         if op.name != name or op in chosen:
             continue
         if all(into in op.inputs and index.read[op, op.inputs[into]] == value for into, value in wanted.items()):

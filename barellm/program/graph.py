@@ -74,18 +74,9 @@ class Graph:
         return t
 
     def parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        std: float | None = None,
-        bound: float | None = None,
-        transposed: str = "",
-        value: float = 0.0,
-        valid_rows: int = 0,
-        dtype: str | None = None,
-        bf16: bool = False,
-    ) -> Tensor:
+        self, name: str, shape: tuple[int, ...], *, std: float | None = None, bound: float | None = None,
+        transposed: str = "", value: float = 0.0, valid_rows: int = 0, dtype: str | None = None, bf16: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Initialised with normals of deviation `std`, with uniform numbers from -`bound` to `bound`, with what the parameter
         `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
@@ -147,7 +138,8 @@ class Graph:
             self._segment = before
 
     def apply(self, op_type: type[Op], *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
-        """Append one op. `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"."""
+        """Append one op and return it. `operands`: its input tensors (None: absent) and, all that are no tensors, its attributes.
+        `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"; the others get new ones."""
         into = into or {}
         inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
         op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})
@@ -169,6 +161,7 @@ class Graph:
                 target, mode = self.activation(f"{op.name}.{name}", shape, dtype), "store"
             op.outputs[name] = target
             op.modes[name] = mode
+        # Parameters of which this op reads all bits, but for one that it updates: that read is the optimizer's own.
         changed = {t.base for t in op.outputs.values()}
         read = {t.base for name, t in op.inputs.items() if name not in op.rounded}
         self.store.exact |= {t for t in read - changed if t.role == "parameter"}
@@ -176,7 +169,7 @@ class Graph:
         return op
 
     def activation(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """A tensor of the workspace, called `name` within the segment, or `name.2` and so on where that is taken."""
+        """A tensor of the workspace, called "segment.name", or "segment.name.2" and so on where that is taken."""
         own = f"{self._segment}." if self._segment else ""
         full = name if name.startswith(own) else own + name
         count = self._names[full] = self._names.get(full, 0) + 1

@@ -13,7 +13,7 @@ import numpy as np
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
-Alike = Callable[[Any], Hashable]  # what ops of one group have in common
+Alike = Callable[[Any], Hashable]  # op -> a key that is equal for all ops of one group
 
 
 class GroupedOp(Op):
@@ -23,6 +23,7 @@ class GroupedOp(Op):
     """
 
     def __init__(self, sequence: Sequence[Op]) -> None:
+        """Operands, modes and `rounded` of all ops under their numbered names; of `attrs` those that are equal in all."""
         super().__init__({}, {})
         self.name = sequence[0].name
         self.sequence = list(sequence)
@@ -57,14 +58,15 @@ def members(op: Op) -> list[Op]:
 
 
 def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
-    """The list of ops, in which neighbours become groups: ops of one name that is in the table and of one key, which do not depend
-    on each other."""
+    """The list of ops with ops joined to a `GroupedOp` that have one name and, by `table` (name -> key function), one key. They are
+    from one run: consecutive ops that are in the table and do not depend on each other, so that their order is free."""
     made: list[Op] = []
     run: list[Op] = []
-    touched: set[Tensor] = set()  # by the run's ops
+    touched: set[Tensor] = set()  # read or written by the run's ops
     written: set[Tensor] = set()
 
     def flush() -> None:
+        """Append the groups of the run, and begin a new one."""
         groups: dict[Hashable, list[Op]] = {}
         for op in run:
             groups.setdefault((op.name, table[op.name](op)), []).append(op)

@@ -69,19 +69,18 @@ class Layout:
         return self.pairs_within(-self.length, self.length)
 
     def pairs_within(self, least: int, most: int) -> int:
-        """Those of `pairs` whose distance, query less key, is from `least` to `most`."""
+        """The number of pairs of a query and a key that it sees, of all heads, whose distance (query less key) is from `least` to
+        `most`. Entries with equal block distance and kind have equally many; those of the last row are apart, because it may
+        reach beyond the end."""
         b, rows, total = self.block, self.row_of_entries(), 0
-        whole = np.concatenate([np.ones((1, b, b), bool), self.masks])
-        gap = np.subtract.outer(np.arange(b), np.arange(b))
-        edge = (
-            self.length - (self.rows - 1) * b
-        )  # queries behind the end are in the tables, and see nothing that counts
-        alike = np.stack([rows - self.keys, self.kinds, rows == self.rows - 1])
-        for (blocks, kind, last), count in zip(
-            *(x.T for x in np.unique(alike, axis=1, return_counts=True)), strict=True
-        ):
-            distance = blocks * b + gap
-            seen = whole[kind] & (least <= distance) & (distance <= most)
+        masks = np.concatenate([np.ones((1, b, b), bool), self.masks])  # by kind
+        inner = np.subtract.outer(np.arange(b), np.arange(b))  # distances within a block
+        edge = self.length - (self.rows - 1) * b  # queries of the last row before the end
+        classes = np.stack([rows - self.keys, self.kinds, rows == self.rows - 1])
+        values, counts = np.unique(classes, axis=1, return_counts=True)
+        for (blocks, kind, last), count in zip(values.T, counts, strict=True):
+            distance = blocks * b + inner
+            seen = masks[kind] & (least <= distance) & (distance <= most)
             total += int(count) * int(seen[: edge if last else b].sum())
         return total
 
@@ -94,14 +93,14 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """A name for what it holds."""
+        """12 hexadecimal digits of a hash of the contents: equal layouts have equal ones, in every process."""
         found = hashlib.sha256(f"{self.length} {self.block}".encode())
         for array in (self.offsets, self.keys, self.kinds, np.packbits(self.masks)):
             found.update(np.ascontiguousarray(array).tobytes())
         return found.hexdigest()[:12]
 
     def dense(self, head: int) -> np.ndarray:
-        """(length, length): what the queries of a head see."""
+        """(length, length) bool, [query, key]: what the queries of a head see."""
         b, n = self.block, self.rows
         seen = np.zeros((n, b, n, b), bool)
         at = self.head_of_entries() == head
@@ -125,18 +124,18 @@ class Layout:
         return {"rows": self.row_table(), "columns": self.column_table(), "masks": self.mask_words()}
 
     def row_table(self) -> np.ndarray:
-        """i32: the first entry of each row of each head and one number more, then the keys, then the kinds."""
+        """The `table` of the keys of each row of queries."""
         return table(self.offsets, self.keys, self.kinds)
 
     def column_table(self) -> np.ndarray:
-        """The same of each block of keys: the rows of queries that list it, which rise."""
+        """The `table` of the rows of queries that list each block of keys; they rise."""
         head, row = self.head_of_entries(), self.row_of_entries()
         order = np.lexsort((row, self.keys, head))
         counts = np.bincount(head * self.rows + self.keys, minlength=self.heads * self.rows).reshape(self.heads, -1)
         return table(offsets_of(counts), row[order], self.kinds[order])
 
     def mask_words(self) -> np.ndarray:
-        """i32: of each mask and key a row of words, of which bit i of word w is query 32 w + i."""
+        """i32 (masks, block keys, words), flat: bit i of word w says whether query 32 w + i of the block sees the key."""
         number, b = len(self.masks), self.block
         words = -(-b // WORD)
         bits = np.zeros((number, b, words * WORD), bool)
@@ -146,24 +145,25 @@ class Layout:
 
 
 def table(offsets: np.ndarray, blocks: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+    """i32, one after the other: the first entry of each row of each head and the number of entries, `blocks`, `kinds`."""
     flat = np.append(offsets[:, :-1].reshape(-1), len(blocks))
     return np.concatenate([flat, blocks, kinds]).astype(np.int32)
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """(heads, rows) entries -> (heads, rows + 1)."""
+    """The first entry of each row, and the end of the last: (heads, rows) numbers of entries -> (heads, rows + 1)."""
     ends = np.cumsum(counts).reshape(counts.shape)
     return np.concatenate([ends[:, :1] - counts[:, :1], ends], 1).astype(np.int32)
 
 
 def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -> Layout:
-    """The layout of heads, each of which is given as what its queries see. Blocks that no pair is in are not listed. Work in T^2,
-    memory in T."""
+    """The layout of heads, each of which is given as a function that says what its queries see (equal ones are evaluated once).
+    Blocks in which no query sees a key are not listed. Work in T^2, memory in T."""
     if not (SMALLEST <= block <= LARGEST and block % SMALLEST == 0):
         raise ValueError(f"the block of a layout is {block}, expected a multiple of {SMALLEST} up to {LARGEST}")
     rows = -(-length // block)
     position = np.arange(rows * block)
-    masks: dict[bytes, int] = {}
+    masks: dict[bytes, int] = {}  # packed mask -> kind, of all heads
     distinct: list[np.ndarray] = []
     known: dict[Sees, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for sees in heads:
@@ -179,7 +179,8 @@ def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -
 def _lists(
     sees: Sees, length: int, block: int, causal: bool, position: np.ndarray, masks: dict[bytes, int], distinct: list
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries of each row, their keys and their kinds, of one head. New masks are added to `masks` and `distinct`."""
+    """The lists of one head: the number of entries of each row, (rows,), the keys of all entries, and their kinds. `position` has
+    the positions 0, 1 .. of whole blocks. New masks are added to `distinct`, and to `masks`: packed bits -> kind."""
     counts, keys, kinds = [], [], []
     for first in range(0, len(position), block):
         query = position[first : first + block, None]

@@ -59,12 +59,12 @@ def encode(x, dtype: str, dither=None) -> np.ndarray:
     f = FORMATS[dtype]
     x = np.asarray(x, dtype=np.float32)
     bits = x.view(np.int32)
-    magnitude = np.minimum(bits & 0x7FFFFFFF, f.most)
+    magnitude = np.minimum(bits & 0x7FFFFFFF, f.most)  # the bits of fp32 magnitudes are ordered as the values are
     tiny = magnitude < f.least
     below = 0
     if dither is None:
-        dither = 1 << (f.shift - 1)
-    else:
+        dither = 1 << (f.shift - 1)  # half a unit: to nearest
+    else:  # of tiny values the place between 0 and the least, in units of 2^-shift: the chance to become the least
         below = (np.where(tiny, np.abs(x), np.float32(0)) * np.float32(f.per_least)).astype(np.int32)
     codes = (np.where(tiny, below, magnitude - REBIAS) + np.asarray(dither, dtype=np.int32)) >> f.shift
     if f.signed:

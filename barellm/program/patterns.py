@@ -21,15 +21,9 @@ from __future__ import annotations
 Word = tuple[str, list[float]]
 
 NUMBERS: dict[str, tuple[type, ...]] = {
-    "all": (),
-    "local": (int,),
-    "banded": (int,),
-    "strided": (int,),
-    "fixed": (int, int),
-    "watts-strogatz": (int, float, int),
-    "barabasi-albert": (int, int),
-    "spread": (int, int),
-}
+    "all": (), "local": (int,), "banded": (int,), "strided": (int,), "fixed": (int, int),
+    "watts-strogatz": (int, float, int), "barabasi-albert": (int, int), "spread": (int, int),
+}  # fmt: skip
 
 
 def parse(text: str) -> list[list[Word]]:
@@ -38,6 +32,8 @@ def parse(text: str) -> list[list[Word]]:
 
 
 def _word(word: str) -> Word:
+    """(name, numbers) of "name:number:...". ValueError for an unknown name, and for numbers that are not those in NUMBERS,
+    negative, or 0 as the first."""
     name, *rest = word.split(":")
     if name not in NUMBERS:
         raise ValueError(f"unknown pattern {name!r}, expected one of {', '.join(NUMBERS)}")

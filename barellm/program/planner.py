@@ -97,19 +97,17 @@ def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = 
 
 
 def plan(
-    programs: Mapping[str, Sequence[Op]],
-    store: Store,
-    *,
-    scratch: Callable[[Op], list[Tensor]] | None = None,
+    programs: Mapping[str, Sequence[Op]], store: Store, *, scratch: Callable[[Op], list[Tensor]] | None = None,
     guard: int = 0,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Places the tensors of each program's final (fused) ops. `scratch(op)` names what a kernel needs during its op;
     `guard` bytes, a multiple of 64, stay free after every tensor."""
     return place({name: lifetimes(ops, scratch) for name, ops in programs.items()}, store, guard)
 
 
 def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
-    """Addresses for given lifetimes."""
+    """The plan for given lifetimes: persistent tensors one after the other, by role; behind them the workspaces of all programs at
+    one address, for one program runs at a time. `guard` bytes stay free after every tensor."""
     offsets: dict[Tensor, int] = {}
     base = 0
     for role in PERSISTENT:
@@ -204,14 +202,16 @@ def _pack(spans: Lifetimes, guard: int = 0) -> tuple[dict[Tensor, int], int]:
 
 
 def _first_fit(order: np.ndarray, size: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Each tensor in turn at the lowest offset where it meets nothing alive with it."""
+    """The offset of each tensor: in the given order each goes to the lowest one where it overlaps no placed tensor that is alive at
+    one of its ops, `first` to `last`."""
     offset = np.zeros(len(size), dtype=np.int64)
-    placed = np.empty((4, len(size)), dtype=np.int64)  # by offset: offset, end, first, last
+    placed = np.empty((4, len(size)), dtype=np.int64)  # columns sorted by offset: offset, end, first, last
     for n, i in enumerate(order):
         row = placed[:, :n]
-        near = row[:, (row[2] <= last[i]) & (row[3] >= first[i])]
-        covered = np.maximum.accumulate(np.concatenate(([0], near[1])))
-        fits = near[0] - covered[:-1] >= size[i]
+        alive = row[:, (row[2] <= last[i]) & (row[3] >= first[i])]
+        # covered[j]: the end of all that lies before the j-th living tensor; between both is a gap, if that is larger.
+        covered = np.maximum.accumulate(np.concatenate(([0], alive[1])))
+        fits = alive[0] - covered[:-1] >= size[i]
         offset[i] = covered[fits.argmax()] if fits.any() else covered[-1]
         at = np.searchsorted(row[0], offset[i])
         placed[:, at + 1 : n + 1] = placed[:, at:n].copy()

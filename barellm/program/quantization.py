@@ -140,9 +140,8 @@ def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return scales.astype(np.float16), none
     most = sizes.max(1, keepdims=True)
     mantissa, exponent = np.frexp(most)
-    exponent = (
-        exponent - 1 + (mantissa.astype(np.float16) == 1)
-    )  # of the rounded number: what was rounded stays as it is
+    # The exponent of the largest after rounding, so that rounding what is rounded already changes nothing.
+    exponent = exponent - 1 + (mantissa.astype(np.float16) == 1)
     held = ~normal.all(1, keepdims=True) & np.isfinite(most)
     exponents = np.where(held, np.maximum(exponent - TOP, -126), none)
     return np.ldexp(scales, -exponents).astype(np.float16), exponents

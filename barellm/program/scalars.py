@@ -33,9 +33,8 @@ class Scalar:
 
 SCALARS: dict[str, Scalar] = {}
 _declaring = threading.Lock()  # two threads that build programs must not give one row to two names
-os.register_at_fork(
-    before=_declaring.acquire, after_in_parent=_declaring.release, after_in_child=_declaring.release
-)  # else it may be held for ever in a child
+# A child that was forked while another thread held the lock would wait for ever.
+os.register_at_fork(before=_declaring.acquire, after_in_parent=_declaring.release, after_in_child=_declaring.release)
 
 
 def declare(name: str, kind: Literal["i64", "fp64"] = "i64", says: str = "a size", default: int | None = None) -> None:

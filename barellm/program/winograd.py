@@ -12,10 +12,10 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
-POINTS = {
+POINTS = {  # m + r - 1 -> the finite points
     4: (Fraction(0), Fraction(1), Fraction(-1)),
     6: (Fraction(0), Fraction(5, 8), Fraction(-5, 8), Fraction(3, 2), Fraction(-3, 2)),
-}  # by m + r - 1
+}
 
 Matrix = list[list[float]]
 

@@ -140,7 +140,7 @@ def record_specs() -> dict[Specialisation, str]:
         p.parameter("values.0", (50304, 768), dtype="bf16_u16", bf16=True)
         for name, shape in (("head", (768, 50304)), ("h.0.attn.gate", (6, 12)), ("resid.attn", (11,))):
             p.parameter(name, shape, bf16=len(shape) == 2)
-        speedrun_update(p, normuon.rules(OptimConfig(name="muon")), adam=adam)
+        speedrun_update(p, normuon.speedrun_rules(OptimConfig(name="muon")), adam=adam)
     return one_of_each({s: op for s, op in lower_and_plan(ends, Target(90)).specs.items() if s.name in RECORD_S})
 
 

@@ -13,8 +13,8 @@ from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
 from barellm.models import hidden
 from barellm.models.sparse import Config, _graphs
-from barellm.optim.recipes import rules
-from barellm.optim.rules import assigned
+from barellm.optim.recipes import rules_for
+from barellm.optim.rules import assign_rules
 from barellm.runtime.reference import ReferenceSession
 
 SMALL = Config(
@@ -116,7 +116,7 @@ def test_graphs_of_layers_differ_and_muon_leaves_blocks_alone():
 
 def _assigned(config: Config):
     params = build(config, batch=1, seq=8)[0].of_role("parameter")
-    return assigned(rules(OptimConfig(name="muon"), hidden(config)), params)
+    return assign_rules(rules_for(OptimConfig(name="muon"), hidden(config)), params)
 
 
 def losses(config: Config, tokens: np.ndarray) -> float:

@@ -10,8 +10,8 @@ import pytest
 
 from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
-from barellm.optim.normuon import Adam, NorMuon, rules, speedrun_update, untie
-from barellm.optim.rules import assigned
+from barellm.optim.normuon import Adam, NorMuon, speedrun_rules, speedrun_update, untie
+from barellm.optim.rules import assign_rules
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import encode
@@ -121,9 +121,9 @@ def programs(compute: str = "fp32", **formats: str) -> dict[str, Program]:
     """The programs that end a step, of parameters SHAPES; `formats`: of the parameters whose names begin so."""
     store, made = Store(), {}
     ends: dict[str, Callable[[Program], None]] = {
-        "muon": lambda p: speedrun_update(p, rules(OPTIM), adam=False),
-        "tied": lambda p: speedrun_update(p, rules(OPTIM), adam=True, tied=True),
-        "untied": lambda p: speedrun_update(p, rules(OPTIM), adam=True),
+        "muon": lambda p: speedrun_update(p, speedrun_rules(OPTIM), adam=False),
+        "tied": lambda p: speedrun_update(p, speedrun_rules(OPTIM), adam=True, tied=True),
+        "untied": lambda p: speedrun_update(p, speedrun_rules(OPTIM), adam=True),
         "untie": untie,
     }
     for name, append in ends.items():
@@ -187,7 +187,7 @@ def test_every_parameter_has_the_rule_of_their_table():
     p = Program(Store())
     for name, shape in SHAPES.items():
         p.parameter(name, shape)
-    for t, rule in assigned(rules(OPTIM), p.store.of_role("parameter")):
+    for t, rule in assign_rules(speedrun_rules(OPTIM), p.store.of_role("parameter")):
         o: Any = rule.optimizer
         if t.name in ADAM:
             assert isinstance(o, Adam)

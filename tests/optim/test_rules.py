@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from barellm.optim.adamw import AdamW, rules
-from barellm.optim.rules import Rule, assigned, update
+from barellm.optim.adamw import AdamW, adamw_rules
+from barellm.optim.rules import Rule, assign_rules, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
@@ -58,7 +58,7 @@ def test_the_default_rules_decay_and_pack_matrices_alone():
 
     params = [Tensor("b", (3,), "fp32", "parameter"), Tensor("w", (3, 2), "fp32", "parameter")]
     config = OptimConfig(beta1=0.5, beta2=0.6, eps=1e-3, weight_decay=0.3, moments="16bit-stochastic")
-    vector, matrix = (rule.optimizer for _, rule in assigned(rules(config), params))
+    vector, matrix = (rule.optimizer for _, rule in assign_rules(adamw_rules(config), params))
     assert vector == AdamW(0.5, 0.6, 1e-3, 0.0, "fp32")
     assert matrix == AdamW(0.5, 0.6, 1e-3, 0.3, "16bit-stochastic")
 

@@ -105,7 +105,7 @@ def test_nobody_works_on_bytes_that_another_thread_still_writes(traced):
 
 def test_the_timeline_has_every_call_on_every_thread(traced):
     session, traces = traced
-    step = traces.middle()
+    step = traces.median_step()
     file = json.loads(json.dumps(timeline.events(session, step, title="small")))
     events = file["traceEvents"]
     assert all({"ph", "name", "pid", "tid"} <= e.keys() and e["ph"] in "XM" for e in events)
@@ -179,8 +179,8 @@ def test_tracing_costs_less_than_two_percent():
 def test_pairs_of_steps_take_turns_and_are_compared():
     made = trace.Traces([replace(by_hand(), seconds=s) for s in (1.03, 2.0, 4.04)], [1.0, 2.0, 4.0])
     assert made.overheads == pytest.approx([3, 0, 1])
-    assert made.middle().seconds == 2.0
-    numbers = profile.tracing(made)
+    assert made.median_step().seconds == 2.0
+    numbers = profile.tracing_overhead(made)
     assert numbers["tracing_percent"] == pytest.approx(1) and len(numbers["traced_s"]) == 3
 
 

@@ -11,7 +11,7 @@ from operator import add
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import elementwise_map, fold, foreach_vector, zeros
+from barellm.cpu.kernels.loops import elementwise_map, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHAINS
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
@@ -68,47 +68,45 @@ def lower_gather(op: Op, c: Lowering) -> None:
 
 
 def _transfer(
-    op: Op,
-    c: Lowering,
-    regions: Callable[[Tensor], list[Region]],
-    travel: Callable[[Arrays, Arrays], Callable[[], None]] | None = None,
-    *,
-    scalar: str = "",
-) -> None:
-    """Messages between ranks to and from the arena; `regions` has the bytes of a tensor that are sent. `travel(sends, receives)`
-    gives what a run calls: the ranks' `prepared` does where none is given."""
-    travel = travel or op.ranks.prepared
-    named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
-    reads = [region for name in op.inputs for region in named[name]]
-    writes = [region for name in op.outputs for region in named[name]]
+    op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]],
+    transfer: Callable[[Arrays, Arrays], Callable[[], None]] | None = None, *, scalar: str = "",
+) -> None:  # fmt: skip
+    """Append a call out of the step that sends messages between ranks, from and to the arena. `regions(t)`: the bytes of a tensor
+    that are sent or received. transfer(sends, receives) gives the function that a run calls; None: the ranks' `prepared`, which
+    sends and waits."""
+    transfer = transfer or op.ranks.prepared
+    regions_of = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
+    reads = [region for name in op.inputs for region in regions_of[name]]
+    writes = [region for name in op.outputs for region in regions_of[name]]
 
     def prepare(arrays: list[np.ndarray]):
-        left = iter(arrays)
-        found = {name: [next(left) for _ in places] for name, places in named.items()}
-        return travel(op.departing(found), op.arriving(found))
+        flat = iter(arrays)  # in the order of `reads` and `writes`
+        arrays_of = {name: [next(flat) for _ in places] for name, places in regions_of.items()}
+        return transfer(op.departing(arrays_of), op.arriving(arrays_of))
 
     c.extern(prepare, reads, writes, scalar=scalar)
 
 
 # --- all-reduce by reading other ranks' memory (one node) ---
 
-# A table of i64: the address of process_vm_readv, whether a read has failed, the others' process ids, and for each shard the
-# addresses of their gradients.
+# Indices in a table of i64: the address of process_vm_readv, whether a read has failed, the others' process ids, and then for each
+# shard the addresses of their gradients.
 FUNCTION, FAILED, PROCESSES = 0, 1, 2
 
 
 def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
-    """y (n) = the sum of all ranks' gradients in rank order, and the partial sums of its squares. The others' are read a chunk at a
-    time into this thread's scratch (L2): DRAM is read once and not written."""
+    """y (n) = the sum of all ranks' gradients of shard `number` in rank order, and partials (chunks) = sums of its squares. `own`:
+    this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch (L2): DRAM is read once and not
+    written."""
     others, received = count - 1, k.thread_scratch()
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
         for j in range(others):
-            address_there = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
+            remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
             read_process(
-                k, table, table.get(PROCESSES + j), address_there, received.at(j * CHUNK), (end - begin) * own.itemsize
+                k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize
             )
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, chain):
             terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
@@ -120,13 +118,14 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             sums[chain].value = k.fma(total, total, sums[chain].value)
 
         foreach_vector(k, begin, end, body, unroll=CHAINS)
-        partials.put(k.sum(fold(sums, add)), chunk)
+        partials.put(k.sum(tree_reduce(sums, add)), chunk)
 
 
-def read_process(k: KernelBuilder, table, process: Value, address_there: Value, received, nbytes: Value) -> None:
-    """Copy `nbytes` from an address of another process by Linux's process_vm_readv, with one iovec on each side."""
+def read_process(k: KernelBuilder, table, process: Value, remote: Value, received, nbytes: Value) -> None:
+    """received = `nbytes` bytes from address `remote` of another `process` (its id), by Linux's process_vm_readv with one iovec on
+    each side. A short read sets FAILED in the table."""
     iovecs = []
-    for address in (k.op("i64", f"ptrtoint ptr {received.ref} to i64"), address_there):
+    for address in (k.op("i64", f"ptrtoint ptr {received.ref} to i64"), remote):
         iovec = Pointer(k, k.alloca("i64", 2), "i64")
         iovec.put(address, 0)
         iovec.put(nbytes, 1)
@@ -140,20 +139,22 @@ def read_process(k: KernelBuilder, table, process: Value, address_there: Value, 
 
 @lowering("reduce_scatter", floats="fp32", spans="*")
 def lower_reduce_scatter(op: Op, c: Lowering) -> None:
+    """Three steps: all ranks exchange the addresses of their gradients and wait until these are complete; the kernels read and add
+    them, a shard each; all ranks wait until nobody reads any more, and learn whether a read failed."""
     ranks, shares = op.ranks, op.shares
     others = ranks.count - 1
     table = c.workspace("places", 8 * (PROCESSES + others * (1 + len(shares))))
     reads = [part(t) for t in op.inputs.values()]
 
     def begin(arrays: list[np.ndarray]):
-        found = dict(zip(op.inputs, arrays, strict=False))
-        places = ranks.places(op.departing({name: [array] for name, array in found.items()}))
-        of_shares = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
+        inputs = dict(zip(op.inputs, arrays, strict=False))
+        places = ranks.places(op.departing({name: [array] for name, array in inputs.items()}))  # (process, addresses)
+        addresses = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
         processes = [process for process, _ in places]
-        filled = np.array([process_vm_readv(), 0, *processes, *of_shares.reshape(-1)], np.int64).view(np.uint8)
+        entries = np.array([process_vm_readv(), 0, *processes, *addresses.reshape(-1)], np.int64).view(np.uint8)
 
         def call() -> None:
-            arrays[-1][: filled.size] = filled
+            arrays[-1][: entries.size] = entries
             if op.meets[0]:
                 ranks.meet()
 

@@ -1,4 +1,9 @@
-"""Loops that kernels share: elementwise over flat ranges, over the columns of a row, over rows; non-temporal stores."""
+"""Loops that kernels share: elementwise over flat ranges, over the columns of a row, over rows; non-temporal stores.
+
+Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (the first micro-batch stores, later ones add; see
+`KernelBuilder.keep`). A `mask` (i1 lanes) limits a vector at the end of a row; None: all lanes. `nontemporal` is a run-time
+condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,11 @@ def flat(tensor: Tensor) -> dict[str, Any]:
 
 
 def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2) -> None:
-    """body(index, mask, j) for the vectors of elements [begin, end)."""
+    """body(index, mask, j) for the vectors of elements [begin, end): `unroll` unmasked vectors an iteration, j < `unroll` their
+    number in it (to choose an accumulator); then single vectors, j = 0, of which the last is masked."""
     step = unroll * k.lanes
     begin, end = k.int(begin), k.int(end)
-    whole = begin + ((end - begin) & -step)
+    whole = begin + ((end - begin) & -step)  # step is a power of two
     with k.loop(begin, whole, step) as i:
         for j in range(unroll):
             body(i + j * k.lanes, None, j)
@@ -45,42 +51,45 @@ def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll
         body(i, k.mask_first(end - i), 0)
 
 
-def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, past: Value | None = None) -> None:
-    """Store adjacent vectors: an even number of 16-bit ones, a power of two of 8-bit ones. Non-temporally where `past` (i1),
-    and then to an aligned address. Short vectors are joined, for a non-temporal store of half a cache line costs as much as of
-    a whole one."""
+def store_all(
+    k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None
+) -> None:
+    """Store vectors of fp32 lanes, converted to out's dtype, one after the other from element `index` on: any number of vectors
+    to fp32, an even number to a 16-bit dtype, a power of two to an 8-bit one. Where `nontemporal` (i1), `index` must be aligned to
+    a cache line. Short vectors are concatenated first: a non-temporal store of half a cache line costs as much as of a whole
+    one."""
 
-    def store(nontemporal: bool) -> None:
+    def emit_stores(streaming: bool) -> None:
         for j, value in enumerate(values):
-            at = out.at(j * per * k.lanes + index)
-            how = f"align {out.itemsize * per * k.lanes}, !nontemporal !0" if nontemporal else f"align {out.itemsize}"
-            k.line(f"store {value.typed}, ptr {at.ref}, {how}")
+            at = out.at(j * per_store * k.lanes + index)
+            aligned = f"align {out.itemsize * per_store * k.lanes}, !nontemporal !0"
+            k.line(f"store {value.typed}, ptr {at.ref}, {aligned if streaming else f'align {out.itemsize}'}")
 
-    per = 1
+    per_store = 1  # vectors of `values` that one store instruction writes
     if out.itemsize == 2:
-        per, lanes = 2, [k.round16(value, out.dtype) for value in values]
-        values = [k.concat(lanes[j : j + 2]) for j in range(0, len(lanes), 2)]
+        per_store, halves = 2, [k.round16(value, out.dtype) for value in values]
+        values = [k.concat(halves[j : j + 2]) for j in range(0, len(halves), 2)]
     elif out.itemsize == 1:
-        per, values = len(values), [k.concat([k.rounded(value, out.dtype) for value in values])]
-    if past is None:
-        store(False)
+        per_store, values = len(values), [k.concat([k.round_to(value, out.dtype) for value in values])]
+    if nontemporal is None:
+        emit_stores(False)
         return
-    with k.when(past):
-        store(True)
-    with k.otherwise(past):
-        store(False)
+    with k.when(nontemporal):
+        emit_stores(True)
+    with k.otherwise(nontemporal):
+        emit_stores(False)
 
 
-def added(k: KernelBuilder, out: Pointer, at: Any, mask: Value | None, value: Value, mode: str) -> Value:
-    """`value`, plus what `out` has where the mode says so."""
+def accumulate(k: KernelBuilder, out: Pointer, at: Any, mask: Value | None, value: Value, mode: str) -> Value:
+    """`value` (a vector), plus the vector of `out` at element `at` if `mode` accumulates. Nothing is stored."""
     keep = k.keep(mode)
     if keep is None:
         return value
     return value + k.select(keep, out.load(at, mask), 0.0)
 
 
-def put_added(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) -> None:
-    """The same of one number, which goes to memory."""
+def accumulate_scalar(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) -> None:
+    """out[at] = value, a scalar, or out[at] + value if `mode` accumulates."""
     keep = k.keep(mode)
     out.put(value if keep is None else value + k.select(keep, out.get(at), 0.0), at)
 
@@ -88,29 +97,30 @@ def put_added(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) 
 def elementwise_map(
     k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
 ) -> None:
-    """out[i] = vector(i, mask) for `n` elements, in `mode`, in parallel. Large results are stored non-temporally."""
-    past = n * out.itemsize > STREAM_BYTES if mode == "store" else None
+    """out[i] = vector(i, mask) for `n` elements, in `mode`, in parallel over ranges of GRAIN elements. Results of more than
+    STREAM_BYTES are stored non-temporally."""
+    nontemporal = n * out.itemsize > STREAM_BYTES if mode == "store" else None
     step = unroll * k.lanes
 
-    def written(i, mask):
-        return added(k, out, i, mask, vector(i, mask), mode)
+    def result(i, mask):
+        return accumulate(k, out, i, mask, vector(i, mask), mode)
 
     with k.parallel_range(n, GRAIN) as (begin, end):
         whole = begin + ((end - begin) & -step)
         with k.loop(begin, whole, step) as i:
-            store_all(k, out, [written(i + j * k.lanes, None) for j in range(unroll)], i, past)
+            store_all(k, out, [result(i + j * k.lanes, None) for j in range(unroll)], i, nontemporal)
         with k.loop(whole, end, k.lanes) as i:
             mask = k.mask_first(end - i)
-            out.store(written(i, mask), i, mask)
+            out.store(result(i, mask), i, mask)
 
 
-def zeros(k: KernelBuilder, count: int) -> list[Var]:
-    """Vector accumulators: several independent chains hide the latency of an addition."""
+def new_accumulators(k: KernelBuilder, count: int) -> list[Var]:
+    """`count` vector accumulators, zero: several independent chains hide the latency of an addition."""
     return [k.var(k.to(0.0, k.vec)) for _ in range(count)]
 
 
-def fold(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
-    """Reduces chains (a power of two) pairwise."""
+def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
+    """Reduces vector accumulators (a power of two of them) pairwise to one vector."""
     values = [v.value for v in chains]
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
@@ -118,8 +128,9 @@ def fold(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
 
 
 def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: bool = False) -> None:
-    """body(column, mask, j) for the vectors of a row of C columns, j < unroll. A loop, or wholly `unrolled`: then columns are
-    Python integers."""
+    """body(column, mask, j) for the vectors of a row of C columns: `unroll` vectors an iteration of a loop, j < `unroll` their
+    number in it (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not divide.
+    `unrolled`: no loop at all, and `column` is a Python integer, so the body may index a list of registers by it."""
     if unrolled:
         for i, (c, mask) in enumerate(k.columns(C)):
             body(c, mask, i % unroll)
@@ -130,27 +141,29 @@ def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unr
         with k.loop(0, whole, step) as c:
             for j in range(unroll):
                 body(c + j * k.lanes, None, j)
-    elif whole:
+    elif whole:  # one iteration only: no loop is emitted
         for j in range(unroll):
             body(j * k.lanes, None, j)
     for j, (c, mask) in enumerate(k.columns(C - whole)):
         body(whole + c, mask, j)
 
 
-def past_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
-    """Whether `rows` rows of C columns are stored non-temporally (i1); None where rows are not aligned, so that they cannot be."""
+def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
+    """The condition `nontemporal` of `write_row`: whether `rows` rows of C columns take more than STREAM_BYTES (i1). None where
+    rows are not a multiple of ROW_UNROLL vectors, so that their addresses are not aligned."""
     return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
 
 
 def write_row(
-    k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, past: Value | None, unrolled: bool = False
+    k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, nontemporal: Value | None, unrolled: bool = False
 ) -> None:
-    """Stores vector(column, mask) for a row of C columns. `unrolled` as in `foreach_column`."""
+    """out[column] = vector(column, mask) for a row of C columns, ROW_UNROLL vectors at a time (a whole cache line also of 16-bit
+    dtypes). `unrolled` as in `foreach_column`."""
     step = ROW_UNROLL * k.lanes
     whole = C - C % step
 
     def group(c: Any) -> None:
-        store_all(k, out, [vector(c + j * k.lanes, None) for j in range(ROW_UNROLL)], c, past)
+        store_all(k, out, [vector(c + j * k.lanes, None) for j in range(ROW_UNROLL)], c, nontemporal)
 
     if unrolled or whole <= step:
         for c in range(0, whole, step):
@@ -167,8 +180,8 @@ def row_grain(C: int) -> int:
     return max(1, GRAIN // C)
 
 
-def whole_lines(op: Op) -> bool:
-    """Whether the rows of all results of an op, which may be views, are whole cache lines."""
+def whole_cache_lines(op: Op) -> bool:
+    """Whether the rows of all results of an op, which may be views, are whole cache lines, of fp32 or a 16-bit dtype."""
     return all(n % 64 == 0 for t in op.outputs.values() for n in (t.first_column, t.row_stride, t.shape[-1]))
 
 
@@ -177,31 +190,27 @@ Vectors = Callable[[Any, Value | None], list[Value]]
 
 
 def foreach_row(
-    k: KernelBuilder,
-    rows: Value,
-    F: int,
-    outs: list[tuple[Pointer, int, str]],
-    vectors: Callable[[Value], Vectors],
-    *,
+    k: KernelBuilder, rows: Value, F: int, outs: list[tuple[Pointer, int, str]], vectors: Callable[[Value], Vectors], *,
     lines: bool,
-) -> None:
-    """For rows in parallel: vectors(row) gives the vectors of the results `outs`, each with its stride and mode. Large results are
-    stored non-temporally if none is accumulated."""
+) -> None:  # fmt: skip
+    """Several elementwise results of rows of F columns, in parallel over rows. `outs`: of each result (pointer, row stride in
+    elements, mode). vectors(row) returns a function of (column, mask) that gives a vector of each result. Large results are stored
+    non-temporally if all rows are whole cache lines (`lines`) and none is accumulated."""
     stored = all(mode == "store" for *_, mode in outs)
-    past = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
+    nontemporal = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
     step = ROW_TOGETHER * k.lanes
     whole = F - F % step
     with k.parallel_range(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
-        to, of = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
+        dst, vectors_at = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
 
-        def written(c: Any, mask: Value | None) -> list[Value]:
-            found = zip(to, of(c, mask), outs, strict=True)
-            return [added(k, p, c, mask, value, mode) for p, value, (_, _, mode) in found]
+        def results(c: Any, mask: Value | None) -> list[Value]:
+            triples = zip(dst, vectors_at(c, mask), outs, strict=True)
+            return [accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples]
 
         with k.loop(0, whole, step) as c:
-            groups = [written(c + j * k.lanes, None) for j in range(ROW_TOGETHER)]
-            for p, values in zip(to, zip(*groups, strict=True), strict=True):
-                store_all(k, p, list(values), c, past)
+            groups = [results(c + j * k.lanes, None) for j in range(ROW_TOGETHER)]
+            for p, values in zip(dst, zip(*groups, strict=True), strict=True):  # transposed: the vectors of one result
+                store_all(k, p, list(values), c, nontemporal)
         for c, mask in k.columns(F - whole):
-            for p, value in zip(to, written(whole + c, mask), strict=True):
+            for p, value in zip(dst, results(whole + c, mask), strict=True):
                 p.store(value, whole + c, mask)

@@ -12,7 +12,15 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import added, fold, foreach_column, foreach_vector, put_added, shape_of, zeros
+from barellm.cpu.kernels.loops import (
+    accumulate,
+    accumulate_scalar,
+    foreach_column,
+    foreach_vector,
+    new_accumulators,
+    shape_of,
+    tree_reduce,
+)
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
@@ -35,26 +43,27 @@ Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 def chunks_of_rows(
     k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
 ) -> Iterator[tuple[Pointer | None, Value, Value]]:
-    """Claims chunks: where its partial sums are (count, C), cleared, or None; and its rows [begin, end)."""
-    per = rows_per_chunk(k, rows)
-    with k.parallel_for((rows + per - 1) // per) as chunk:
-        to = None if partials is None else partials.at(chunk * (count * C))
-        if to is not None:
-            foreach_column(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
-        begin = chunk * per
-        yield to, begin, k.min(begin + per, rows)
+    """Parallel loop over chunks of rows: (a pointer to the chunk's partial sums (count, C), cleared, or None without `partials`;
+    its rows begin, end)."""
+    chunk_rows = rows_per_chunk(k, rows)
+    with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
+        dst = None if partials is None else partials.at(chunk * (count * C))
+        if dst is not None:
+            foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
+        begin = chunk * chunk_rows
+        yield dst, begin, k.min(begin + chunk_rows, rows)
 
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
     columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
-    sums, in the first cache, are read and written for each row."""
-    with chunks_of_rows(k, partials, rows, C, count) as (to, begin, end), k.loop(begin, end) as row:
+    sums, in the L1, are read and written for each row."""
+    with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
 
         def body(c, mask, j):
             for t, value in enumerate(vectors(c, mask)):
-                to.store(to.load(t * C + c, mask) + value, t * C + c, mask)
+                dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
 
         foreach_column(k, C, body)
 
@@ -75,25 +84,19 @@ def add_chunks(
         total = k.var(k.to(0.0, k.vec))
         with k.loop(0, chunks) as chunk:
             total.value = total.value + partials.load(chunk * stride + c, mask)
-        out.store(added(k, out, c, mask, total.value, mode), c, mask)
+        out.store(accumulate(k, out, c, mask, total.value, mode), c, mask)
 
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
         foreach_vector(k, begin, end, body, unroll=1)
 
 
 def lower_column_sums(
-    c: Lowering,
-    emit: Callable[..., None],
-    operands: dict[str, Any],
-    like: Tensor,
-    outputs: dict[str, Tensor],
-    modes: dict[str, str],
-    *,
-    writes: str = "",
-    **constants: Any,
-) -> None:
-    """Append one call of `emit` and more. `emit` fills the operand `partials` (None without outputs) and whatever else it
-    `writes`. Then each output (C) is combined from its part of the partial sums."""
+    c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
+    modes: dict[str, str], *, writes: str = "", **constants: Any,
+) -> None:  # fmt: skip
+    """Append a call of `emit`, which fills the operand `partials` (chunks, len(outputs), C; None without outputs) and whatever else
+    it `writes`; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the tensor (rows, C)
+    that is summed."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
@@ -126,7 +129,7 @@ def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes
         with k.loop(0, k.ceil_div(rows, rows_per_chunk(k, rows))) as chunk:
             total.value = total.value + partials.load(chunk * count, mask)
         for i, (out, mode) in enumerate(zip((out0, out1, out2, out3), modes, strict=False)):
-            put_added(k, out, 0, k.lane(total.value, i), mode)
+            accumulate_scalar(k, out, 0, k.lane(total.value, i), mode)
 
 
 def lower_scalars(
@@ -143,8 +146,8 @@ def lower_scalars(
 
 def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
     def terms(row):
-        of = dy.at(row * C)
-        return lambda c, mask: [of.load(c, mask)]
+        src = dy.at(row * C)
+        return lambda c, mask: [src.load(c, mask)]
 
     column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
 
@@ -162,14 +165,14 @@ CHAINS = 8
 def sum_squares(k: KernelBuilder, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = sums of squares of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             v = x.load(i, mask)
             sums[j].value = k.fma(v, v, sums[j].value)
 
         foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
-        partials.put(k.sum(fold(sums, add)), chunk)
+        partials.put(k.sum(tree_reduce(sums, add)), chunk)
 
 
 @lowering("sum_squares", floats="fp32 bf16", spans="x partials")
@@ -187,8 +190,10 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
 
 
 def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
-    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
-    loss scale, which then moves on."""
+    """clip (2) = [norm, min(1, limit / norm)] with the norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not
+    finite gives NaN and counts in skipped (1). Gradients are `loss_scale` times too large, so both are divided by it. Then the loss
+    scale (its power of two, and the good steps since it changed) is updated: halved after a bad step, doubled after GROWTH_STEPS
+    good ones."""
     with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
@@ -212,6 +217,7 @@ def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit)
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
+    """The sum of each tensor's partial sums of squares, in fp64, then the clipping factor."""
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     totals = c.workspace("totals", 8 * len(partials))
     for i, t in enumerate(partials):
@@ -221,10 +227,7 @@ def lower_clip_scale(op: Op, c: Lowering) -> None:
             writes="total",
         )
     operands = {
-        "clip": op.outputs["clip"],
-        "skipped": op.outputs["skipped"],
-        "loss_scale": op.outputs.get("loss_scale"),
-        "totals": (part(totals), "fp64"),
-        "n": len(partials),
-    }
+        "clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.outputs.get("loss_scale"),
+        "totals": (part(totals), "fp64"), "n": len(partials),
+    }  # fmt: skip
     c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped loss_scale")

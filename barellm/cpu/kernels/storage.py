@@ -28,8 +28,9 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
 def store_halves(
     k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool
 ) -> None:
-    """Sixteen bits of each i32 lane of adjacent vectors; a mask only with one. Two vectors are woven in one shuffle and stored at
-    once: AVX-512 truncates a vector in two operations, and stores half of one."""
+    """p[index...] = 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors; a mask only with one. Of
+    two the halves are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations, and stores half
+    of one."""
     if len(lanes) == 2:
         halves = f"<{2 * k.lanes} x i16>"
         a, b = (k.bitcast(v, halves) for v in lanes)
@@ -42,7 +43,8 @@ def store_halves(
 
 @dataclass(frozen=True)
 class Weight:
-    """Vectors of fp32 values, whatever the storage. `bf16`: what is stored is rounded to the nearest bf16 first."""
+    """A weight as vectors of fp32 values, whatever its storage: `p` alone, or planes `p` (hi) and `lo`. `bf16`: what is stored is
+    rounded to the nearest bf16 first."""
 
     k: KernelBuilder
     p: Pointer
@@ -64,7 +66,7 @@ class Weight:
         self.store_all([value], index, mask)
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
-        """Adjacent vectors; a mask only with one."""
+        """Store one or two adjacent vectors of fp32 lanes from element `index` on; a mask only with one."""
         k = self.k
         if self.bf16:
             values = [k.widen16(k.round_bf16(value), "bf16") for value in values]
@@ -98,15 +100,16 @@ class Moment:
             return self.p.load(index, mask)
         k, f = self.k, FORMATS[self.dtype]
         codes = k.op(k.ivec, f"{'sext' if f.signed else 'zext'} {self.p.load_raw(index, mask).typed} to {k.ivec}")
-        # Of a sign, the shift leaves three: the lower two go, then no carry of the sum reaches the highest.
+        # A code's sign was extended, so the shift leaves three copies: the lower two go, so that the sum below cannot carry into
+        # the sign.
         bits, magnitude = codes << f.shift, codes
         if f.signed:
             bits, magnitude = bits & ~(3 << 29), codes & 0x7FFF
         return k.bitcast(k.select(magnitude.equals(0), 0, bits + REBIAS), k.vec)
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None, *, dither: list[Value] | None) -> None:
-        """Adjacent vectors; a mask only with one. `dither`: i32 lanes below 2^shift for each, for stochastic rounding; None for
-        the nearest, or fp32."""
+        """Store one or two adjacent vectors of fp32 lanes from element `index` on; a mask only with one. `dither`: random i32 lanes
+        below 2^shift for each, for stochastic rounding; None: to nearest, or fp32."""
         if self.p.dtype == "fp32":
             for j, value in enumerate(values):
                 self.p.store(value, self.k.lanes * j + index, mask)
@@ -115,7 +118,8 @@ class Moment:
         store_halves(self.k, self.p, codes, index, mask, high=True)
 
     def _code(self, value: Value, dither: Value | None) -> Value:
-        """Encodes as `moments.encode` does, with the code in the high half of each lane: a sign is there already."""
+        """The code of each lane as `moments.encode` defines it, in the lane's high half, where the sign is already. Numbers below
+        the least (f.least) become 0, or with `dither` the least by chance."""
         k, f = self.k, FORMATS[self.dtype]
         magnitude = k.min_magnitude(value, f.most)
         inside = magnitude >= f.least
@@ -123,10 +127,10 @@ class Moment:
         if dither is None:
             code = k.select(inside, code + (1 << (f.shift - 1)), 0)
         else:
-            found = k.var(code)
+            undithered = k.var(code)
             with k.otherwise(k.all(inside)):  # rarely: below 1e-18
-                found.value = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec))
-            code = found.value + dither
+                undithered.value = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec))
+            code = undithered.value + dither
             inside = code >= 1 << f.shift
         code = code << (16 - f.shift)
         if not f.signed:

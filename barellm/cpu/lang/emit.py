@@ -1,4 +1,8 @@
-"""The builder of one function: Python calls that append LLVM IR, with loops and branches as context managers."""
+"""The builder of one function: Python calls that append LLVM IR, with loops and branches as context managers.
+
+Types are LLVM's, as text. A vector has `isa.lanes` lanes: `k.vec` of fp32, `k.ivec` of i32. Numbers (Python's) are accepted for
+operands everywhere and become constants of the other operand's type.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from barellm.cpu.isa import ISA
-from barellm.cpu.lang.eight import FORMS, round_eight, widen_eight
+from barellm.cpu.lang.fp8 import FP8_FORMATS, round_fp8, widen_fp8
 from barellm.cpu.lang.values import Pointer, Value, Var, constant, element, is_float, width
 
 
@@ -31,6 +35,7 @@ class Builder:
     # --- text ---
 
     def fresh(self, stem: str = "v") -> str:
+        """A name that is not used yet."""
         self.count += 1
         return f"{stem}{self.count}"
 
@@ -41,6 +46,7 @@ class Builder:
         self.lines.append(f"{name}:")
 
     def op(self, type_: str, text: str) -> Value:
+        """Append the instruction `text` with a result of `type_`, which is returned."""
         name = "%" + self.fresh()
         self.line(f"{name} = {text}")
         return Value(self, type_, name)
@@ -54,14 +60,16 @@ class Builder:
         return self.op(type_, f"call {type_} @{name}({', '.join(a.typed for a in args)})")
 
     def alloca(self, type_: str, count: int = 1) -> str:
+        """The address of a stack slot, in the function's entry block; of several elements aligned to a cache line."""
         name = "%" + self.fresh("slot")
         many = f", i64 {count}" if count > 1 else ""
         self.slots.append(f"  {name} = alloca {type_}{many}, align {max(self.alignment(type_), 64 if many else 1)}")
         return name
 
     def alignment(self, type_: str) -> int:
-        bits = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8, "ptr": 8}[element(type_)]
-        return bits * max(width(type_), 1)
+        """The natural alignment of a type in bytes: its size."""
+        nbytes = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8, "ptr": 8}[element(type_)]
+        return nbytes * max(width(type_), 1)
 
     def function(self, name: str, params: str) -> str:
         """The module's text for this one function."""
@@ -99,7 +107,8 @@ class Builder:
         return self.op(type_, f"shufflevector {one.typed}, {type_} poison, <{self.lanes} x i32> zeroinitializer")
 
     def to(self, value: Any, type_: str) -> Value:
-        """`value` as `type_`: numbers become constants, scalars are splatted, ints and floats converted."""
+        """`value` converted to `type_`: numbers become constants, scalars are splatted, integers (signed; i1 is 0 or 1) and floats
+        converted by value, wider types truncated or rounded."""
         if not isinstance(value, Value):
             return self.const(value, type_)
         if value.type == type_:
@@ -109,18 +118,19 @@ class Builder:
             return self.splat(scalar)
         source, target = element(value.type), element(type_)
         if is_float(type_) and not is_float(value.type):
-            how = "uitofp" if source == "i1" else "sitofp"
+            instruction = "uitofp" if source == "i1" else "sitofp"
         elif is_float(value.type) and not is_float(type_):
-            how = "fptosi"
+            instruction = "fptosi"
         elif is_float(type_):
-            how = "fpext" if target == "double" else "fptrunc"
+            instruction = "fpext" if target == "double" else "fptrunc"
         else:
             sizes = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
-            how = ("zext" if source == "i1" else "sext") if sizes[target] > sizes[source] else "trunc"
-        return self.op(type_, f"{how} {value.typed} to {type_}")
+            instruction = ("zext" if source == "i1" else "sext") if sizes[target] > sizes[source] else "trunc"
+        return self.op(type_, f"{instruction} {value.typed} to {type_}")
 
     def match(self, a: Any, b: Any) -> tuple[Value, Value]:
-        """Both operands at one type: numbers and scalars follow the vector; an i64 beside i32 lanes becomes i32."""
+        """Both operands converted to one type: a number to the other's type, a scalar to the vector's (so an i64 becomes i32
+        lanes), of two scalars the one of the narrower type to the other's (i1, i32, i64, float, double)."""
         if isinstance(a, Value) and isinstance(b, Value):
             if a.type == b.type:
                 return a, b
@@ -142,7 +152,7 @@ class Builder:
             b = self.op(f"<{self.lanes} x bfloat>", f"fptrunc {v.typed} to <{self.lanes} x bfloat>")
             return self.op(bits16, f"bitcast {b.typed} to {bits16}")
         u = self.bitcast(v, self.ivec)
-        rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16  # half a unit less one, plus one where the kept part is odd
         nan = self.op(f"<{self.lanes} x i1>", f"fcmp uno {v.typed}, {v.ref}")
         return self.op(bits16, f"trunc {self.select(nan, (u >> 16) | 0x40, rounded).typed} to {bits16}")
 
@@ -153,13 +163,14 @@ class Builder:
             h = self.op(f"<{self.lanes} x half>", f"fptrunc {v.typed} to <{self.lanes} x half>")
             return self.op(bits16, f"bitcast {h.typed} to {bits16}")
         u = self.bitcast(v, self.ivec)
-        size, sign = u & 0x7FFFFFFF, (u >> 16) & 0x8000
-        normal = (size + 0xFFF + ((size >> 13) & 1) - (112 << 23)) >> 13
-        normal = self.select(normal < 0x7C00, normal, 0x7C00)
+        magnitude, sign = u & 0x7FFFFFFF, (u >> 16) & 0x8000
+        # To nearest even, by adding just below a half and the last bit that stays; 112 is the difference of the exponents' biases.
+        normal = (magnitude + 0xFFF + ((magnitude >> 13) & 1) - (112 << 23)) >> 13
+        normal = self.select(normal < 0x7C00, normal, 0x7C00)  # infinity
         # One half has the same unit in the last place as fp16's denormals: adding it rounds.
-        small = self.bitcast(self.bitcast(size, self.vec) + 0.5, self.ivec) - 0x3F000000
-        rounded = self.select(size < (113 << 23), small, normal)
-        rounded = self.select(size > 0x7F800000, 0x7E00, rounded)
+        denormal = self.bitcast(self.bitcast(magnitude, self.vec) + 0.5, self.ivec) - 0x3F000000
+        rounded = self.select(magnitude < (113 << 23), denormal, normal)
+        rounded = self.select(magnitude > 0x7F800000, 0x7E00, rounded)  # NaN
         return self.op(bits16, f"trunc {(rounded | sign).typed} to {bits16}")
 
     def round16(self, v: Value, dtype: str) -> Value:
@@ -176,23 +187,23 @@ class Builder:
         wide = self.op(ivec, f"zext {bits.typed} to {ivec}")
         if dtype == "bf16":
             return self.op(vec, f"bitcast {(wide << 16).typed} to {vec}")
-        size = wide & 0x7FFF
-        scaled = self.op(vec, f"bitcast {(size << 13).typed} to {vec}") * 2.0**112  # denormals become normal
+        magnitude = wide & 0x7FFF
+        scaled = self.op(vec, f"bitcast {(magnitude << 13).typed} to {vec}") * 2.0**112  # denormals become normal
         out = self.op(ivec, f"bitcast {scaled.typed} to {ivec}")
-        out = self.select(size < 0x7C00, out, (size << 13) | 0x7F800000) | ((wide & 0x8000) << 16)
+        out = self.select(magnitude < 0x7C00, out, (magnitude << 13) | 0x7F800000) | ((wide & 0x8000) << 16)
         return self.op(vec, f"bitcast {out.typed} to {vec}")
 
-    def rounded(self, v: Value, dtype: str) -> Value:
+    def round_to(self, v: Value, dtype: str) -> Value:
         """fp32 lanes to the bit patterns of a shorter float (i16 or i8 lanes)."""
-        return round_eight(self, v, dtype) if dtype in FORMS else self.round16(v, dtype)
+        return round_fp8(self, v, dtype) if dtype in FP8_FORMATS else self.round16(v, dtype)
 
-    def widened(self, bits: Value, dtype: str) -> Value:
+    def widen(self, bits: Value, dtype: str) -> Value:
         """The bit patterns of a shorter float to the fp32 lanes that they are. Exact."""
-        return widen_eight(self, bits, dtype) if dtype in FORMS else self.widen16(bits, dtype)
+        return widen_fp8(self, bits, dtype) if dtype in FP8_FORMATS else self.widen16(bits, dtype)
 
     def prefetch(self, p: Pointer, *, write: bool = False, near: bool = True) -> None:
-        """Start fetching the cache line at `p`, to be written or read, into the first or (not `near`) the second cache. Any
-        address will do: one that is not mapped is ignored."""
+        """Prefetch the cache line at `p`, to be written or read, into the L1 or (not `near`) the L2. Any address will do: one that
+        is not mapped is ignored."""
         self.declare("void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         self.line(f"call void @llvm.prefetch.p0(ptr {p.ref}, i32 {int(write)}, i32 {3 if near else 2}, i32 1)")
 
@@ -203,7 +214,7 @@ class Builder:
         return Value(self, self.ivec, "<" + ", ".join(f"i32 {i}" for i in range(self.lanes)) + ">")
 
     def mask_first(self, n: Any) -> Value:
-        """The first `n` lanes."""
+        """The mask (i1 lanes) of the first `n` lanes: none for n <= 0, all for n >= lanes."""
         if isinstance(n, int):
             bits = ", ".join(f"i1 {'true' if i < n else 'false'}" for i in range(self.lanes))
             return Value(self, f"<{self.lanes} x i1>", f"<{bits}>")
@@ -229,7 +240,8 @@ class Builder:
         return parts[0]
 
     def tree(self, v: Value, combine: Any) -> Value:
-        """Lanes folded to one scalar in a fixed tree: halves first."""
+        """The lanes of v reduced to one scalar by combine(vector, vector), in a fixed tree: upper half with lower half, and so
+        on."""
         n = width(v.type)
         while n > 1:
             n //= 2
@@ -245,16 +257,13 @@ class Builder:
     # --- arithmetic without operators ---
 
     def fma(self, a: Any, b: Any, c: Any) -> Value:
-        """a * b + c, in one rounding where the ISA has it."""
+        """a * b + c, in one rounding where the ISA has it (operands converted by `match`)."""
         a, b = self.match(a, b)
         b, c = self.match(b, c)
         if not self.isa.fma:
             return a * b + c
-        name = (
-            f"llvm.fma.v{width(a.type)}f32"
-            if width(a.type)
-            else {"float": "llvm.fma.f32", "double": "llvm.fma.f64"}[a.type]
-        )
+        lanes = width(a.type)
+        name = f"llvm.fma.v{lanes}f32" if lanes else {"float": "llvm.fma.f32", "double": "llvm.fma.f64"}[a.type]
         return self.call(name, a.type, self.to(a, b.type), b, c)
 
     def dot(self, acc: Value, a: Value, b: Value) -> Value:
@@ -318,19 +327,18 @@ class Builder:
     # --- control flow ---
 
     def var(self, initial: Any) -> Var:
-        return Var(
-            self,
-            initial
-            if isinstance(initial, Value)
-            else self.const(initial, "float" if isinstance(initial, float) else "i64"),
-        )
+        """A variable of the type of `initial`; of a Python number float or i64."""
+        if not isinstance(initial, Value):
+            initial = self.const(initial, "float" if isinstance(initial, float) else "i64")
+        return Var(self, initial)
 
     def var_vec(self, value: float) -> Var:
         return Var(self, self.const(value, self.vec))
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:
-        """for i in range(start, stop, step), the test first: zero turns are fine."""
+        """for i in range(start, stop, step): the body is emitted once, and i is an i64. The test comes first, so zero iterations
+        are fine."""
         start, stop, step = self.int(start), self.int(stop), self.int(step)
         name = self.fresh("loop")
         i = Var(self, start)
@@ -347,7 +355,7 @@ class Builder:
 
     @contextmanager
     def set_lanes(self, mask: Value) -> Iterator[Value]:
-        """for each lane of a mask (at most 64) that is set, the first first: its index."""
+        """Loop over the set lanes of a mask (at most 64 lanes) in ascending order: the index (i64) of each."""
         lanes = width(mask.type)
         bits = self.bitcast(mask, f"i{lanes}")
         left = self.var(bits if lanes == 64 else self.op("i64", f"zext {bits.typed} to i64"))
@@ -359,6 +367,7 @@ class Builder:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
+        """if condition (i1): a branch at run time; the body is emitted once."""
         name = self.fresh("when")
         self.line(f"br i1 {condition.ref}, label %{name}.then, label %{name}.done")
         self.label(f"{name}.then")
@@ -374,7 +383,7 @@ class Builder:
 
     @contextmanager
     def while_(self, condition: Any) -> Iterator[None]:
-        """while condition(): a Python callable that emits the test."""
+        """while condition(): a Python callable that emits the test and returns it (i1)."""
         name = self.fresh("while")
         self.line(f"br label %{name}.head")
         self.label(f"{name}.head")

@@ -20,27 +20,29 @@ def signed(word: int) -> int:
 
 
 def rounds(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> Iterator[tuple[Value, Value]]:
-    """Both words after each of the GROUPS groups of four rounds, the last of which is the result. For who does something else
-    meanwhile: each word is one long chain of operations."""
+    """Threefry2x32-20 (Salmon et al. 2011) of key (k0, k1) and counter (c0, c1): yields both words after each of the GROUPS groups
+    of four rounds; the last are the result. A generator, so that a caller can emit other work between the groups: each word is one
+    long chain of operations."""
     keys = [k0, k1, k0 ^ k1 ^ signed(PARITY)]
     x, y = c0 + keys[0], c1 + keys[1]
     for group in range(GROUPS):
         for r in ROTATIONS[group % 2]:
             x = x + y
-            y = ((y << r) | (y >> (32 - r))) ^ x
+            y = ((y << r) | (y >> (32 - r))) ^ x  # rotate left by r
+        # Key injection: the key words in turn, and the number of the injection.
         x = x + keys[(group + 1) % 3]
         y = y + (keys[(group + 2) % 3] + (group + 1))
         yield x, y
 
 
 def threefry(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> tuple[Value, Value]:
-    """Both words; scalars (i32) stand for equal lanes where any operand is a vector."""
+    """Both words of Threefry2x32-20; scalars (i32) stand for equal lanes where any operand is a vector."""
     *_, result = rounds(k, k0, k1, c0, c1)
     return result
 
 
 def sample_key(k: Builder, seed: Any, step: Any, sample: Any, stream: Any) -> tuple[Value, Value]:
-    """key' of a sample and stream, from i64 values: once for all its rows."""
+    """The key (two i32) of a sample and stream, derived from i64 values: once for all its rows."""
     seed, step, sample, stream = (k.to(k.int(v), "i32") for v in (seed, step, sample, stream))
     return threefry(k, seed, step, sample, stream)
 
@@ -52,22 +54,25 @@ def _call(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int)
 
 
 def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int = 0) -> tuple[Value, Value]:
-    """Words of columns 32 * block + part * lanes... and of the columns 16 further, one per lane; part < 16 / lanes."""
+    """Random words (i32 lanes) of `row`: of the columns 2 HALF block + part * lanes..., and of the columns HALF further; part <
+    HALF / lanes."""
     return threefry(k, *_call(k, key, row, block, part))
 
 
 def shared_words(k: Builder, key: tuple[Value, Value], block: Any) -> Iterator[list[Value]]:
-    """The words for row 0's block of SHARED_WIDTH columns: all first words, then all second ones, as `rounds` gives them."""
+    """The words of row 0's block of SHARED_WIDTH columns, all first words, then all second ones: yielded after each group of
+    rounds, as by `rounds`; the last are the result."""
     parts = [rounds(k, *_call(k, key, 0, block, part)) for part in range(HALF // k.lanes)]
-    for of_parts in zip(*parts, strict=True):
-        yield [x for x, _ in of_parts] + [y for _, y in of_parts]
+    for after_group in zip(*parts, strict=True):
+        yield [x for x, _ in after_group] + [y for _, y in after_group]
 
 
 def shared_word(k: Builder, words: list[Value], column: int) -> Value:
-    """The word for `column` of the block and the next lanes: one of these words, rotated."""
+    """The word (i32 lanes) for `column` of the block and the next lanes: one of the `words` of `shared_words`, rotated by 0, 8, 16
+    or 24 bits, so that SHARED columns share it."""
     word = words[column // (SHARED * HALF) * (HALF // k.lanes) + column % HALF // k.lanes]
-    turn = 8 * (column // HALF % SHARED)
-    return (word >> turn) | (word << (32 - turn)) if turn else word
+    bits = 8 * (column // HALF % SHARED)
+    return (word >> bits) | (word << (32 - bits)) if bits else word
 
 
 def keep(k: Builder, word: Value, rate: float) -> Value:

@@ -76,7 +76,8 @@ _WAKE_CONDITION = """
 
 
 def _over_table(name: str, body: str, *, entry: str = "", leave: str = "") -> str:
-    """A function that does `body` with each record, %rec, number %i of %entries. Blocks of the body lead to %next."""
+    """LLVM IR of the function `name` that does `body` for each record of the table, %rec, number %i of %entries. Blocks of the body
+    lead to %next; `entry` and `leave`: code before the first record and behind the last."""
     return f"""
 define internal void @{name}(ptr %rt, ptr %s) {{
 entry:
@@ -101,7 +102,9 @@ done:{leave}
 
 
 def _walk(name: str, *, traced: bool) -> str:
-    """Every thread's pass over the table. A traced one meets once more at its end: behind that all stamps are written."""
+    """The function `name`, every thread's pass over the table: call each record's kernel and, where the record says so, meet the
+    other threads at the barrier. A traced one stores the time before the kernel, behind it and behind the barrier, and meets once
+    more at its end: behind that all stamps are written."""
     meet = """
   %np = getelementptr i8, ptr %rt, i64 8
   %n64 = load i64, ptr %np, align 8

@@ -12,12 +12,13 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import GENERATORS, Component
 
 
-def begin(k: Builder, component: Component, word: Value) -> Value:
-    """A seed from random words."""
+def seed_state(k: Builder, component: Component, word: Value) -> Value:
+    """The initial state of a component from a random word: one whose upper bits (`mask`) are not all zero."""
     return k.select((word & signed(component.mask)).equals(0), word | component.least, word)
 
 
 def advance(component: Component, s: Value) -> Value:
+    """The state after `s` of one component (L'Ecuyer 1996), which is also its output."""
     return ((s & signed(component.mask)) << component.c) ^ (((s << component.a) ^ s) >> component.b)
 
 
@@ -25,22 +26,23 @@ class Streams:
     """The HALF streams of one block of columns of one row, in as many vectors as that takes."""
 
     def __init__(self, k: Builder, bits: str, key: tuple[Value, Value], row: Any, block: Any) -> None:
-        """`key` is `random.sample_key`'s, `bits` the generator's name."""
+        """Seed the streams of block `block` of columns of `row`. `key` is `random.sample_key`'s, `bits` the generator's name in
+        GENERATORS. `parts`: the states of the components, for each vector of streams."""
         self.generator = GENERATORS[bits]
         k0, k1, rows = k.splat(key[0]), k.splat(key[1]), k.splat(k.to(k.int(row), "i32"))
         self.parts: list[list[Var]] = []
         for part in range(HALF // k.lanes):
             i = k.splat(k.to(k.int(block) * (2 * HALF) + part * k.lanes, "i32")) + k.iota()
             words = [word for call in (i, i + HALF) for word in threefry(k, k0, k1, call, rows)]
-            seeds = [begin(k, c, word) for c, word in zip(self.generator, words, strict=False)]
+            seeds = [seed_state(k, c, word) for c, word in zip(self.generator, words, strict=False)]
             self.parts.append([k.var(advance(c, s)) for c, s in zip(self.generator, seeds, strict=True)])
 
     def draw(self) -> list[Value]:
-        """The next word of every lane."""
-        found = []
+        """The next word of every stream, HALF / lanes vectors: the components' states are advanced and combined by xor."""
+        drawn = []
         for states in self.parts:
             words = [advance(c, s.value) for c, s in zip(self.generator, states, strict=True)]
             for state, word in zip(states, words, strict=True):
                 state.value = word
-            found.append(reduce(lambda a, b: a ^ b, words))
-        return found
+            drawn.append(reduce(lambda a, b: a ^ b, words))
+        return drawn

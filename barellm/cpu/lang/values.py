@@ -24,6 +24,7 @@ FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", 
 
 
 def element(type_: str) -> str:
+    """The element type of a vector type; a scalar type itself."""
     return type_.split(" x ")[1][:-1] if type_.startswith("<") else type_
 
 
@@ -37,7 +38,8 @@ def is_float(type_: str) -> bool:
 
 
 def constant(value: float, type_: str) -> str:
-    """The literal of a Python number: floats in hexadecimal of the double, so that no digit is lost."""
+    """LLVM's literal of a Python number in a type, a vector's with equal lanes: floats in hexadecimal of the double, so that no
+    digit is lost."""
     one = element(type_)
     if one == "double":
         text = f"0x{struct.unpack('>Q', struct.pack('>d', float(value)))[0]:016X}"
@@ -63,6 +65,7 @@ class Value:
         return f"{self.type} {self.ref}"
 
     def _arith(self, other: Any, integer: str, floating: str, *, swap: bool = False) -> Value:
+        """The instruction `integer` or `floating`, by the operands' type; `swap`: other is the left operand."""
         a, b = self.k.match(self, other)
         if swap:
             a, b = b, a
@@ -115,6 +118,7 @@ class Value:
         return self.k.op(self.type, f"fneg {self.typed}") if is_float(self.type) else 0 - self
 
     def compare(self, o: Any, how: str) -> Value:
+        """The comparison `how` of INT_COMPARE (signed) or FLOAT_COMPARE (false for NaN, but "!="): i1, or i1 lanes of a vector."""
         a, b = self.k.match(self, o)
         name = f"fcmp {FLOAT_COMPARE[how]}" if is_float(a.type) else f"icmp {INT_COMPARE[how]}"
         lanes = width(a.type)
@@ -196,14 +200,15 @@ class Pointer:
             return k.op("float", f"bitcast i32 {wide.ref} to float")
         if self.dtype in SHORT:
             one = k.op(f"<1 x {type_}>", f"insertelement <1 x {type_}> undef, {type_} {v.ref}, i64 0")
-            return k.lane(k.widened(k.shuffle(one, None, [0] * k.lanes), self.dtype), 0)
+            return k.lane(k.widen(k.shuffle(one, None, [0] * k.lanes), self.dtype), 0)
         return k.op("i64", f"sext i32 {v.ref} to i64") if self.dtype == "i32" else v
 
     def put(self, value: Any, index: Any = 0) -> None:
+        """Store one element, rounded to the dtype; an i64 to an i32 is truncated."""
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         if self.dtype in SHORT:
-            value = k.lane(k.rounded(k.splat(value), self.dtype), 0)
+            value = k.lane(k.round_to(k.splat(value), self.dtype), 0)
         elif self.dtype == "i32" and isinstance(value, Value) and value.type == "i64":
             value = k.op("i32", f"trunc {value.typed} to i32")
         k.line(f"store {k.to(value, type_).typed}, ptr {p.ref}, align {size}")
@@ -214,10 +219,10 @@ class Pointer:
         """`isa.lanes` elements as fp32 (or i32) lanes; lanes off the mask are zero and their memory is not touched."""
         k = self.k
         raw = self.load_raw(index, mask)
-        return k.widened(raw, self.dtype) if self.dtype in SHORT else raw
+        return k.widen(raw, self.dtype) if self.dtype in SHORT else raw
 
     def load_raw(self, index: Any = 0, mask: Value | None = None) -> Value:
-        """Vector of the storage type."""
+        """A vector in the storage type, as it lies in memory; lanes off the mask are zero and their memory is not touched."""
         k, p = self.k, self.at(index)
         item, size = ITEM[self.dtype]
         type_ = f"<{k.lanes} x {item}>"
@@ -231,10 +236,12 @@ class Pointer:
         """Lanes to memory, rounded to the dtype. `nontemporal` needs an address aligned to the vector."""
         k = self.k
         if self.dtype in SHORT:
-            value = k.rounded(k.to(value, k.vec), self.dtype)
+            value = k.round_to(k.to(value, k.vec), self.dtype)
         self.store_raw(value, index, mask, nontemporal=nontemporal)
 
     def store_raw(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:
+        """A vector of the storage type to memory; lanes off the mask are not written. `nontemporal` as in `store`, without a
+        mask."""
         k, p = self.k, self.at(index)
         item, size = ITEM[self.dtype]
         value = k.to(value, f"<{k.lanes} x {item}>")

@@ -25,6 +25,7 @@ MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that lies in th
 
 
 def polynomial(k: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
+    """The sum of coefficients[i] x^i by Horner's scheme."""
     p = k.to(coefficients[-1], k.vec)
     for c in reversed(coefficients[:-1]):
         p = k.fma(p, x, c)
@@ -32,12 +33,13 @@ def polynomial(k: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
 
 
 def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: float) -> Value:
-    """p 2^n, where n is what MAGIC + n = `shifted` holds: 0 for x below `low`, infinity from `high` on; NaN stays NaN."""
-    if k.isa.masked:  # AVX-512 has an instruction that minds all of that
+    """p 2^n, where `shifted` = MAGIC + n: 0 where x is below `low`, infinity from `high` on; NaN stays NaN."""
+    if k.isa.masked:  # AVX-512's VSCALEFPS handles under- and overflow
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         k.declare(f"{k.vec} @{name}({k.vec}, {k.vec}, {k.vec}, i16, i32)")
         n = shifted - MAGIC
         return k.op(k.vec, f"call {k.vec} @{name}({p.typed}, {n.typed}, {k.vec} undef, i16 -1, i32 4)")
+    # n is added to the exponent field.
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
 
@@ -59,8 +61,8 @@ def exp2_within(k: Builder, x: Value) -> Value:
 
 
 def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
-    """e**x, below `least` that power. The product with log2(e) is exact to two floats, so that the error stays at an ulp or two for
-    large |x|."""
+    """e**x, below `least` that power: 2^n e^r with n = round(x log2(e)) and r = x - n ln(2). ln(2) is subtracted as the sum of two
+    floats (Cody and Waite 1980), so that the error stays at an ulp or two for large |x|."""
     clipped = k.max(least, k.min(89.0, x))
     shifted = k.fma(clipped, LOG2E, MAGIC)
     n = shifted - MAGIC
@@ -70,9 +72,10 @@ def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
 
 
 def ln(k: Builder, x: Value) -> Value:
-    """Natural logarithm of positive normal numbers, infinity and NaN: exponent and mantissa apart, then the series of atanh."""
+    """Natural logarithm of positive normal numbers, infinity and NaN: x = 2^e m with m in [sqrt(1/2), sqrt(2)), ln(m) = 2 atanh(s)
+    by its series, s = (m - 1) / (m + 1)."""
     bits = k.bitcast(x, k.ivec)
-    # Mantissa in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) before taking the exponent off.
+    # Subtract the bits of sqrt(1/2) before taking the exponent off.
     offset = bits - 0x3F3504F3
     exponent_bits = k.op(k.ivec, f"ashr {offset.typed}, {k.const(23, k.ivec).ref}")
     e = k.to(exponent_bits, k.vec)
@@ -85,7 +88,7 @@ def ln(k: Builder, x: Value) -> Value:
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
-def _exp_beside_one(k: Builder, x: Value, dtype: str) -> Value:
+def _exp_to_add_to_one(k: Builder, x: Value, dtype: str) -> Value:
     """2**x for bf16, else e**x, to be added to 1: never a denormal, which no sum shows and whose making takes an Intel core some
     hundred cycles."""
     return exp2(k, x, EXP2_BF16, least=-125.0) if dtype == "bf16" else exp(k, x, least=-87.0)
@@ -95,7 +98,7 @@ def _exp_of_minus_u(k: Builder, x: Value, squared: Value, dtype: str) -> Value:
     """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u)), as exactly as `dtype` can show."""
     scale = -2 * GELU_SCALE * (LOG2E if dtype == "bf16" else 1.0)
     exponent = x * k.fma(squared, scale * GELU_CUBIC, k.to(scale, k.vec))
-    return _exp_beside_one(k, exponent, dtype)
+    return _exp_to_add_to_one(k, exponent, dtype)
 
 
 def gelu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
@@ -115,7 +118,7 @@ def gelu_slope(k: Builder, x: Value, dtype: str = "fp32") -> Value:
 
 
 def _exp_of_minus(k: Builder, x: Value, dtype: str) -> Value:
-    return _exp_beside_one(k, x * -LOG2E if dtype == "bf16" else -x, dtype)
+    return _exp_to_add_to_one(k, x * -LOG2E if dtype == "bf16" else -x, dtype)
 
 
 def silu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
@@ -135,13 +138,14 @@ SLOPE_STEPS = 3.2  # pieces a unit: 16 of them reach to 4.8, where the slope is 
 
 
 def _gelu_slope_from_tables(k: Builder, x: Value) -> Value:
-    """The slope to 9e-6, where rounding to bf16 leaves 2e-3: less 1/2 it is odd, and of |x| a cubic in each of 16 pieces. One
-    AVX-512 permutation looks a coefficient of all lanes up; 4 multiplications or fmas, where the formula has 13 and a division
+    """gelu'(x) to 9e-6, where rounding to bf16 leaves 2e-3. gelu' - 1/2 is odd: of |x| it is a cubic in each of 16 pieces. One
+    AVX-512 permutation looks up a coefficient for all lanes; 4 multiplications or fmas, where the formula has 13 and a division
     (Zen 4: what else is done here is free between a GEMM's multiply-adds)."""
-    size = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec) * SLOPE_STEPS
-    size = k.min(SLOPE_LANES - 0.51, size)  # of a number and a NaN the second: NaN stays
-    shifted = size + MAGIC
-    r, index = size - (shifted - MAGIC), k.bitcast(shifted, k.ivec)
+    steps = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec) * SLOPE_STEPS
+    steps = k.min(SLOPE_LANES - 0.51, steps)  # of a number and a NaN the second: NaN stays
+    shifted = steps + MAGIC
+    # The number of the piece is in the low bits of `index`, and VPERMPS reads no others.
+    r, index = steps - (shifted - MAGIC), k.bitcast(shifted, k.ivec)
     name = "llvm.x86.avx512.permvar.sf.512"
     k.declare(f"{k.vec} @{name}({k.vec}, {k.ivec})")
     p: Value | None = None
@@ -158,7 +162,8 @@ SLOPE_LANES = 16  # of a table: those of a vector
 
 @cache
 def _slope_tables() -> list[list[float]]:
-    """[power of r][piece]: gelu'((n + r) / SLOPE_STEPS) - 1/2 for r in [-1/2, 1/2], through the four Chebyshev points."""
+    """[power of r][piece n]: coefficients of the cubics gelu'((n + r) / SLOPE_STEPS) - 1/2 for r in [-1/2, 1/2], interpolated at
+    the four Chebyshev points by Newton's divided differences."""
     points = [cos((2 * j + 1) * pi / 8) / 2 for j in range(4)]
 
     def cubic(n: int) -> list[float]:
@@ -175,12 +180,14 @@ def _slope_tables() -> list[list[float]]:
 
 
 def _slope(x: float) -> float:
+    """gelu'(x), of the tanh form."""
     t = tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
     return (1 + t + x * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)) / 2
 
 
 def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
-    """Sine and cosine of 2 pi turn / 2^24, for i32 lanes in [0, 2^24): the reduction to an eighth of a turn is exact."""
+    """Sine and cosine of 2 pi turn / 2^24, for i32 lanes in [0, 2^24): the reduction to an eighth of a turn is exact, then Taylor
+    polynomials. `quadrant`: of the nearest multiple of a quarter turn."""
     quadrant = (turn + (1 << 21)) >> 22
     r = k.to(turn - (quadrant << 22), k.vec) * (2 * pi / 2**24)
     z = r * r
@@ -241,27 +248,27 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
 
 
 def sums_of_lanes(k: Builder, vectors: list[Value]) -> Value:
-    """The sum of each of `lanes` vectors' lanes, side by side. Two vectors become one by two shuffles of one instruction each and
-    an addition: twice inside each group of four lanes, then across groups."""
+    """Lane i is the sum of the lanes of vector i, of `lanes` vectors. Two vectors become one by two shuffles of one instruction
+    each and an addition: twice inside each group of four lanes, then across groups."""
     n = k.lanes
     groups = [list(range(g, g + 4)) for g in range(0, n, 4)]
 
     def join(a: Value, b: Value, low: list[int], high: list[int]) -> Value:
         return k.shuffle(a, b, low) + k.shuffle(a, b, high)
 
-    def both(order: list[list[int]]) -> list[int]:
+    def flat(order: list[list[int]]) -> list[int]:
         return [i for part in order for i in part]
 
     inside = [
-        [both([[g[i], n + g[i], g[i + 1], n + g[i + 1]] for g in groups]) for i in (0, 2)],
-        [both([[g[i], g[i + 1], n + g[i], n + g[i + 1]] for g in groups]) for i in (0, 2)],
+        [flat([[g[i], n + g[i], g[i + 1], n + g[i + 1]] for g in groups]) for i in (0, 2)],
+        [flat([[g[i], g[i + 1], n + g[i], n + g[i + 1]] for g in groups]) for i in (0, 2)],
     ]
     across = []
     times = len(groups)  # how often the sums of the same vectors are there, one group after the other
     while times > 1:
         half = times // 2
         picked = [[g for i, g in enumerate(groups) if (i // half) % 2 == which] for which in (0, 1)]
-        across.append([both(p + [[n + i for i in g] for g in p]) for p in picked])
+        across.append([flat(p + [[n + i for i in g] for g in p]) for p in picked])
         times = half
     for low, high in inside + across:
         vectors = [join(a, b, low, high) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]

@@ -14,7 +14,7 @@ Spec = tuple[tuple[int, ...], str]  # shape, dtype
 
 
 def operand_bytes(t: Tensor) -> int:
-    """The number of bytes that a matmul reads of a tensor."""
+    """The number of bytes that a matmul reads of a tensor: of a split parameter those of its bf16 plane."""
     return FORMATS[FORMATS[t.dtype].operand].nbytes(t.size)
 
 

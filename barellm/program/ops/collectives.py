@@ -18,7 +18,7 @@ from barellm.program.ops.base import Op, Spec, operand_bytes
 from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.tensor import Tensor, describe
 
-# The arrays that a tensor is: one, or one for each of its planes that travel.
+# By the operand's name the arrays that a tensor consists of: one, or one for each of its planes that travel.
 Arrays = Mapping[str, Sequence[np.ndarray]]
 
 
@@ -27,12 +27,12 @@ class Transfer(Op):
     order of the inputs, so the programs of all ranks name tensors in one order."""
 
     def departing(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
-        """What is sent, in its order, of the arrays that the inputs are."""
+        """(destination rank, array) of each message in the order of sending; `arrays`: those of the inputs."""
         to = zip(self.inputs, self.attrs["to"], strict=True)
         return [(rank, array) for name, ranks in to for rank in ranks for array in arrays[name]]
 
     def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
-        """Where what the others send belongs, in the order of each, in the arrays that the outputs are."""
+        """(source rank, array to receive into) of each message, those of one rank in its order; `arrays`: those of the outputs."""
         raise NotImplementedError(self.name)
 
     def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
@@ -131,8 +131,9 @@ class AllGather(Transfer):
         return sum(operand_bytes(t) if self.planes(t) == [0] else t.nbytes for t in tensors)
 
 
-def _added(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:
-    """The sum of all ranks' values in their order: `own` is of `rank`, the rows of `others` of the rest."""
+def _sum_in_rank_order(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:
+    """The sum of all ranks' terms in the order of the ranks, so that its bits are equal on each: `own` is that of `rank`, the rows
+    of `others` (ranks - 1, n) are those of the rest."""
     parts = np.insert(others, rank, own.reshape(-1), axis=0)
     total = parts[0]
     for part in parts[1:]:
@@ -151,7 +152,7 @@ class SumOverRanks(Op):
         return {"y": (own.shape, own.dtype)}
 
     def reference(self, own, others):
-        return {"y": _added(own, others, self.attrs["rank"])}
+        return {"y": _sum_in_rank_order(own, others, self.attrs["rank"])}
 
     def flops(self) -> int:
         return self.others.size
@@ -159,10 +160,9 @@ class SumOverRanks(Op):
 
 class ReduceScatter(Transfer):
     """Reduce-scatter by reading the other ranks' memory: y_i = the sum over ranks, in rank order, of this rank's shard own_i, and
-    p_i = the partial sums of squares of y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no
-    shares go to the ranks `to`, those that are to none. What all have for one rank is in one order: that of its shares. `meets`:
-    whether there is a barrier before it and after it, where the op is one of several that do this for parts of the model; both,
-    unless it says so."""
+    p_i = the partial sums of squares of y_i (as `SumSquares`), for ranks that read each other's memory. Input number i is read by
+    the ranks `to[i]`, an own_i by none; all ranks have what one of them reads in one order, that of its own_i. `meets`: whether
+    there is a barrier before the op and one after it (default: both), where several ops do this for parts of the model."""
 
     name = "reduce_scatter"
 
@@ -189,7 +189,7 @@ class ReduceScatter(Transfer):
         sent = {name: [np.ascontiguousarray(array)] for name, array in arrays.items()}
         ranks.prepared(self.departing(sent), arriving)()
         for i, (own, rows) in enumerate(zip(owned, others, strict=True)):
-            total = _added(own, rows, ranks.rank)
+            total = _sum_in_rank_order(own, rows, ranks.rank)
             squares = np.add.reduceat(total.reshape(-1) ** 2, np.arange(0, total.size, CHUNK))
             found |= {f"y{i}": total, f"p{i}": squares}
         return found

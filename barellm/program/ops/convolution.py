@@ -63,7 +63,8 @@ class Convolution(Op):
                 yield r, s, rows[:, None], columns[None, :], rows_in[:, None] & columns_in[None, :]
 
     def check(self, x: tuple[int, ...], w: tuple[int, ...], found: str) -> None:
-        """Raise a ValueError unless images of the shape `x` can be convolved with `w` so."""
+        """Raise a ValueError unless images of the shape `x` can be convolved with filters of the shape `w`, with these attributes,
+        by this algorithm; `found` describes both tensors in the message."""
         name, both = self.name, zip(x[2:], self.padding, strict=True)
         if len(x) != 4 or len(w) != 4 or any(isinstance(n, Dim) for n in x[1:]):
             raise ValueError(

@@ -27,16 +27,18 @@ GREATEST = 70.0  # scale: exp(-GREATEST) over any vocabulary is still a normal f
 
 
 def sigmoid(x: np.ndarray, cap: Cap) -> np.ndarray:
+    """sigmoid((x + shift) / width), by tanh, which does not overflow."""
     _, shift, width = cap
     return (1 + np.tanh((x + shift) / (2 * width))) / 2
 
 
 def capped(x: np.ndarray, cap: Cap | None) -> np.ndarray:
+    """The capped logits z of x."""
     return x if cap is None else cap[0] * sigmoid(x, cap)
 
 
 def slope(x: np.ndarray, cap: Cap | None) -> np.ndarray | float:
-    """dz / dx."""
+    """dz/dx of the capped logit z of x."""
     if cap is None:
         return 1.0
     s = sigmoid(x, cap)
@@ -54,6 +56,7 @@ def ahead(targets: np.ndarray, k: int) -> np.ndarray:
 
 
 def _check(op: Op, logits: Tensor, targets: Tensor) -> None:
+    """ValueError for wrong shapes, and for a vocabulary, `predict` or `cap` out of range."""
     name = "softcap_cross_entropy"
     if logits.shape[:-1] != targets.shape or not 0 < op.valid_vocab <= logits.shape[-1]:
         found = describe(logits=logits, targets=targets)

@@ -10,8 +10,8 @@ from barellm.assembly.build import build_programs, gemm_options, model_flops
 from barellm.config import Config
 from barellm.models import hidden
 from barellm.models.training_schedule import runs_per_step
-from barellm.optim.recipes import rules
-from barellm.optim.rules import assigned
+from barellm.optim.recipes import rules_for
+from barellm.optim.rules import assign_rules
 from barellm.program.ops.base import Op
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import PERSISTENT
@@ -149,7 +149,7 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     parameters = [t for t in built.plan.persistent if t.role == "parameter"]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     highest = config.optim.rates(lambda high, low: high)
-    for param, rule in assigned(rules(config.optim, hidden(config.model)), parameters):
+    for param, rule in assign_rules(rules_for(config.optim, hidden(config.model)), parameters):
         names = re.sub(r"\b\d+\b", "*", param.name)
         shape, optimizer = [int(n) for n in param.shape], rule.optimizer
         row = rows.setdefault((names, *shape, optimizer), {"names": names, "shape": shape, "count": 0})

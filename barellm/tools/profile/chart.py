@@ -15,8 +15,9 @@ SMALLEST = 0.4  # percent of the step; what is below goes into one bar
 
 
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bars of the chart, from the top: families by their time and in them kinds by theirs, the small ones together, idling
-    last. `s` and `wait_s` of all bars add up to the step, less what the stamps miss."""
+    """The bars of the chart, from the top: kinds of ops by their time within families (matmul, attention, ...) by theirs; those
+    below SMALLEST percent in one bar; idle time last. A bar: family, label, `s` seconds, of which `wait_s` at barriers, and its
+    roofline `bound_s`. `s` of all bars add up to the step, but for what the stamps miss."""
     ops = result["ops"]
     large = [r for r in ops if 100 * r["s"] / result["step_s"] >= SMALLEST]
     small = [r for r in ops if r not in large]
@@ -34,7 +35,8 @@ def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture, as an SVG or what else the file's name says."""
+    """Write the picture of a profile (`profile.measure`'s result), in the format that the file's suffix says: left the share of the
+    step, right the percentage of roofline."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -44,11 +46,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     height = 1.4 + 0.2 * len(rows)
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "barellm", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(11, height))
-        low, tall = 0.45 / height, 1 - 1.3 / height
+        low, tall = 0.45 / height, 1 - 1.3 / height  # inches below both axes, and around them, as parts of the figure
         share = figure.add_axes((0.27, low, 0.42, tall))
         bound = figure.add_axes((0.72, low, 0.265, tall))
+        # One row: left a bar of work and, behind it, of waiting; right the percentage of roofline, cut off at 125.
         for y, row in enumerate(rows):
-            work, wait = (100 * x / step for x in (row["s"] - row["wait_s"], row["wait_s"]))
+            work, wait = (100 * x / step for x in (row["s"] - row["wait_s"], row["wait_s"]))  # percent of the step
             colour = IDLE if row["family"] == "idle" else COLOURS.get(row["family"], OTHERS)
             share.barh(y, work, color=colour, height=0.72)
             share.barh(y, wait, left=work, color=colour, alpha=0.35, height=0.72)

@@ -1,8 +1,8 @@
-"""Steps on a GPU with the time of every launch, in turn with steps as they usually run.
+"""Steps on a GPU with the time of every launch, interleaved with untimed ("usual") steps.
 
-Events stand between the launches in the graph that a timed step replays: from one to the next is a launch with what it waits
-for. What a usual step takes longer than the sum is the host's and the copies of inputs; what it takes less, launches gained by
-following each other closely.
+In the CUDA graph that a timed step replays there are events between the launches: from one to the next is a launch with what it
+waits for. What a usual step takes longer than the sum of launches is the host's time and the copies of inputs; what it takes less,
+launches gained by following each other closely.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class DeviceStep:
 
     @property
     def calls_s(self) -> dict[str, np.ndarray]:
-        """The launches' times in the form that tables want, of an average step: nobody waits behind a launch."""
-        found: dict[str, np.ndarray] = {}
+        """{program: (launches, 2)}: seconds of work, and of waiting behind it (0 here), of an average step of the cycle: as
+        `call_seconds` of trace.py has them for a CPU."""
+        sums: dict[str, np.ndarray] = {}
         for name, times in self.launches_s:
-            found[name] = found.get(name, 0.0) + np.stack([times, np.zeros_like(times)], axis=-1) / self.steps
-        return found
+            sums[name] = sums.get(name, 0.0) + np.stack([times, np.zeros_like(times)], axis=-1) / self.steps
+        return sums
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class DeviceTraces:
     timed: list[DeviceStep]
     usual_s: list[float]
 
-    def middle(self) -> DeviceStep:
+    def median_step(self) -> DeviceStep:
         """The timed step of median duration."""
         return sorted(self.timed, key=lambda step: step.seconds)[len(self.timed) // 2]
 
@@ -54,12 +55,12 @@ class DeviceTraces:
 
 
 def pairs_for(bench: StepBench) -> int:
-    """How many pairs of steps a few seconds allow. It takes one."""
+    """How many pairs of steps a few seconds allow, by the duration of one step, which is run for that."""
     return round(min(max(SECONDS / bench.step().seconds, LEAST), MOST))
 
 
 def record(bench: StepBench, steps: int) -> DeviceTraces:
-    """`steps` pairs of steps."""
+    """Run `steps` pairs of a timed and a usual step; which of a pair is first changes from pair to pair."""
     timed, usual = [], []
     for i in range(steps):
         for traced in (True, False) if i % 2 == 0 else (False, True):

@@ -32,7 +32,8 @@ def measure(
         session, train = bench.compiled.session, bench.train
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
-        facts, calls_s, made = _on_gpu(bench, steps, ranks) if device == "cuda" else _on_cpu(bench, steps, ranks)
+        profile = _profile_gpu if device == "cuda" else _profile_cpu
+        facts, calls_s, timeline_of = profile(bench, steps, ranks)
         ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
         of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
         rows = by_kind(session, of_ops, ceiling, bench.shares)
@@ -40,21 +41,15 @@ def measure(
             row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
         result: dict[str, Any] = {
-            "kind": "profile",
-            "preset": bench.compiled.config.preset,
-            "batch": train.micro_batch_size,
-            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
-            **where_it_ran(bench.compiled),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            **facts,
-            "bound_s": sum(row["bound_s"] for row in rows),
-            "ceiling": ceiling.to_json(),
-            "ops": rows,
-        }
+            "kind": "profile", "preset": bench.compiled.config.preset, "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")}, **where_it_ran(bench.compiled),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **facts, "bound_s": sum(row["bound_s"] for row in rows),
+            "ceiling": ceiling.to_json(), "ops": rows,
+        }  # fmt: skip
         if ranks.count > 1:
-            result |= {"ranks": ranks.count, "between_ranks": communication.exposed(session, of_ops, ranks)}
+            result |= {"ranks": ranks.count, "between_ranks": communication.exposed_seconds(session, of_ops, ranks)}
         title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
-        events = made(title)
+        events = timeline_of(title)
     if ranks.rank:
         return result
     (folder / FILES["profile"]).write_text(json.dumps(result, indent=1) + "\n")
@@ -63,50 +58,55 @@ def measure(
     return result
 
 
-def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """(facts of the step, seconds of its calls, how to make its timeline). All ranks look at the step that is rank 0's middle."""
-    traces, session = record(bench, first(ranks, steps or pairs_for(bench))), bench.compiled.session
-    step = traces.traced[first(ranks, traces.traced.index(traces.middle()))]
+def _profile_cpu(
+    bench: StepBench, steps: int | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """Trace `steps` steps (None: as many as a few seconds allow) and look at the one of median duration. Returns (numbers of the
+    result by their keys, the seconds of its calls as `call_seconds` has them, a function from a title to its timeline). Of several
+    ranks rank 0 decides the number of steps and which one is the median, so that all look at the same step (`first` gives rank 0's
+    value)."""
+    num_steps = first(ranks, steps or pairs_for(bench))
+    traces, session = record(bench, num_steps), bench.compiled.session
+    median_index = first(ranks, traces.traced.index(traces.median_step()))
+    step = traces.traced[median_index]
     threads = account(step)
     facts = {
         "step_s": step.seconds / step.steps,
         **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
         "by_thread": threads,
         "adds_up": adds_up(threads),
-        **tracing(traces),
+        **tracing_overhead(traces),
     }
     return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
 
 
-def _on_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """The same for a GPU. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
+def _profile_gpu(
+    bench: StepBench, steps: int | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """`_profile_cpu` for a GPU, on which a step is launches. What an untimed step takes longer than the sum of its launches is idle
+    time: the GPU waits for the host."""
     count = first(ranks, steps or device_trace.pairs_for(bench))
     traces, session = device_trace.record(bench, count), bench.compiled.session
-    step, usual = traces.middle(), median(traces.usual_s)
+    step, usual = traces.median_step(), median(traces.usual_s)
     facts = {
-        "step_s": max(usual, step.seconds / step.steps),
-        "work_s": step.seconds / step.steps,
-        "barrier_s": 0.0,
-        "idle_s": max(usual - step.seconds / step.steps, 0.0),
-        "usual_s": traces.usual_s,
-        "timed_s": [s.seconds / s.steps for s in traces.timed],
-        "by_thread": [],
-        "adds_up": True,
-    }
+        "step_s": max(usual, step.seconds / step.steps), "work_s": step.seconds / step.steps, "barrier_s": 0.0,
+        "idle_s": max(usual - step.seconds / step.steps, 0.0), "usual_s": traces.usual_s,
+        "timed_s": [s.seconds / s.steps for s in traces.timed], "by_thread": [], "adds_up": True,
+    }  # fmt: skip
     return facts, step.calls_s, lambda title: timeline.device_events(session, step, title=title)
 
 
 def adds_up(threads: list[dict[str, Any]]) -> bool:
-    """Whether no thread's parts miss more than LIMIT percent of the step."""
+    """Whether work, barriers and idling of every thread add up to the step, but for LIMIT percent."""
     return all(abs(t["residual_percent"]) <= LIMIT for t in threads)
 
 
-def tracing(traces: Traces) -> dict[str, Any]:
-    """The cost of tracing: the median of the pairs, in percent, and the quarters that half of them lie between."""
-    costs = traces.overheads
+def tracing_overhead(traces: Traces) -> dict[str, Any]:
+    """What tracing costs: of the overheads of all pairs of steps the median and the first and third quartile, in percent."""
+    overheads = traces.overheads
     return {
         "traced_s": [step.seconds / step.steps for step in traces.traced],
         "untraced_s": traces.untraced_s,
-        "tracing_percent": median(costs),
-        "tracing_quartiles_percent": quantiles(costs, n=4)[::2] if len(costs) > 1 else costs * 2,
+        "tracing_percent": median(overheads),
+        "tracing_quartiles_percent": quantiles(overheads, n=4)[::2] if len(overheads) > 1 else overheads * 2,
     }

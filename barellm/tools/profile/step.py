@@ -1,5 +1,6 @@
-"""Measures training steps on random tokens, as a run would do them: one micro-batch, and the programs with which its course ends
-the step. Where steps differ, as many as a cycle has are measured together, and the mean of theirs counts as one step."""
+"""Measures training steps on random tokens, as a run would do them: one micro-batch, and the programs with which its training
+schedule ends the step. Where steps differ (a schedule's cycle), those of a cycle are measured together, and their mean counts as
+one step."""
 
 from __future__ import annotations
 
@@ -45,39 +46,39 @@ def one_micro_batch(config: Config) -> Config:
 
 
 class StepBench:
-    """An open machine that steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its rows of them."""
+    """A compiled model that takes training steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its
+    rows of the batch."""
 
     def __init__(self, compiled: CompiledModel, ranks: Ranks = ALONE) -> None:
+        """`steps`: how many it has taken; `shares`: how often each program runs in a step, on average."""
         self.compiled = compiled
         self.steps = 0
         self.train = compiled.config.train
         self.rows = self.train.micro_batch_size // ranks.count
         self.first = ranks.rank * self.rows
         self.vocabulary = compiled.config.model.vocab_size
-        alone = one_micro_batch(compiled.config)
-        self.training_schedule, self.shares, self.total = (
-            training_schedule(alone),
-            runs_per_step(alone),
-            self.train.steps or None,
-        )
+        config = one_micro_batch(compiled.config)
+        self.training_schedule, self.shares = training_schedule(config), runs_per_step(config)
+        self.total = self.train.steps or None  # steps of the run, on which the schedule depends
         self.loss = 0.0  # of the last step
 
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
-        """A cycle of steps. `wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
+        """Take a cycle of steps and measure it; inputs are made before. `wrap()` is a context manager around what is timed; `run`:
+        the function that runs a program (None: the session's)."""
         session = self.compiled.session
-        runs, inputs, cycle = run or session.run, self._inputs(), self.training_schedule.cycle
+        run_program, inputs, cycle = run or session.run, self._inputs(), self.training_schedule.cycle
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
-            self._run(runs, inputs)
+            self._run(run_program, inputs)
         else:
             with wrap():
-                self._run(runs, inputs)
+                self._run(run_program, inputs)
         sample = Sample((time.perf_counter() - start) / cycle, 0.0, Usage.now().since(usage))
         sample.loss = self.loss
         return sample
 
     def _inputs(self) -> list[np.ndarray]:
-        """Tokens and targets of the steps of the next cycle."""
+        """Tokens and targets of the steps of the next cycle: (2, batch, seq) i32 each."""
         return [
             np.random.default_rng((SEED, self.steps + i)).integers(
                 0, self.vocabulary, (2, self.train.micro_batch_size, self.train.seq), dtype=np.int32
@@ -86,33 +87,33 @@ class StepBench:
         ]
 
     def _run(self, run: Callable[..., Any], inputs: list[np.ndarray]) -> list[tuple[str, Any]]:
-        """The programs of a cycle by `run`, to their end: their names in order, and what it gave for each."""
-        train, session, found = self.train, self.compiled.session, []
+        """Run the programs of a cycle by `run`, and wait for their end: (name, what `run` returned) of each, in order."""
+        train, session, results = self.train, self.compiled.session, []
         for tokens, targets in inputs:
             at = self.steps
             plan = self.training_schedule.step(at, self.total)
             self.training_schedule.on_step(session, at, self.total)
-            own = slice(self.first, self.first + self.rows)
-            session.write("tokens", tokens[own])
-            session.write("targets", targets[own])
+            rank_rows = slice(self.first, self.first + self.rows)
+            session.write("tokens", tokens[rank_rows])
+            session.write("targets", targets[rank_rows])
             micro = run(
                 "forward_backward", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
                 seed=SEED, step=at + 1, sample=at * train.micro_batch_size + self.first,
             )  # fmt: skip
             self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
-            found += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
+            results += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
             self.steps += 1
         session.synchronize()
-        return found
+        return results
 
     def timed(self) -> list[tuple[str, Any]]:
-        """A cycle by the session's `timed`: the programs in their order, and what that gave for each."""
+        """Run a cycle by the session's `timed`: (program, what that returned) of each, in order."""
         return self._run(self.compiled.session.timed, self._inputs())
 
 
 @contextmanager
 def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iterator[tuple[StepBench, dict[str, Any]]]:
-    """A bench after its first step, and what the start took. `config` has its dtype resolved.
+    """Yields (a bench after its first step, the facts of the start for `step_result`). `config` has its dtype resolved.
 
     first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
     plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's
@@ -157,54 +158,36 @@ def measure(config: Config, *, steps: int, digest: bool = False, device: str = "
         now, peak_rss = resident_bytes()
         marks = {"digest": bench.compiled.session.digest()} if digest else {}
         bench.step(counter.counting)
-        return describe(bench, facts, samples, now=now, peak_rss=peak_rss, counter=counter) | marks
+        return step_result(bench, facts, samples, now=now, peak_rss=peak_rss, counter=counter) | marks
 
 
-def describe(
+def step_result(
     bench: StepBench, facts: dict[str, Any], samples: list[Sample], *, now: int, peak_rss: int, counter: CallCounter
 ) -> dict[str, Any]:
+    """The JSON object of `measure`: `facts` of the start from `opened`, `samples` of the warm steps, resident bytes `now` and at
+    their peak, Python's calls of one step (`counter`)."""
     compiled, train = bench.compiled, bench.train
     seconds = [s.seconds for s in samples]
-    middle = median(seconds)
+    median_s = median(seconds)
     flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
     peak = compiled.peak()
     tokens = train.micro_batch_size * train.seq
     arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
     return {
-        "kind": "step",
-        "preset": compiled.config.preset,
-        "batch": train.micro_batch_size,
-        "seq": train.seq,
-        "dtype": train.dtype,
-        "recompute": train.recompute,
-        "moments": compiled.config.optim.moments,
-        **where_it_ran(compiled),
-        **facts,
-        "besides_step_s": facts["first_step_s"] - middle,
-        "steps": len(seconds),
-        "step_s": seconds,
-        "median_s": middle,
-        "min_s": min(seconds),
-        "tokens_per_s": tokens / middle,
-        "flops": flops,
-        "peak_flops": peak,
-        "percent_of_peak": 100 * flops / middle / peak,
-        "arena_bytes": arena,
-        "live_peak_bytes": compiled.plan.live_peak_bytes,
-        "peak_rss_bytes": peak_rss,
-        "rss_added_bytes": added,
-        "rss_added_over_plan": added / arena,
-        "minor_faults": max(s.usage.minor_faults for s in samples),
-        "minor_faults_by_step": [s.usage.minor_faults for s in samples],
-        "python_calls": counter.calls,
-        "c_calls": counter.c_calls,
-        "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
+        "kind": "step", "preset": compiled.config.preset, "batch": train.micro_batch_size, "seq": train.seq,
+        "dtype": train.dtype, "recompute": train.recompute, "moments": compiled.config.optim.moments,
+        **where_it_ran(compiled), **facts, "besides_step_s": facts["first_step_s"] - median_s, "steps": len(seconds),
+        "step_s": seconds, "median_s": median_s, "min_s": min(seconds), "tokens_per_s": tokens / median_s, "flops": flops,
+        "peak_flops": peak, "percent_of_peak": 100 * flops / median_s / peak, "arena_bytes": arena,
+        "live_peak_bytes": compiled.plan.live_peak_bytes, "peak_rss_bytes": peak_rss, "rss_added_bytes": added,
+        "rss_added_over_plan": added / arena, "minor_faults": max(s.usage.minor_faults for s in samples),
+        "minor_faults_by_step": [s.usage.minor_faults for s in samples], "python_calls": counter.calls,
+        "c_calls": counter.c_calls, "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
         "voluntary_switches_by_step": [s.usage.voluntary_switches for s in samples],
         "involuntary_switches_by_step": [s.usage.involuntary_switches for s in samples],
-        "cpu_s_by_step": [s.usage.cpu_s for s in samples],
-        "losses": [s.loss for s in samples],
-    }
+        "cpu_s_by_step": [s.usage.cpu_s for s in samples], "losses": [s.loss for s in samples],
+    }  # fmt: skip
 
 
 def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
@@ -214,8 +197,8 @@ def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
 
 
 def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
-    """Be one side of an interleaved comparison, as barellm.tools.bench.interleaved wants it. `lines`: requests, else standard
-    input."""
+    """Serve one side of an interleaved comparison (barellm.tools.bench.interleaved): print a JSON object about the start, then for
+    each request line, a number of steps, one about these steps. `lines`: the requests, else standard input."""
     with opened(config, device=device, ranks=ranks) as (bench, facts):
         start = where_it_ran(bench.compiled) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.compiled.plan.arena_bytes}
@@ -223,12 +206,9 @@ def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: I
         print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
         for line in sys.stdin if lines is None else lines:
             samples = [bench.step() for _ in range(int(line))]
-            turn = {
-                "step_s": [s.seconds for s in samples],
-                "losses": [s.loss for s in samples],
-                "cpu_s": sum(s.usage.cpu_s for s in samples),
-                "minor_faults": sum(s.usage.minor_faults for s in samples),
-                "peak_rss_bytes": resident_bytes()[1],
-                **on_device,
-            }
-            print(json.dumps(turn), flush=True)
+            repetition = {
+                "step_s": [s.seconds for s in samples], "losses": [s.loss for s in samples],
+                "cpu_s": sum(s.usage.cpu_s for s in samples), "minor_faults": sum(s.usage.minor_faults for s in samples),
+                "peak_rss_bytes": resident_bytes()[1], **on_device,
+            }  # fmt: skip
+            print(json.dumps(repetition), flush=True)

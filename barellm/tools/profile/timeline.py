@@ -24,8 +24,8 @@ Clock = Callable[[int], int]  # ticks to nanoseconds
 
 
 def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, Any]:
-    """The whole file. A track for Python's main thread with the step and its programs, and one for each thread, with a slice
-    for every call, named by op, place and shape, and for every barrier."""
+    """The JSON object of the file for a CPU: a track for Python's main thread with the step and its programs, and one for each
+    thread, with a slice for every call, named by op, place and shape, and for every barrier."""
 
     def clock(tick: int) -> int:
         return round((tick - step.begin) * step.tick_s * 1e9)
@@ -43,7 +43,8 @@ def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, An
 
 
 def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, Any]:
-    """The whole file for a GPU: a track of the programs, one behind the other, and one with a slice for every launch."""
+    """The JSON object of the file for a GPU: a track of the programs, one behind the other, and one with a slice for every
+    launch."""
     made = [_name("process_name", PYTHON, title), *_named(PYTHON, "programs"), *_named(PYTHON + 1, "GPU")]
     start = 0
     for program, seconds in step.launches_s:
@@ -56,24 +57,21 @@ def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, An
 
 
 def _labels(session: Any, program: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """The words for each call: a label by op, place and shape, the op's name, and more."""
-    made, calls = [], session.calls[program]
+    """Of each call of a program, in order: (label of op, place and shape, the op's name, arguments that the viewer shows)."""
+    labels, calls = [], session.calls[program]
     for op, first, stop in spans(session, program):
         several = len({call.spec for call in calls[first:stop]}) > 1
         for call in calls[first:stop]:
             part = call.spec.name if several else ""
             label = " ".join(word for word in (op.name, place(op), shape(op), part) if word)
-            about = {
-                "program": program,
-                "layer": op.segment or "",
-                "shape": shape(op),
-                "kernel": call.spec.symbol(),
-            }
-            made.append((label, op.name, about))
-    return made
+            about = {"program": program, "layer": op.segment or "", "shape": shape(op), "kernel": call.spec.symbol()}
+            labels.append((label, op.name, about))
+    return labels
 
 
 def _thread(session: CpuSession, stamps: np.ndarray, program: str, thread: int, clock: Clock) -> list[dict[str, Any]]:
+    """The slices of one thread in one run of a program: a call each from BEGIN to DONE, and its barrier, if any, from DONE to
+    LEFT."""
     made, track = [], thread + 1
     for at, (label, name, about) in enumerate(_labels(session, program)):
         begin, done, left = (clock(int(stamps[at, i])) for i in (BEGIN, DONE, LEFT))
@@ -86,15 +84,9 @@ def _thread(session: CpuSession, stamps: np.ndarray, program: str, thread: int, 
 def _slice(track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> dict[str, Any]:
     """A slice of the timeline. Times are in nanoseconds, so that slices that touch also touch in the file."""
     return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": begin / 1000,
-        "dur": (end - begin) / 1000,
-        "pid": PROCESS,
-        "tid": track,
-        "args": about,
-    }
+        "ph": "X", "name": name, "cat": category, "ts": begin / 1000, "dur": (end - begin) / 1000, "pid": PROCESS,
+        "tid": track, "args": about,
+    }  # fmt: skip
 
 
 def _named(track: int, name: str) -> list[dict[str, Any]]:

@@ -28,8 +28,9 @@ LIMIT = 2.0  # percent of a step that the parts of a thread may miss
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A cycle of `steps` steps. `seconds`: by Python's clock. `begin` and `end`: the processor's counter at the same moments.
-    `runs`: programs in their order, and (threads, calls, 3) of that counter for each, one tick being `tick_s` seconds."""
+    """A cycle of `steps` steps, traced. `seconds`: by Python's clock; `begin` and `end`: the processor's counter at the same
+    moments, of which a tick is `tick_s` seconds. `runs`: (program, stamps) in order; stamps (threads, calls, 3) are that counter at
+    BEGIN, DONE and LEFT of each call."""
 
     seconds: float
     begin: int
@@ -54,16 +55,16 @@ class Traces:
     def overheads(self) -> list[float]:
         return [100 * (t.seconds / t.steps / u - 1) for t, u in zip(self.traced, self.untraced_s, strict=True)]
 
-    def middle(self) -> TracedStep:
+    def median_step(self) -> TracedStep:
         """The traced step of median duration."""
         return sorted(self.traced, key=lambda step: step.seconds)[len(self.traced) // 2]
 
 
 def record(bench: StepBench, steps: int) -> Traces:
-    """`steps` pairs of steps; which of a pair is traced first changes from pair to pair."""
+    """Run `steps` pairs of a traced and an untraced step; which of a pair is first changes from pair to pair."""
     session: CpuSession = bench.compiled.session
-    rooms: list[dict[str, np.ndarray]] = []  # of each run of a cycle
-    order: list[str] = []
+    buffers: list[dict[str, np.ndarray]] = []  # of stamps by program, for each run of a cycle; reused by the next step
+    order: list[str] = []  # programs of the current step
     marks: list[tuple[float, int]] = []  # both clocks, at the begin and at the end of a step
 
     def mark() -> None:
@@ -76,15 +77,17 @@ def record(bench: StepBench, steps: int) -> Traces:
         mark()
 
     def run(program: str, **values: Any) -> None:
-        """A run that leaves its stamps in a room of its own."""
-        if len(order) == len(rooms):
-            rooms.append(session.new_stamps())
-        session.trace(rooms[len(order)])
+        """Run a program that leaves its stamps in a buffer of its own."""
+        if len(order) == len(buffers):
+            buffers.append(session.new_stamps())
+        session.trace(buffers[len(order)])
         order.append(program)
         session.run(program, **values)
 
-    raw: list[tuple[float, int, int, list[tuple[str, np.ndarray]]]] = []
-    plain: list[float] = []
+    raw: list[
+        tuple[float, int, int, list[tuple[str, np.ndarray]]]
+    ] = []  # fields of TracedStep: its tick is known at the end
+    untraced_s: list[float] = []
     for i in range(steps):
         for traced in (True, False) if i % 2 == 0 else (False, True):
             order.clear()
@@ -92,25 +95,17 @@ def record(bench: StepBench, steps: int) -> Traces:
             bench.step(marking, run if traced else None)
             (start, begin), (stop, end) = marks[-2:]
             if traced:
-                raw.append(
-                    (
-                        stop - start,
-                        begin,
-                        end,
-                        [(name, room[name].copy()) for name, room in zip(order, rooms, strict=False)],
-                    )
-                )
+                runs = [(name, buffer[name].copy()) for name, buffer in zip(order, buffers, strict=False)]
+                raw.append((stop - start, begin, end, runs))
             else:
-                plain.append((stop - start) / bench.training_schedule.cycle)
+                untraced_s.append((stop - start) / bench.training_schedule.cycle)
     session.trace(None)
+    # Seconds per tick, from the longest interval that both clocks measured.
     tick_s = (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
-    made = [
-        TracedStep(seconds, begin, end, runs, tick_s, bench.training_schedule.cycle)
-        for seconds, begin, end, runs in raw
-    ]
-    for step in made:
+    traced_steps = [TracedStep(*fields, tick_s, bench.training_schedule.cycle) for fields in raw]
+    for step in traced_steps:
         check_order(step)
-    return Traces(made, plain)
+    return Traces(traced_steps, untraced_s)
 
 
 def pairs_for(bench: StepBench) -> int:
@@ -129,10 +124,12 @@ def check_order(step: TracedStep) -> None:
 
 
 def account(step: TracedStep) -> list[dict[str, Any]]:
-    """A row for each thread: seconds of work, barriers and idling, and the percentage of the step that they miss."""
+    """A row for each thread: seconds of work, barriers and idling of an average step, and the percentage of the cycle that they
+    miss (`residual_percent`)."""
     rows = []
     for thread in range(step.threads):
         runs = [stamps[thread] for _, stamps in step.runs if len(stamps[thread])]
+        # Idle from the step's begin to the first program's, from its end to the next one's, ..., to the step's end.
         edges = [step.begin, *(int(x) for run in runs for x in (run[0, BEGIN], run[-1, LEFT])), step.end]
         parts = {
             "work_s": sum(int((run[:, DONE] - run[:, BEGIN]).sum()) for run in runs) * step.tick_s,
@@ -146,14 +143,15 @@ def account(step: TracedStep) -> list[dict[str, Any]]:
 
 
 def call_seconds(step: TracedStep) -> dict[str, np.ndarray]:
-    """program -> (calls, 2): seconds of work and of waiting behind it, the mean of the threads. They and idling are
-    the step; where steps differ, they are the mean of a cycle."""
+    """{program: (calls, 2)}: seconds of work and of waiting at the barrier behind it, the mean of the threads, of an average step
+    of the cycle. With idling they add up to the step."""
 
     def seconds(stamps: np.ndarray) -> np.ndarray:
+        """(calls, 2) of one run, of stamps (threads, calls, 3)."""
         work, wait = stamps[:, :, DONE] - stamps[:, :, BEGIN], stamps[:, :, LEFT] - stamps[:, :, DONE]
         return np.stack([work.mean(axis=0), wait.mean(axis=0)], axis=-1) * step.tick_s
 
-    found: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     for program, stamps in step.runs:
-        found[program] = found.get(program, 0.0) + seconds(stamps) / step.steps
-    return found
+        sums[program] = sums.get(program, 0.0) + seconds(stamps) / step.steps
+    return sums

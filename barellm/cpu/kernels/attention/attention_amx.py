@@ -19,38 +19,36 @@ ROW_PAIR = 2  # rows of a tile that are one VNNI pair
 
 
 def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
-    """The keys of a block that are computed where `seen` of them are seen."""
+    """How many keys of a block are computed where `num_keys` are seen: on AMX whole tiles."""
     return round_up(k, num_keys, g.rows) if g.tiles else num_keys
 
 
 def for_each_row_pair(
-    k: KernelBuilder,
-    g: Geometry,
-    edge: Value,
-    make_mask: Callable[[], LaneMask],
-    do: Callable[[Value, LaneMask | None], None],
-) -> None:
-    """do(row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile."""
-    with k.when(edge):
+    k: KernelBuilder, g: Geometry, partly_masked: Value, make_mask: Callable[[], LaneMask],
+    body: Callable[[Value, LaneMask | None], None],
+) -> None:  # fmt: skip
+    """body(first row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile: a loop of its own,
+    unless the tile is `partly_masked` (i1)."""
+    with k.when(partly_masked):
         is_visible = make_mask()
         with k.loop(0, g.rows, ROW_PAIR) as r:
-            do(r, is_visible)
-    with k.otherwise(edge), k.loop(0, g.rows, ROW_PAIR) as r:
-        do(r, None)
+            body(r, is_visible)
+    with k.otherwise(partly_masked), k.loop(0, g.rows, ROW_PAIR) as r:
+        body(r, None)
 
 
 def score_key_block_amx(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value,
     tile_mask: Callable[[Value], tuple[Value, Callable[[], LaneMask]]],
 ) -> list[Value]:  # fmt: skip
-    """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
-    query."""
+    """s["p"] (keys, queries) = K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not see a key.
+    Returns the largest score of each query (g.vectors vectors)."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)
         score_tile_amx(k, g, s["k"], j, transposed, target)
 
-        def rows(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
+        def mask_row_pair(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
             for v in range(g.vectors):
                 best = top[v].value
                 for i in range(ROW_PAIR):
@@ -62,5 +60,5 @@ def score_key_block_amx(
                     best = k.max(x, best)
                 top[v].value = best
 
-        for_each_row_pair(k, g, *tile_mask(j), rows)
+        for_each_row_pair(k, g, *tile_mask(j), mask_row_pair)
     return [t.value for t in top]

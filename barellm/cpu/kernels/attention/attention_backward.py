@@ -48,7 +48,7 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 
 
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
-    """delta = sum(dout * out) over each head's channels."""
+    """delta (B, heads, T) = sum(dout * out) over each head's D channels, of out and dout (B, T, heads * D)."""
     C, T = heads * D, mask_spec.length(k, seq)
     with k.parallel_range(runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
@@ -61,7 +61,7 @@ def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D,
 
 
 def use_one_pass(k: KernelBuilder, items: Value) -> Value:
-    """Whether the heads alone balance the load."""
+    """Whether (i1) `items` heads of keys balance the load so well that one pass of fewer GEMMs is the faster schedule."""
     threads = k.threads
     rounds = (items + (threads - 1)) // threads
     return (rounds * threads * ONE_PASS) <= (items * TWO_PASSES)
@@ -71,9 +71,11 @@ def attention_backward_dkdv(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dk and dv, and in one pass also dq. `modes` and the six strides are those of q, k and v in that order."""
+    """Compute dk and dv, and in one pass also dq. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq,
+    dk, dv. A work item is a head of keys, or one of its blocks of keys, for all heads of queries that share it: of a group of
+    several, dk and dv are cleared by the first and stored by the last."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, count = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch) * kv_heads
+    T, count = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
     enough = count * k.ceil_div(T, KEY_BLOCK) >= k.threads * 4
     step = k.select(is_one_pass | enough, k.int(KEY_BLOCK), SMALL_KEY_BLOCK)
@@ -88,15 +90,9 @@ def attention_backward_dkdv(
         stop = k.select(is_one_pass, blocks, start + 1)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             h = BackwardHead(
-                k,
-                operands,
-                index // kv_heads,
-                index % kv_heads * group + member,
-                heads=heads,
-                kv_heads=kv_heads,
-                D=D,
+                k, operands, index // kv_heads, index % kv_heads * group + member, heads=heads, kv_heads=kv_heads, D=D,
                 **shape,
-            )
+            )  # fmt: skip
             g, s = h.g, h.s
             first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             with k.when(is_one_pass):
@@ -130,7 +126,7 @@ def attention_backward_dq(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, unless one pass did."""
+    """Compute dq, unless one pass did. A work item is a group of queries of a head. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch)
     geometry = Geometry.of(k.isa, q.dtype, D)
@@ -157,6 +153,7 @@ def attention_backward_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
+    """delta first, then the schedule: of one block for short sequences, windowed, or both passes, of which the kernels choose."""
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

@@ -82,6 +82,8 @@ class BackwardHead:
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
         *, seq, heads, kv_heads, D, strides, rate, length, mask_spec: MaskSpec,
     ) -> None:  # fmt: skip
+        """`sequence` and `head` (of queries) select the rows. `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`:
+        queries whose dq accumulates in scratch."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate
@@ -110,10 +112,10 @@ class BackwardHead:
         """Its blocks of scratch."""
         return scratch_units(self.g, rate, length, **shape)
 
-    def pack_keys(self, j0: Value, most: Any = KEY_BLOCK) -> Value:
-        """Pack K and V from j0 on as rows; returns how many there are, KEY_BLOCK at most."""
+    def pack_keys(self, j0: Value, max_keys: Any = KEY_BLOCK) -> Value:
+        """Pack K and V from key j0 on as rows; returns how many there are, `max_keys` at most."""
         k, g, s = self.k, self.g, self.s
-        count = k.min(self.T - j0, most)
+        count = k.min(self.T - j0, max_keys)
         pack_tile(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
         pack_tile(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
         return count
@@ -124,11 +126,12 @@ class BackwardHead:
 
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
         """How many of the `count` keys from j0 on the group of queries from t on computes."""
-        some = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
-        return round_to_tiles(self.k, self.g, some)
+        num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
+        return round_to_tiles(self.k, self.g, num_keys)
 
     def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
-        """Pack Q and dO of a block transposed (and as VNNI pairs); returns -lse and delta of its queries in lanes."""
+        """Pack Q and dO of the group of queries from t on, transposed and with `vnni` also as VNNI pairs. Returns, a lane a query,
+        -lse log2(e) (what exponents are shifted by) and delta."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - t, g.queries)
         for source, name in ((self.q, "q"), (self.dout, "do")):
@@ -153,7 +156,9 @@ class BackwardHead:
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
         *, for_dkdv: bool, key_bounds: KeyBounds | None = None,
     ) -> None:  # fmt: skip
-        """dS of the keys [begin, seen) of a block in units along the keys; where `straight`, P M and dS along the queries."""
+        """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
+        exp(S - lse) and dS = P (M dP - delta): s["ds_vnni"] = dS in units along the keys; `for_dkdv` also s["p"] = P M and s["ds"]
+        = dS in units along the queries. `shift` and `delta` from `pack_queries`."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         if self.rate:
@@ -188,14 +193,15 @@ class BackwardHead:
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
         *, for_dkdv: bool, key_bounds: KeyBounds | None,
     ) -> None:  # fmt: skip
-        """The same on AMX, whose tiles lie in memory, two rows at a time."""
+        """`probabilities` on AMX, whose tiles lie in memory: two rows, a VNNI pair along the keys, at a time."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         with k.loop(begin, num_keys, g.rows) as j:
             score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
-            def rows(r: Value, is_visible: LaneMask | None, j: Value = j) -> None:
+            def row_pair(r: Value, is_visible: LaneMask | None, j: Value = j) -> None:
+                """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
                     at = i * g.queries
@@ -220,29 +226,29 @@ class BackwardHead:
                     vnni = pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
 
-            for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), rows)
+            for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
 
     def _probability_tile(
         self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None
     ) -> None:
-        """P of g.rows keys, 0 where masked."""
+        """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
         tile = score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
         p = [
             [exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile
         ]
 
-        def put(values: list[list[Value]]) -> None:
+        def store_tile(values: list[list[Value]]) -> None:
             for r, row in enumerate(values):
                 for v, x in enumerate(row):
                     self.s["p_tile"].store(x, r * g.queries + v * g.lanes)
 
-        edge, make_mask = self.tile_mask(key, t, key_bounds)
-        with k.when(edge):
-            is_visible = make_mask()
-            put([[k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
-        with k.otherwise(edge):
-            put(p)
+        partly_masked, make_mask = self.tile_mask(key, t, key_bounds)
+        with k.when(partly_masked):
+            sees = make_mask()
+            store_tile([[k.select(sees(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
+        with k.otherwise(partly_masked):
+            store_tile(p)
 
     def start(self, j: Value) -> list[list[Value]] | None:
         """The initial accumulator of the score tile from row j on: a position bias."""
@@ -261,23 +267,26 @@ class BackwardHead:
         )
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
-        """dV += (P M)^T dO and dK, before scaling, += dS^T Q for the keys [begin, seen) of a block, over the group's queries."""
+        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's
+        queries."""
         k, g, s = self.k, self.g, self.s
         accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
         accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
     def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, keep: tuple[Value | None, ...]) -> None:
+        """Write dk and dv of `count` keys from j0 on; `keep`: where they are added to, of dk and of dv."""
         k, g = self.k, self.g
         unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
         unpack_tile(k, g, dk, count, self.dk.start(j0), self.softmax_scale, keep[0])
 
     def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
-        """dQ^T of a group of queries, before scaling, += K^T dS^T over the keys [begin, seen) of a block."""
+        """acc, dQ^T of a group of queries before scaling, += K^T dS^T over the keys [begin, num_keys) of a block."""
         g, s = self.g, self.s
         keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
         accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
 
     def store_dq(self, t: Value, acc: Pointer, keep: Value | None) -> None:
+        """Write dq of the group of queries from t on, scaled, or add it where `keep`."""
         k, g, s = self.k, self.g, self.s
         scale = [k.to(self.softmax_scale, k.vec)] * g.vectors
         transpose_accumulator(k, g, acc, s["out"], scale)

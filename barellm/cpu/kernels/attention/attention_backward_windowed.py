@@ -30,7 +30,7 @@ from barellm.cpu.lang import Value
 
 CHUNK = 2048  # positions at most
 CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidates
-INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and the extra cost of a pair across its two is_last
+INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and what a pair across its ends costs more
 
 
 def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
@@ -51,16 +51,11 @@ def attention_backward_windowed(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, seq, modes, heads, kv_heads, D, mask_spec, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
+    """Compute dq, dk and dv. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {
-        "seq": seq,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "D": D,
-        "mask_spec": mask_spec,
-        **shape,
-    }
+        "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
+    }  # fmt: skip
     T, count = mask_spec.length(k, seq), runtime_size(k, batch) * kv_heads
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
@@ -82,17 +77,13 @@ def attention_backward_windowed(
 
 
 def add_chunk(
-    k: KernelBuilder,
-    h: BackwardHead,
-    first_block: Value,
-    first: Value,
-    stop: Value,
-    is_first: Value | None,
-    is_last: Value | None,
-    keep: Any,
-) -> None:
-    """Add one head of queries. dq of [first, stop) accumulates in scratch. dk and dv of the blocks from `first_block` on are
-    cleared by the first head of a group and stored by the last (both None for a group of one)."""
+    k: KernelBuilder, h: BackwardHead, first_block: Value, first: Value, stop: Value, is_first: Value | None,
+    is_last: Value | None, keep: Any,
+) -> None:  # fmt: skip
+    """Add the gradients of one head of queries and one chunk: dq of the queries [first, stop) accumulates in scratch; dk and dv of
+    the key blocks from `first_block` on, which the chunk owns, are cleared by the first head of a group and stored by the last, in
+    mode `keep` (`is_first`, `is_last`: i1, None for a group of one). Keys before the chunk, which its queries see, only give dq;
+    queries behind it, which see its keys, only dk and dv."""
     g, s = h.g, h.s
     assert h.key_range is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))

@@ -68,6 +68,7 @@ def select_query_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) ->
 
 
 def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
+    """Sizes in units of the blocks of scratch. `rate` of dropout; `bounded`: the mask has windows or documents."""
     n = groups_per_block(g)
     return {
         "q_rows": g.rows_units(g.queries),
@@ -90,17 +91,18 @@ def attend_queries(
     last: Value, pos: Value, dropout: Dropout | None = None, head: Value | None = None, sample_key: Any = None,
     mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None,
 ) -> None:  # fmt: skip
-    """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0.
-    `length`: the number of keys of full attention."""
+    """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
+    keys, values, out and lse (None: not wanted) begin at token 0. `head`, `sample_key` are for `dropout`; `key_range`: the keys
+    that windows or documents leave; `length`: the number of keys of full attention, None: causal."""
     s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys = s["first_keys"].as_dtype("i32")
 
     with k.loop(first, last, g.queries) as t:
-        at = (t - first) // g.queries
-        init_softmax(k, g, s, q, t, last, at, LOWEST if key_range else float("-inf"))
+        group = (t - first) // g.queries
+        init_softmax(k, g, s, q, t, last, group, LOWEST if key_range else float("-inf"))
         if key_range:
-            key_range.store_first_keys(k, g, t, first_keys.at(at * g.queries))
+            key_range.store_first_keys(k, g, t, first_keys.at(group * g.queries))
 
     end = pos + last if length is None else length
     with k.loop(key_range.first_key(k, first) & -KEY_BLOCK if key_range else 0, end, KEY_BLOCK) as j0:
@@ -112,38 +114,40 @@ def attend_queries(
             # Keys of this block that the group's queries see.
             stop = pos + k.min(t + g.queries, last) if length is None else length
             num_keys = round_to_tiles(k, g, k.min(stop - j0, KEY_BLOCK))
-            at = (t - first) // g.queries
-            key_bounds = key_range.bounds_of(k, g, t, first_keys.at(at * g.queries)) if key_range else None
+            group = (t - first) // g.queries
+            key_bounds = key_range.bounds_of(k, g, t, first_keys.at(group * g.queries)) if key_range else None
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
             with k.when(num_keys > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
                 tile_mask = partial(causal_tile_mask, k, g, j0, pos + t, key_bounds, length)
-                online_softmax_step(k, g, s, at, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill)
+                online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill)
 
     with k.loop(first, last, g.queries) as t:
         finish_softmax(k, g, s, out, lse, t, last, (t - first) // g.queries, softmax_scale)
 
 
 def init_softmax(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, at: Value, lowest: float
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, group: Value, lowest: float
 ) -> None:
-    """Pack the group of queries from t on, group `at` of its work item, and clear its accumulators."""
+    """Pack the group of queries from t on, number `group` of its work item; clear its accumulators and sums, and set the maxima to
+    `lowest`. Queries end at `last`."""
     pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
-    transpose_tile(k, g, s["q_rows"], s["q"].at(at * g.transposed_units))
-    clear(k, s["acc"].at(at * g.accumulator_units()), g.acc_rows * g.queries)
+    transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
+    clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
     for v in range(g.vectors):
-        s["stats"].store(lowest, at * (2 * g.queries) + v * g.lanes)
-        s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+        s["stats"].store(lowest, group * (2 * g.queries) + v * g.lanes)
+        s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
 
 
 def online_softmax_step(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, num_keys: Value,
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
     softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
 ) -> None:  # fmt: skip
-    """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout, and
-    `start` gives what the scores of a tile begin with."""
-    stats = s["stats"].at(at * (2 * g.queries))
-    transposed, acc = s["q"].at(at * g.transposed_units), s["acc"].at(at * g.accumulator_units())
+    """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
+    m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values; `fill()` writes the multipliers of dropout to
+    s["keep"]; start(j) gives what the scores of the tile from key j on begin with (a position bias)."""
+    stats = s["stats"].at(group * (2 * g.queries))
+    transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start)):
         before = stats.load(v * g.lanes)
         highest = k.max(top, before)
@@ -157,14 +161,15 @@ def online_softmax_step(
 
 
 def finish_softmax(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, at: Value,
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, group: Value,
     softmax_scale: Any,
 ) -> None:  # fmt: skip
-    """Divide by the sums; write a group's rows of the result, and lse."""
-    stats = s["stats"].at(at * (2 * g.queries))
+    """out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, number `group` of its work
+    item, of which those before `last` exist."""
+    stats = s["stats"].at(group * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
-    transpose_accumulator(k, g, s["acc"].at(at * g.accumulator_units()), s["out"], [1.0 / x for x in total])
+    transpose_accumulator(k, g, s["acc"].at(group * g.accumulator_units()), s["out"], [1.0 / x for x in total])
     unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
     if lse is not None:
         for v in range(g.vectors):
@@ -178,15 +183,10 @@ Start = Callable[[Value], list[list[Value]]]
 
 
 def causal_tile_mask(
-    k: KernelBuilder,
-    g: Geometry,
-    j0: Value,
-    position: Value,
-    key_bounds: KeyBounds | None,
-    length: Value | None,
-    j: Value,
-) -> tuple[Value, Callable[[], LaneMask]]:
-    """`Edges` where a query sees the keys before its own, from `lower` on, or all keys up to `length`."""
+    k: KernelBuilder, g: Geometry, j0: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None, j: Value,
+) -> tuple[Value, Callable[[], LaneMask]]:  # fmt: skip
+    """A TileMask of the key block from key j0 on and the group of queries from `position` on: of the tile from row j on. Causal,
+    from the keys of `key_bounds` on, or with `length` all keys below it."""
     key = j0 + j
     return needs_mask(g, key, position, key_bounds, length), lambda: lane_mask(k, g, key, position, key_bounds, length)
 
@@ -195,8 +195,9 @@ def score_key_block(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask: TileMask,
     start: Start | None = None,
 ) -> list[Value]:  # fmt: skip
-    """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
-    query."""
+    """s["p"] (keys, queries) = K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not see a key.
+    Returns the largest score of each query (g.vectors vectors). `start` as in `online_softmax_step`: None or start(j) is the
+    initial tile."""
     if g.tiles:
         assert start is None
         return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask)
@@ -205,7 +206,7 @@ def score_key_block(
         tile = score_tile(k, g, s["k"], j, transposed, start and start(j))
         target = s["p"].at(j * g.queries)
 
-        def put(values: list[list[Value]], target: Pointer = target) -> None:
+        def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
             for v in range(g.vectors):
                 best = top[v].value
                 for r, row in enumerate(values):
@@ -213,32 +214,22 @@ def score_key_block(
                     best = k.max(row[v], best)
                 top[v].value = best
 
-        edge, make_mask = tile_mask(j)
-        with k.when(edge):
-            is_visible = make_mask()
-            put(
-                [
-                    [k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)]
-                    for r, row in enumerate(tile)
-                ]
-            )
-        with k.otherwise(edge):
-            put(tile)
+        partly_masked, make_mask = tile_mask(j)
+        with k.when(partly_masked):
+            sees = make_mask()
+            masked = [[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
+            store_scores(masked)
+        with k.otherwise(partly_masked):
+            store_scores(tile)
     return [t.value for t in top]
 
 
 def probabilities(
-    k: KernelBuilder,
-    g: Geometry,
-    s: dict[str, Pointer],
-    stats: Pointer,
-    softmax_scale_log2: Any,
-    begin: Any,
-    num_keys: Value,
-    dropout: bool,
-) -> None:
-    """exp2((scores - maximum) * softmax_scale_log2) in place, as units along the keys; their sum, before dropout, is added to
-    `stats`."""
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
+    num_keys: Value, dropout: bool,
+) -> None:  # fmt: skip
+    """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, as units along the keys; with
+    `dropout` times s["keep"]. `stats` [maximum, sum][g.queries]: sum = alpha * sum + the probabilities before dropout."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
     vectors_at_once = g.vectors if k.isa.registers == 32 else 1
     for first in range(0, g.vectors, vectors_at_once):
@@ -267,6 +258,8 @@ def attention(
     k: KernelBuilder, out, lse, q, keys, values, starts, stream,
     *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec,
 ) -> None:  # fmt: skip
+    """out, lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document), paired
+    heads and dropout (`rate`; `stream`: the number of its random stream)."""
     g, T = Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
     block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
@@ -274,15 +267,16 @@ def attention(
         sequence, head = item // (blocks * heads), item // blocks % heads
         first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
-        of = [
+        q_rows, k_rows, v_rows = (
             mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
-        ]
-        to = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
+        )
+        dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         attend_queries(
-            k, g, *of, to, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
-            dropout.key(k, sequence) if dropout else None, mask_spec, KeyRange.of(k, mask_spec, T, starts, sequence),
-            None if mask_spec.causal else T,
+            k, g, q_rows, k_rows, v_rows, dst, lse.at((sequence * heads + head) * T), first, last=k.min(first + block, T),
+            pos=k.int(0), dropout=dropout, head=head, sample_key=dropout.key(k, sequence) if dropout else None,
+            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence),
+            length=None if mask_spec.causal else T,
         )  # fmt: skip
 
 
@@ -305,7 +299,7 @@ def lower_attention(op: Op, c: Lowering) -> None:
 
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
-    """Rows pos .. pos + T of the caches = keys and values, all of C columns."""
+    """Rows [pos, pos + T) of the caches (batch, length, C) = keys and values (batch, T, C), whose rows have `strides`."""
     T, pos = runtime_size(k, seq), k.scalar("pos")
     with k.parallel_for(runtime_size(k, batch) * T) as token:
         row = (token // T * length + pos + token % T) * C
@@ -321,27 +315,28 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
 def attention_cached(
     k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length
 ) -> None:
-    """Attention over a KV cache. `stride` is that of q's rows."""
+    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
+    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own."""
     g = Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, runtime_size(k, seq), k.scalar("pos")
     block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
     with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, kv_head_of(head, heads, kv_heads)
-        queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        queries, dst = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         cached = [Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
-            attend_one_query(k, D, queries.pointer, *cached, to.pointer, pos + 1)
+            attend_one_query(k, D, queries.pointer, *cached, dst.pointer, pos + 1)
         with k.otherwise(one):
-            attend_queries(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos)
+            attend_queries(k, g, queries, *cached, dst, None, first, k.min(first + block, T), pos)
 
 
 def attend_one_query(
     k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value
 ) -> None:
-    """Decoding attention of one query (memory-bound). Channels are lanes, so that no lane idles. The probabilities of all keys
-    are in scratch, `count` fp32."""
+    """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
+    lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
     query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
@@ -375,7 +370,7 @@ def attend_one_query(
 
 
 def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
-    """Lane i is the sum over the lanes of vector i, in a fixed tree."""
+    """Of `lanes` vectors: lane i is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
     n = k.lanes
     even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
     while len(vectors) > 1:
@@ -387,6 +382,7 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
 
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
+    """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
     shape, length = size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
     g = Geometry.of(c.isa, op.q.dtype, shape["D"])

@@ -43,8 +43,8 @@ class MaskSpec(NamedTuple):
         return k.splat(k.scalar(self.scale) * log2(E)) if self.scale else log2(E) / sqrt(D)
 
     def rows(self, tensor: Pointer, position: Value, head: Value, *, D: int, heads: int, stride: int) -> Rows:
-        """The rows of one of `heads` heads, from an even position on. `stride` is the number of elements from one token to the
-        next."""
+        """The rows of one of `heads` heads, from an even position on. `stride`: elements from one token to the next. Of paired
+        heads (fold 2) a token's two positions are two heads of it, heads * D elements apart."""
         if self.fold == 2 and stride == 2 * heads * D:  # nothing lies between the rows of two tokens
             stride //= 2
         elif self.fold == 2:
@@ -64,7 +64,8 @@ def dense_constants(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeyRange:
-    """The keys that the queries of one sequence of T positions may see. `starts` are those of its tokens."""
+    """The keys that the queries of one sequence of T positions may see: at most `window` keys back, and not before the start of the
+    document, which `starts` has for each token (token numbers)."""
 
     T: Value
     fold: int
@@ -89,12 +90,12 @@ class KeyRange:
     def first_key(self, k: KernelBuilder, t: Value) -> Value:
         """The first key that the query at t sees; of a query behind the sequence that of the last one."""
         t = k.min(t, self.T - 1)
-        found = k.int(0)
+        first = k.int(0)
         if self.window is not None:
-            found = k.max(t - self.window, found)
+            first = k.max(t - self.window, first)
         if self.starts is not None:
-            found = k.max(self._document(t), found)
-        return found
+            first = k.max(self._document(t), first)
+        return first
 
     def query_end(self, k: KernelBuilder, key: Value) -> Value:
         """The end of the queries that see `key`."""

@@ -7,6 +7,9 @@ mask is one comparison, and the probabilities leave the registers as the right o
 Blocks in scratch consist of 32-bit units: one fp32, or, with a bf16 dot instruction, a VNNI pair: two bf16 that follow each other
 along K, the contracted dimension. bf16 without such an instruction is converted to fp32 by packing.
 
+Parameters: `g` is the Geometry, `s` the blocks of scratch by name (`blocks_of`), `t` the first query of a group of g.queries and
+`j` the first key of a tile of g.rows; both count tokens.
+
     rows         (tokens, D)   [token][g.row_units]           units along D; padded with zeros
     vnni         (tokens, D)   [token / g.pair][g.padded_D]   units along the tokens; the same bytes as rows where g.pair is 1
     columns      (tokens, D)   [token / 32][g.padded_D][16]   units along the tokens, 32 tokens of a column in a cache line: for AMX
@@ -78,7 +81,7 @@ class Geometry:
         """Steps of a contraction over D."""
         return -(-self.D // self.pair)
 
-    # Units of the blocks. Transposes read whole vectors, up to one vector beyond a block's last row.
+    # Sizes of the blocks in units. Transposes read whole vectors, up to one vector beyond a block's last row.
     def rows_units(self, tokens: int) -> int:
         return tokens * self.row_units + self.lanes
 
@@ -94,15 +97,16 @@ class Geometry:
 
 
 def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
-    """The byte offset of each named block, and the total. All are multiples of 64."""
-    at, where = 0, {}
+    """The byte offset of each named block of so many units, and the total. All are multiples of 64, a cache line."""
+    total, found = 0, {}
     for name, n in units.items():
-        where[name] = at
-        at += -(-4 * n // 64) * 64
-    return where, at
+        found[name] = total
+        total += -(-4 * n // 64) * 64
+    return found, total
 
 
 def blocks_of(k: KernelBuilder, units: dict[str, int]) -> dict[str, Pointer]:
+    """The named blocks in this thread's scratch."""
     thread_scratch = k.thread_scratch("fp32")
     return {name: thread_scratch.bytes(k.int(at)) for name, at in offsets(units)[0].items()}
 
@@ -118,6 +122,7 @@ def round_up(k: KernelBuilder, n: Value, step: int) -> Value:
 
 
 def runtime_size(k: KernelBuilder, n: str | int) -> Value:
+    """The value of what `size_constant` returned."""
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
 
@@ -160,10 +165,10 @@ def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
 # --- between memory and scratch ---
 
 
-def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, to: Pointer) -> None:
-    """Pack rows [0, count) of `source` as a block of rows, with zeros up to row `total`."""
+def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, dst: Pointer) -> None:
+    """dst, a block of `rows` = rows [0, count) of `source`, zero-padded to g.padded_D columns and `total` rows."""
     with k.loop(0, count) as t:
-        row, target = source[t], to.at(t * g.row_units)
+        row, target = source[t], dst.at(t * g.row_units)
         for c, mask in k.columns(g.D):
             if g.pair == 2:
                 target.as_dtype("bf16").store_raw(row.load_raw(c, mask), c)
@@ -172,7 +177,7 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
         for c in range(-(-g.D // g.lanes) * g.lanes, g.padded_D, g.lanes):
             target.as_dtype("bf16").store_raw(k.const(0, f"<{k.lanes} x i16>"), c)
     with k.loop(count, total) as t:
-        target = to.at(t * g.row_units)
+        target = dst.at(t * g.row_units)
         for c in range(0, g.padded_D, g.lanes):
             if g.pair == 2:
                 target.as_dtype("bf16").store_raw(k.const(0, f"<{k.lanes} x i16>"), c)
@@ -180,30 +185,32 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
                 target.store(0.0, c)
 
 
-def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, to: Pointer) -> Pointer:
-    """Rows -> vnni; `tokens` is a multiple of g.pair."""
+def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Pointer) -> Pointer:
+    """dst, a `vnni` block = a block of `rows` of `tokens` tokens, a multiple of g.pair. Returns where it is: fp32 rows are not
+    copied."""
     if g.pair == 1:
         return rows
     with k.loop(0, tokens, 2) as t:
         even, odd = rows.at(t * g.row_units).as_dtype("bf16"), rows.at((t + 1) * g.row_units).as_dtype("bf16")
-        target = to.at((t >> 1) * g.padded_D)
+        target = dst.at((t >> 1) * g.padded_D)
         for c in range(0, g.padded_D, g.lanes):
             target.store_raw(k.bitcast(interleave(k, even.load_raw(c), odd.load_raw(c)), k.vec), c)
-    return to
+    return dst
 
 
-def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Pointer) -> Pointer:
-    """Rows of `count` tokens, padded by `pack_tile`, to the left operand of `accumulate_transposed`: vnni, or columns for AMX."""
+def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Pointer) -> Pointer:
+    """dst, the left operand of `accumulate_transposed` (`vnni`, or `columns` for AMX) = a block of `rows` of `count` tokens, padded
+    by `pack_tile`. Returns where it is."""
     if not g.tiles:
-        return vnni_pack(k, g, rows, round_up(k, count, g.pair), to)
+        return vnni_pack(k, g, rows, round_up(k, count, g.pair), dst)
     with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.padded_D, g.lanes) as c:
         source = rows.at(t * g.row_units).as_dtype("bf16").at(c)
-        target = to.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
+        target = dst.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
         tokens = [source.load_raw(i * g.padded_D) for i in range(amx.TILE_K)]
         square = [k.bitcast(interleave(k, *pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
         for i, column in enumerate(transpose(k, square)):
             target.store_raw(column, i * amx.SIDE)
-    return to
+    return dst
 
 
 def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
@@ -211,32 +218,34 @@ def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
     return k.shuffle(a, b, [i for j in range(k.lanes) for i in (j, k.lanes + j)])
 
 
-def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, to: Pointer) -> None:
-    """Rows -> transposed, g.queries tokens."""
+def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -> None:
+    """dst, a `transposed` block = a block of `rows` of g.queries tokens."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
-        source, target = rows.at(v * g.row_units + c), to.at(c * g.queries + v)
+        source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
         for i, column in enumerate(transpose(k, square)):
             target.store(column, i * g.queries)
 
 
-def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, to: Pointer, factor: list[Value]) -> None:
-    """Accumulator (D, queries) -> (queries, g.padded_D), times a factor per query."""
+def transpose_accumulator(
+    k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]
+) -> None:
+    """dst (queries, g.padded_D) = the accumulator `transposed` (D, queries), transposed, times `factor`: a lane a query."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
             square = [source.load(i * g.queries + v * g.lanes) * factor[v] for i in range(g.lanes)]
-            target = to.at(d)
+            target = dst.at(d)
             for i, row in enumerate(transpose(k, square)):
                 target.store(row, (v * g.lanes + i) * g.padded_D)
 
 
 def unpack_tile(
-    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Rows, factor: Any, keep: Value | None = None
+    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Rows, factor: Any, keep: Value | None = None
 ) -> None:
-    """Write fp32 rows [token][g.padded_D], times `factor`, to memory, or add them where `keep`."""
+    """dst (count, D) in memory = fp32 rows [token][g.padded_D] times `factor`, plus the old dst where `keep` (i1; None: never)."""
     with k.loop(0, count) as t:
-        row, target = rows.at(t * g.padded_D), to[t]
+        row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):
             value = row.load(c) * factor
             if keep is not None:
@@ -267,8 +276,8 @@ class Right:
 def micro_kernel(
     k: KernelBuilder, g: Geometry, a: Left, b: Right, steps: Any, start: list[list[Value]] | None = None, **shape: int
 ) -> list[list[Value]]:
-    """start + a b over `steps`, a register tile of g.rows x g.vectors (or `rows`, `vectors`). Each element is one accumulation
-    chain, in order."""
+    """start + A @ B over `steps` units of the contraction: a register tile of g.rows rows x g.vectors vectors (or `rows`, `vectors`
+    of `shape`); `start` None: zero. Each element is one accumulation chain, in order."""
     rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
     acc = [[k.var(start[r][v] if start else k.to(0.0, k.vec)) for v in range(vectors)] for r in range(rows)]
     with k.loop(0, steps) as s:
@@ -290,45 +299,36 @@ def micro_kernel(
 
 
 def score_tile(
-    k: KernelBuilder,
-    g: Geometry,
-    rows: Pointer,
-    first: Value,
-    transposed: Pointer,
-    start: list[list[Value]] | None = None,
-) -> list[list[Value]]:
-    """A tile of K Q^T or V dO^T: g.rows tokens from `first` x g.queries tokens, added to `start`."""
+    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, start: list[list[Value]] | None = None,
+) -> list[list[Value]]:  # fmt: skip
+    """A register tile of K Q^T or V dO^T plus `start`: tokens [first, first + g.rows) of a block of `rows` x the g.queries tokens
+    of a `transposed` block."""
     return micro_kernel(
         k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start
     )
 
 
 def score_tile_amx(
-    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, to: Pointer
+    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, dst: Pointer
 ) -> None:
-    """The same on AMX, to memory: [g.rows][g.queries] fp32."""
+    """A tile of K Q^T or V dO^T on AMX, as `score_tile` without a start, to memory: dst [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row_units), 4 * g.row_units)
-    amx.gemm_accumulate(k, to, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
+    amx.gemm_accumulate(k, dst, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
 
 
 def accumulate_transposed(
-    k: KernelBuilder,
-    g: Geometry,
-    acc: Pointer,
-    vnni: Pointer,
-    right: Pointer,
-    begin: Any,
-    end: Value,
+    k: KernelBuilder, g: Geometry, acc: Pointer, vnni: Pointer, right: Pointer, begin: Any, end: Value,
     factor: list[Value] | None = None,
-) -> None:
-    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X packed by `pack_left` and R (tokens, queries)
-    in units along the tokens. On AMX both ends are multiples of a tile."""
+) -> None:  # fmt: skip
+    """acc (D, queries) = acc * factor + X^T R, contracted over the tokens [begin, end): X (tokens, D) packed by `pack_left`, R
+    (tokens, queries) in units along the tokens; `factor`: a lane a query. `begin` is a Value or 0. On AMX begin and end are
+    multiples of 32."""
     tokens = end
-    if isinstance(begin, Value):  # else 0
+    if isinstance(begin, Value):
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
         tokens = end - begin
     if g.tiles:
-        if factor is not None:
+        if factor is not None:  # tile registers cannot be scaled: a pass of its own
             with k.loop(0, g.padded_D * g.queries, g.queries) as at:
                 for v, f in enumerate(factor):
                     acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)
@@ -336,7 +336,8 @@ def accumulate_transposed(
         amx.gemm_accumulate(k, acc, left, right, tokens // amx.TILE_K, rows=g.padded_D, cols=g.queries)
         return
 
-    def tile(d: Any, rows: int) -> None:
+    def multiply_tile(d: Any, rows: int) -> None:
+        """The register tile of `rows` rows of acc from column d of X on."""
         block = acc.at(d * g.queries)
         start = [[block.load(r * g.queries + v * g.lanes) for v in range(g.vectors)] for r in range(rows)]
         if factor is not None:
@@ -349,17 +350,18 @@ def accumulate_transposed(
     whole = g.D - g.D % g.rows
     if whole:
         with k.loop(0, whole, g.rows) as d:
-            tile(d, g.rows)
+            multiply_tile(d, g.rows)
     if g.D % g.rows:
-        tile(whole, g.D % g.rows)
+        multiply_tile(whole, g.D % g.rows)
 
 
 def accumulate_rows(
     k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
 ) -> None:
-    """acc (tokens, g.padded_D) += L X over g.queries for the tokens [begin, end), L [token][g.queries / g.pair] in units along the
-    queries and X in VNNI layout."""
-    per_row = g.queries // g.pair
+    """acc (tokens, g.padded_D) += L @ X for the tokens (rows of acc) [begin, end), contracted over the group's g.queries queries: L
+    (tokens, g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Whole tiles of g.rows
+    tokens are computed, which may reach beyond `end`."""
+    per_row = g.queries // g.pair  # units of a row of L
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
             left = amx.row_major(left_block.at(t * per_row), 4 * per_row)
@@ -368,7 +370,8 @@ def accumulate_rows(
             )
         return
 
-    def tile(t: Value, c: Any, vectors: int) -> None:
+    def multiply_tile(t: Value, c: Any, vectors: int) -> None:
+        """The register tile of g.rows tokens from t on x `vectors` vectors of columns from c on."""
         block = acc.at(t * g.padded_D + c)
         start = [[block.load(r * g.padded_D + v * g.lanes) for v in range(vectors)] for r in range(g.rows)]
         a, b = Left(left_block.at(t * per_row), per_row, 1), Right(vnni.at(c), g.padded_D)
@@ -381,9 +384,9 @@ def accumulate_rows(
     with k.loop(begin, end, g.rows) as t:
         if whole:
             with k.loop(0, whole, step) as c:
-                tile(t, c, g.vectors)
+                multiply_tile(t, c, g.vectors)
         if g.padded_D % step:
-            tile(t, whole, g.padded_D % step // g.lanes)
+            multiply_tile(t, whole, g.padded_D % step // g.lanes)
 
 
 def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
@@ -410,18 +413,18 @@ def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) ->
     return k.bitcast(interleave(k, k.round_bf16(even), k.round_bf16(odd)), k.vec)
 
 
-def store_units(k: KernelBuilder, g: Geometry, to: Pointer, row: list[Value]) -> None:
+def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -> None:
     """Store a row of g.queries fp32 lanes as units along the row."""
     for v, x in enumerate(row):
         if g.pair == 2:
-            to.as_dtype("bf16").store(x, v * g.lanes)
+            dst.as_dtype("bf16").store(x, v * g.lanes)
         else:
-            to.store(x, v * g.lanes)
+            dst.store(x, v * g.lanes)
 
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The first key of a group's first query, of its last, and in `first_keys` of each query (i32)."""
+    """The first key that a group's queries see: `first` its first query, `last` its last one, and `first_keys` each (i32)."""
 
     first: Value
     last: Value
@@ -433,8 +436,8 @@ class KeyBounds:
 
 
 def needs_mask(g: Geometry, key: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None) -> Value:
-    """Whether the tile of keys from `key` on is partly masked for the group of queries from `position` on. `length`: the number of
-    keys of full attention, else None."""
+    """Whether (i1) the tile of keys [key, key + g.rows) is partly masked for the group of queries from `position` on. `length`: the
+    number of keys of full attention; None: causal."""
     if length is not None:
         return (key + g.rows) > length
     late = (key + (g.rows - 1)) > position
@@ -444,8 +447,8 @@ def needs_mask(g: Geometry, key: Value, position: Value, key_bounds: KeyBounds |
 def lane_mask(
     k: KernelBuilder, g: Geometry, key: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None
 ) -> Callable[[Any, int], Value]:
-    """A function from (row of a tile, vector) to the lanes of queries from `position` on that may see the row's key, `key` +
-    row. `length` as for `crosses`."""
+    """The mask of the same tile: a function from (row r of the tile, vector v) to the lanes whose queries, from `position` on, see
+    key `key` + r. Parameters as in `needs_mask`."""
     if length is not None:
         left = length - key
         return lambda r, v: k.splat(left - r) > 0
@@ -467,25 +470,20 @@ class Dropout:
     heads: int
 
     def key(self, k: KernelBuilder, sample: Value) -> tuple[Value, Value]:
+        """The threefry key of a sequence in this step, two i32 in all lanes."""
         first, second = sample_key(k, k.scalar("seed"), k.scalar("step"), k.scalar("sample") + sample, self.stream)
         return k.splat(first), k.splat(second)
 
     def fill(
-        self,
-        k: KernelBuilder,
-        g: Geometry,
-        to: Pointer,
-        key: tuple[Value, Value],
-        head: Value,
-        query: Value,
-        first: Value,
-        count: Value,
-    ) -> None:
-        """Rows of `count` keys from `first`, a multiple of 32."""
+        self, k: KernelBuilder, g: Geometry, dst: Pointer, key: tuple[Value, Value], head: Value, query: Value,
+        first: Value, count: Value,
+    ) -> None:  # fmt: skip
+        """dst [key][g.queries] = the multipliers of the keys [first, first + count) and the group of queries from `query` on;
+        `first` is a multiple of 32. A word of random bits serves keys that are HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)
-            target = to.at((block + i) * g.queries)
+            target = dst.at((block + i) * g.queries)
             for v, row in enumerate(rows):
                 for half, word in enumerate(threefry(k, key[0], key[1], call, row)):
                     target.store(keep(k, word, self.rate), half * HALF * g.queries + v * g.lanes)

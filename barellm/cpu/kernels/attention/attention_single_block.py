@@ -66,35 +66,30 @@ def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
     rows = {"k_rows": MAX_SEQ * g.row_units, "v_rows": MAX_SEQ * g.row_units}
     sums = {name: MAX_SEQ * g.padded_D if shared else 0 for name in ("dk", "dv")}
     return {
-        **rows,
-        **transposed,
-        **vnni,
-        **along_queries,
-        **sums,
-        "p_tile": g.rows * g.queries,
-        "shift": MAX_SEQ,
+        **rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ,
         "delta": MAX_SEQ,
-    }
+    }  # fmt: skip
 
 
 def load_rows(
     k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer | None = None,
     vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
-    """Pack `count` rows in the given layouts, with zeros up to a multiple of g.queries; transposed ones [g.d_steps][MAX_SEQ]."""
+    """Pack `count` bf16 rows of `source`, read once, in those layouts for which a block is given (attention_microkernels.py; of
+    `transposed` [g.d_steps][MAX_SEQ]), with zeros up to a multiple of g.queries rows."""
     with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
-            held = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]
+            square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
             whole = (t + g.lanes) <= count
             with k.when(whole):
-                for i, x in enumerate(held):
+                for i, x in enumerate(square):
                     x.value = source[t + i].as_dtype("i32").load_raw(c)
             with k.otherwise(whole):
-                for i, x in enumerate(held):
+                for i, x in enumerate(square):
                     inside = (t + i) < count
                     with k.when(inside):
                         x.value = source[t + i].as_dtype("i32").load_raw(c)
-            units = [x.value for x in held]
+            units = [x.value for x in square]
             if rows is not None:
                 for i, x in enumerate(units):
                     rows.as_dtype("i32").store_raw(x, (t + i) * g.row_units + c)
@@ -111,42 +106,43 @@ def load_rows(
 
 
 def store_rows(
-    k: KernelBuilder, g: Geometry, tile: list[list[Value]], to: Rows, first: Value, c: Any, count: Value, factors: list[Any]
+    k: KernelBuilder, g: Geometry, tile: list[list[Value]], dst: Rows, first: Value, c: Any, count: Value, factors: list[Any]
 ) -> None:  # fmt: skip
-    """Rows of the tile from row `first` and column c on, times a factor each, up to row `count`."""
+    """dst[first + r] from column c on = row r of a register tile times factors[r], for rows below `count`."""
 
-    def put(r: int) -> None:
+    def store_row(r: int) -> None:
         for v, x in enumerate(tile[r]):
-            to[first + r].store(x * factors[r], c + v * g.lanes)
+            dst[first + r].store(x * factors[r], c + v * g.lanes)
 
     whole = (first + len(tile)) <= count
     with k.when(whole):
         for r in range(len(tile)):
-            put(r)
+            store_row(r)
     with k.otherwise(whole):
         for r in range(len(tile)):
             inside = (first + r) < count
             with k.when(inside):
-                put(r)
+                store_row(r)
 
 
 def gemm_rows(
-    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, to: Rows, first: Value, count: Value,
+    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, dst: Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X in VNNI layout, `left` and `vnni` at the
-    first of `steps` pairs of tokens."""
+    """dst rows [first, first + g.rows), below `count`, = L @ X times factors[r], or with `add` dst + L @ X (factors are then 1). L
+    (g.rows, tokens) is broadcast, X (tokens, D) a `vnni` block; both from the first of `steps` pairs of tokens on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = (
-            [[to[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
+            [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
         )
         tile = micro_kernel(k, g, left, Right(vnni.at(c), g.padded_D), steps, start)
-        store_rows(k, g, tile, to, first, c, count, factors)
+        store_rows(k, g, tile, dst, first, c, count, factors)
 
 
 def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
-    """tile(first key, rows, first vector, crosses) for all that the g.queries queries from t on see. A tile has both vectors
-    and g.rows keys, or the second one and twice as many; `crosses`: its first vector has queries before its last key."""
+    """tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
+    sees. A tile has both vectors and g.rows keys, or the second vector and twice as many; `needs_mask`: its first vector has
+    queries before its last key."""
     with k.loop(0, t, g.rows) as j:
         tile(j, g.rows, 0, False)
     with k.loop(t, t + g.lanes, g.rows) as j:
@@ -155,20 +151,21 @@ def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> 
 
 
 def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
-    """Lanes of queries from `query` on, `otherwise` where the key is later."""
+    """x, whose lanes are queries from `query` on, but `otherwise` where the query is before `key`."""
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
 def attention_single_block(
     k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides
 ) -> None:
+    """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     s = blocks_of(k, forward_units(g))
     softmax_scale_log2 = log2(e) / sqrt(D)
     with k.parallel_for(runtime_size(k, batch) * heads) as item:
         sequence, head = item // heads, item % heads
         token, kv_head = sequence * T, kv_head_of(head, heads, kv_heads)
-        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        dst = Rows.of(out, token, head, D=D, stride=heads * D)
         load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
         load_rows(k, g, Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
         load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
@@ -184,21 +181,23 @@ def attention_single_block(
             with k.loop(0, g.queries, g.rows) as i:
                 pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
                 factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
-                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, to, t + i, T, factors)
+                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
 
 def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
-    """Scores of the queries from t on, -infinity where the key is later; the largest of each query."""
+    """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns the
+    largest score of each query."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        """`rows` keys from j on; of the queries, those of the vectors from `first` on."""
         right = Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
-        found = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
+        scores = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
         target = s["scores"].at(j * g.queries)
         for v in range(first, g.vectors):
             best = top[v].value
-            for r, row in enumerate(found):
+            for r, row in enumerate(scores):
                 x = row[v - first]
                 if needs_mask and v == first:
                     x = earlier(k, g, x, j + r, t + v * g.lanes, float("-inf"))
@@ -213,7 +212,8 @@ def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t:
 def single_block_probabilities(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
 ) -> list[Value]:
-    """exp2(scores * softmax_scale_log2 + shift) as units along the keys, and their sums."""
+    """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, in units along the keys. Returns the
+    sum of each query."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
     def pair(j: Value, first: int) -> None:
@@ -236,7 +236,8 @@ def attention_backward_single_block(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
     *, batch, seq, heads, kv_heads, D, strides,
 ) -> None:  # fmt: skip
-    """A work item is a head of keys with its group of query heads."""
+    """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
+    group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     group = heads // kv_heads
     s = blocks_of(k, backward_units(g, group > 1))
@@ -250,10 +251,11 @@ def attention_backward_single_block(
         load_rows(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
         load_rows(k, g, value_rows, T, rows=s["v_rows"])
         sums = [(dv, ones), (dk, scale)]
+        # Several query heads add to dv and dk: their sums are fp32, and scaled and rounded at the end.
         if group > 1:
             sums = [(Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
-            for to, _ in sums:
-                clear(k, to.pointer, MAX_SEQ * g.padded_D)
+            for dst, _ in sums:
+                clear(k, dst.pointer, MAX_SEQ * g.padded_D)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             head = kv_head * group + member
             load_rows(
@@ -269,12 +271,14 @@ def attention_backward_single_block(
                 s["delta"].store(delta.at(of_head).load(t, mask), t)
             with k.loop(0, T, g.queries) as t:
                 single_block_gradients(k, g, s, t)
+            # dV = P^T dO and dK = dS^T Q, for g.rows keys at a time: only the queries from key j on see it.
             pairs = k.ceil_div(T, 2)
             with k.loop(0, T, g.rows) as j:
                 u = j >> 1
-                for name, vnni, (to, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
+                for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
                     left, right = Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
-                    gemm_rows(k, g, left, right, pairs - u, to, j, T, factors, add=group > 1)
+                    gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
+            # dQ = dS K, for g.rows queries at a time, which see no key behind their last one.
             to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
@@ -285,21 +289,19 @@ def attention_backward_single_block(
 
 
 def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:
-    """P and dS of the queries from t on, along the queries, and dS along the keys."""
+    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] in units along the queries,
+    s["ds_vnni"] = dS in units along the keys."""
     softmax_scale_log2 = log2(e) / sqrt(g.D)
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
+        """`rows` keys from j on; of the queries, those of the vectors from `first` on, which begin at query `at`."""
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         at = t + first * g.lanes
         found = micro_kernel(
-            k,
-            g,
-            Left(s["k_rows"].at(j * g.row_units), g.row_units, 1),
-            Right(s["q_transposed"].at(at), MAX_SEQ),
-            g.d_steps,
-            **shape,
-        )
+            k, g, Left(s["k_rows"].at(j * g.row_units), g.row_units, 1), Right(s["q_transposed"].at(at), MAX_SEQ),
+            g.d_steps, **shape,
+        )  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
             for r, row in enumerate(found):
@@ -308,23 +310,19 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
                     p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
         found = micro_kernel(
-            k,
-            g,
-            Left(s["v_rows"].at(j * g.row_units), g.row_units, 1),
-            Right(s["do_transposed"].at(at), MAX_SEQ),
-            g.d_steps,
-            **shape,
-        )
+            k, g, Left(s["v_rows"].at(j * g.row_units), g.row_units, 1), Right(s["do_transposed"].at(at), MAX_SEQ),
+            g.d_steps, **shape,
+        )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):
-            of: list[list[Value]] = []
+            ds: list[list[Value]] = []
             for i in (r, r + 1):
                 p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
-                of.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
-                along = (j + i) * (MAX_SEQ // 2) + (at >> 1)
-                store_units(k, g, s["p"].at(along), p)
-                store_units(k, g, s["ds"].at(along), of[-1])
-            for n, (even, odd) in enumerate(zip(*of, strict=True)):
+                ds.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
+                unit = (j + i) * (MAX_SEQ // 2) + (at >> 1)
+                store_units(k, g, s["p"].at(unit), p)
+                store_units(k, g, s["ds"].at(unit), ds[-1])
+            for n, (even, odd) in enumerate(zip(*ds, strict=True)):
                 s["ds_vnni"].store(pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
 
     for_each_causal_tile(k, g, t, tile)

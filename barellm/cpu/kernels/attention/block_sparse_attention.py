@@ -69,6 +69,7 @@ class Table:
         return self.table.get(entry + (self.lists + 1))
 
     def kind(self, entry: Value) -> Value:
+        """0: all of an entry's block is visible; n: mask n - 1 of `masks` says what is."""
         return self.table.get(entry + (self.lists + 1 + self.entries))
 
     def tile_mask(
@@ -80,13 +81,14 @@ class Table:
         kind = self.kind(entry + j // self.block)
 
         def make_mask() -> Callable[[int, int], Value]:
+            # A mask has a row of `words` words for each key, a bit for each query of the block.
             first = ((kind - 1) * self.block + j % self.block) * words
-            places = [query + v * g.lanes for v in range(g.vectors)]
+            bit_numbers = [query + v * g.lanes for v in range(g.vectors)]
             bit = Value(k, k.ivec, "<" + ", ".join(f"i32 {1 << i}" for i in range(k.lanes)) + ">")
 
             def is_visible(r: int, v: int) -> Value:
-                word = self.masks.get(first + r * words + places[v] // WORD)
-                return (k.splat(word >> (places[v] % WORD)) & bit).differs(0)
+                word = self.masks.get(first + r * words + bit_numbers[v] // WORD)
+                return (k.splat(word >> (bit_numbers[v] % WORD)) & bit).differs(0)
 
             return is_visible
 
@@ -97,31 +99,25 @@ def gather(
     k: KernelBuilder, g: Geometry, table: Table, tensors: tuple[tuple[Rows, Pointer], ...], entry: Value, num_blocks: Value,
     T: Value
 ) -> None:  # fmt: skip
-    """Pack the blocks of `num_blocks` entries from `entry` on, of each tensor, contiguously."""
+    """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, block of
+    scratch) of `tensors`. A sequence has T tokens, and rows behind them are zero."""
     with k.loop(0, num_blocks) as i:
         j0 = table.block_of(entry + i) * table.block
-        for rows, to in tensors:
+        for rows, dst in tensors:
             pack_tile(
-                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, to.at(i * (table.block * g.row_units))
+                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units))
             )
 
 
 def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
+    """Sizes in units of the blocks of scratch; `distances`: those that have a relative position bias, None: no bias."""
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
     return {
-        "q_rows": g.rows_units(g.queries),
-        "q": n * g.transposed_units,
-        "k": g.rows_units(rows),
-        "v_rows": g.rows_units(rows),
-        "v": g.vnni_units(rows),
-        "p": rows * g.queries,
-        "acc": n * g.accumulator_units(),
-        "stats": n * 2 * g.queries,
-        "alpha": g.queries,
-        "out": g.queries * g.padded_D,
-        **bias,
-    }
+        "q_rows": g.rows_units(g.queries), "q": n * g.transposed_units, "k": g.rows_units(rows),
+        "v_rows": g.rows_units(rows), "v": g.vnni_units(rows), "p": rows * g.queries, "acc": n * g.accumulator_units(),
+        "stats": n * 2 * g.queries, "alpha": g.queries, "out": g.queries * g.padded_D, **bias,
+    }  # fmt: skip
 
 
 def relative_bias_of(
@@ -138,12 +134,13 @@ def block_sparse_attention(
     k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
     *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
 ) -> None:  # fmt: skip
+    """out and lse of attention over the blocks of `block` keys that the table `rows` lists for each block of queries; `masks`: bits
+    of partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`,
+    `entries`: sizes of the table. Per work item: pack the queries; pack as many listed blocks as fit into KEY_BLOCK rows; one step
+    of the online softmax for each group of queries."""
     g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), runtime_size(k, seq)
-    s, softmax_scale, softmax_scale_log2 = (
-        blocks_of(k, scratch_units(g, block, distances)),
-        PLAIN.softmax_scale(k, D),
-        PLAIN.softmax_scale_log2(k, D),
-    )
+    s = blocks_of(k, scratch_units(g, block, distances))
+    softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
     with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
@@ -152,18 +149,18 @@ def block_sparse_attention(
         first = row * block
         last = k.min(first + block, T)
         token = sequence * T
-        of = [
+        q_rows, k_rows, v_rows = (
             Rows.of(p, token, kv_head_of(head, heads, n), D=D, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
-        ]
-        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        )
+        dst = Rows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
-            init_softmax(k, g, s, of[0], t, last, (t - first) // g.queries, LOWEST)
+            init_softmax(k, g, s, q_rows, t, last, (t - first) // g.queries, LOWEST)
         begin, end = table.entries_of(head * (lists // heads) + row)
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
-            gather(k, g, table, ((of[1], s["k"]), (of[2], s["v_rows"])), entry, num_blocks, T)
+            gather(k, g, table, ((k_rows, s["k"]), (v_rows, s["v_rows"])), entry, num_blocks, T)
             v_block = pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
 
             def block_distance(i: Value, entry: Value = entry) -> Value:
@@ -177,17 +174,17 @@ def block_sparse_attention(
                 def tile_mask(j: Value, entry: Value = entry, t: Value = t) -> Any:
                     return table.tile_mask(g, entry, t - first, j)
 
-                at = (t - first) // g.queries
+                group = (t - first) // g.queries
                 if bias:
                     with bias.for_each_near(num_blocks, block_distance) as (between, i):
-                        bias.multiply(between, i, t - first, s["q"].at(at * g.transposed_units))
+                        bias.multiply(between, i, t - first, s["q"].at(group * g.transposed_units))
                 start = bias and partial(bias.start, block_distance)
                 online_softmax_step(
-                    k, g, s, at, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start
+                    k, g, s, group, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start
                 )
         with k.loop(first, last, g.queries) as t:
-            at = (t - first) // g.queries
-            finish_softmax(k, g, s, to, lse.at((sequence * heads + head) * T), t, last, at, softmax_scale)
+            group = (t - first) // g.queries
+            finish_softmax(k, g, s, dst, lse.at((sequence * heads + head) * T), t, last, group, softmax_scale)
 
 
 def shape_of(op: Op) -> dict[str, Any]:

@@ -61,31 +61,19 @@ def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | Non
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
     return {
-        "rows": g.rows_units(g.queries),
-        "q_transposed": g.transposed_units,
-        "do_transposed": g.transposed_units,
-        "q": g.vnni_units(g.queries) + g.lanes,
-        "do": g.vnni_units(g.queries) + g.lanes,
-        "k_rows": g.rows_units(packed),
-        "v_rows": g.rows_units(packed),
-        "k": g.vnni_units(packed),
-        "p_tile": g.rows * g.queries,
-        "dp_tile": g.rows * g.queries if g.tiles else 0,
-        "p": packed * g.queries // g.pair,
-        "ds": packed * g.queries // g.pair,
-        "ds_vnni": packed * g.queries // g.pair,
-        "out": g.queries * g.padded_D,
-        "dq": g.accumulator_units(block // g.queries),
-        "dk": rows * g.padded_D,
-        "dv": rows * g.padded_D,
-        **bias,
-    }
+        "rows": g.rows_units(g.queries), "q_transposed": g.transposed_units, "do_transposed": g.transposed_units,
+        "q": g.vnni_units(g.queries) + g.lanes, "do": g.vnni_units(g.queries) + g.lanes, "k_rows": g.rows_units(packed),
+        "v_rows": g.rows_units(packed), "k": g.vnni_units(packed), "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0, "p": packed * g.queries // g.pair,
+        "ds": packed * g.queries // g.pair, "ds_vnni": packed * g.queries // g.pair, "out": g.queries * g.padded_D,
+        "dq": g.accumulator_units(block // g.queries), "dk": rows * g.padded_D, "dv": rows * g.padded_D, **bias,
+    }  # fmt: skip
 
 
 class BlockSparseHead(BackwardHead):
-    """A head whose queries see what a layout lists. `query` (of its block) and `entry`, of a tile's row, are where masks are
-    looked up, and `gap` is how many blocks a packed block of keys lies before the queries. With `sums` it adds up the gradient of
-    its relative bias."""
+    """A head whose queries see what a layout lists. State of the loops: `query`, the group's first query in its block, and `entry`,
+    the table's entry of the first packed block, where masks are looked up; `block_distance(i)`: how many blocks packed block i of
+    keys lies before the queries. With `sums` it accumulates the gradient of its relative position bias."""
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
@@ -120,7 +108,7 @@ class BlockSparseHead(BackwardHead):
                     self.bias.vnni_pack(i)
 
     def bias_scores(self, num_blocks: Value) -> None:
-        """The bias of the packed group."""
+        """The bias of the packed group of queries and `num_blocks` packed blocks of keys, R Q^T, to scratch."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                 self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
@@ -131,7 +119,8 @@ class BlockSparseHead(BackwardHead):
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
     def add_row(self, row: Value, begin: Value, end: Value, is_one_pass: Value) -> None:
-        """dq of a block of queries over the entries [begin, end), and where `both` their parts of dk and dv."""
+        """dq of the block of queries `row` over the table's entries [begin, end), to scratch; where `is_one_pass` (i1) also what
+        these queries add to dk and dv."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
@@ -157,6 +146,7 @@ class BlockSparseHead(BackwardHead):
                         self.sums.backward(block_distance, i, t - first, dq)
 
     def store_row(self, row: Value, keep: Value | None) -> None:
+        """Write dq of the block of queries `row`, or add it where `keep`."""
         g, block = self.g, self.table.block
         first = row * block
         with self.k.loop(first, self.k.min(first + block, self.T), g.queries) as t:
@@ -164,7 +154,7 @@ class BlockSparseHead(BackwardHead):
 
 
 def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
-    """How many rows of a layout of `blocks` have a sum of the gradient of relative bias."""
+    """How many rows of a layout of `blocks` rows share a partial sum of the position bias's gradient."""
     return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), runtime_size(k, batch) * kv_heads))
 
 
@@ -179,20 +169,21 @@ def block_sparse_attention_backward_rows(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials,
     *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, and in one pass also dk and dv. `modes` and the six strides are those of q, k and v in that order. partials
-    (sequences, parts, M, heads * D) are the sums of the relative bias' gradient."""
+    """Compute dq, and in one pass also dk and dv. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq,
+    dk, dv. partials (sequences, parts, distances, heads * D): sums of the relative bias's gradient. A work item is a head of keys
+    (one pass) or a part of its rows, for all heads of queries that share it."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, rows, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
     keep = [k.keep(mode) for mode in modes]
-    per = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
-    parts = k.ceil_div(blocks, per)
+    part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
+    parts = k.ceil_div(blocks, part_rows)
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
         index = k.select(is_one_pass, item, item // parts)
-        own = parts - 1 - item % parts
-        start, stop = k.select(is_one_pass, k.int(0), own), k.select(is_one_pass, parts, own + 1)
+        number = parts - 1 - item % parts  # the longest rows of a causal layout first
+        start, stop = k.select(is_one_pass, k.int(0), number), k.select(is_one_pass, parts, number + 1)
         with query_heads(k, group) as member:
             head, sequence = index % kv_heads * group + member, index // kv_heads
             h = BlockSparseHead(
@@ -207,13 +198,13 @@ def block_sparse_attention_backward_rows(
             with k.loop(start, stop) as place:
                 if h.sums:
                     h.sums.clear()
-                with k.loop(place * per, k.min(place * per + per, blocks)) as row:
+                with k.loop(place * part_rows, k.min(place * part_rows + part_rows, blocks)) as row:
                     h.add_row(row, *table.entries_of(head * (lists // heads) + row), is_one_pass)
                     h.store_row(row, keep[0])
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
-                    to = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
-                    h.sums.store(Rows(to, C), 1 / sqrt(h.g.D))
+                    dst = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
+                    h.sums.store(Rows(dst, C), 1 / sqrt(h.g.D))
             with k.when(is_one_pass & member.equals(group - 1)):
                 h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (keep[1], keep[2]))
 
@@ -222,7 +213,8 @@ def block_sparse_attention_backward_columns(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative,
     *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dk and dv, unless one pass did."""
+    """Compute dk and dv, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout, whose table
+    `columns` lists blocks of queries. Parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, columns, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
@@ -240,6 +232,7 @@ def block_sparse_attention_backward_columns(
             )  # fmt: skip
             s, j0 = h.s, column * block
             count = k.min(T - j0, block)
+            # The first query head of the group packs the keys, and the last one stores the sums of all.
             with k.when(member.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
                     pack_tile(k, g, source.start(j0), count, block, s[name])
@@ -269,6 +262,8 @@ def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
+    """delta, both passes, of which the second does nothing where one pass is chosen, and the sum of the bias's partial
+    gradients."""
     shape, layout = shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
@@ -282,15 +277,14 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     }
     operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
     if op.relative is not None:
-        max_parts = int(op.out.shape[0]) + ceil_div(
-            PARTIAL_SUMS, op.kv_heads
-        )  # parts of any number of sequences, each rounded up
+        # The parts of as many sequences as a run may have; the number of each is rounded up.
+        max_parts = int(op.out.shape[0]) + ceil_div(PARTIAL_SUMS, op.kv_heads)
         sums = c.workspace("partials", 4 * max_parts * op.relative.size)
         operands["partials"] = (part(sums), "fp32")
     c.thread_scratch(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
     for emit in (block_sparse_attention_backward_rows, block_sparse_attention_backward_columns):
         c.call(emit, operands, shape | {"modes": modes}, writes="dq dkeys dvalues partials")
     if op.relative is not None:
-        added = {name: shape[name] for name in ("batch", "seq", "kv_heads", "block")}
-        added |= {"size": op.relative.size, "mode": op.modes["drelative"]}
-        c.call(add_relative_parts, operands | {"drelative": op.drelative}, added, writes="drelative")
+        constants = {name: shape[name] for name in ("batch", "seq", "kv_heads", "block")}
+        constants |= {"size": op.relative.size, "mode": op.modes["drelative"]}
+        c.call(add_relative_parts, operands | {"drelative": op.drelative}, constants, writes="drelative")

@@ -11,18 +11,26 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
+from barellm.cpu.kernels.loops import (
+    LINE,
+    STREAM_BYTES,
+    accumulate,
+    new_accumulators,
+    row_grain,
+    store_all,
+    tree_reduce,
+)
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
-CHAINS = 4
+CHAINS = 4  # independent accumulation chains of a sum
 PREFETCH_VIEW_ROWS = 32  # of a strided view: the hardware prefetcher does not follow rows with gaps
 PREFETCH_ROWS = 4  # of dy, where a head reads halves of two: without, that took 1.5 times as long
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """The constants of these kernels. `strides` are those of the rows of x and of the result. `lines` says whether the result's
-    rows are whole cache lines."""
+    """Constants of these kernels. `strides`: of the rows of x and of the result, in elements; `lines`: whether the result's rows
+    are whole cache lines; `half`: columns of a head that rotate; `paired`, `shift`: of the op."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
     axes = {
@@ -35,14 +43,15 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 class Angles:
-    """Turns a head's columns by the angles in one row of the tables, or back."""
+    """RoPE of a head by the angles in one row of the tables: adjacent columns 2 i and 2 i + 1 rotate in plane i, or with `back` by
+    the negative angle. `cached`: the factors of all columns stay in registers."""
 
     def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, cached: bool) -> None:
         self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
         self.cached = {c: self._factors(c) for c in range(0, half, k.lanes)} if cached else {}
 
     def rotate(self, v: Value, c: int) -> Value:
-        """Turn v, which holds the columns of a head from c on."""
+        """Rotate v, which holds the columns of a head from c on; columns from `half` on do not rotate."""
         if c >= self.half:
             return v
         same, other = self.cached.get(c) or self._factors(c)
@@ -71,9 +80,9 @@ class Angles:
 
 
 @dataclass(frozen=True)
-class At:
-    """A head of a row. `begin`: the first row of this claim; `t`: the position in its sequence; `moves`: whether the upper half
-    comes from the position before."""
+class HeadOfRow:
+    """A head of a row of x. `begin`: the first row of the work item; `t`: the position in its sequence; `moves`: whether the upper
+    half of its columns comes from the position before (modded-nanogpt's shifted keys)."""
 
     row: Value
     begin: Value
@@ -83,8 +92,8 @@ class At:
     moves: bool
 
 
-class Walk:
-    """The loop over all heads of all rows, a dynamic schedule."""
+class HeadLoop:
+    """The parallel loop over all heads of all rows, and what is done with the vectors of a head."""
 
     def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
@@ -93,8 +102,10 @@ class Walk:
         self.rows, self.D = runtime_size(k, batch) * self.T, 2 * half
         self.W = self.D * self.count
 
-    def heads_of_rows(self) -> Iterator[At]:
-        k, quarter = self.k, self.half // 2
+    def heads_of_rows(self) -> Iterator[HeadOfRow]:
+        """Each head of each row, inside the emitted loops; of paired heads two, which have angles of their own. With `shift` the
+        heads of keys have loops of their own, for they move."""
+        k, quarter = self.k, self.half // 2  # planes of a head
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
         cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
         with k.parallel_range(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
@@ -106,55 +117,56 @@ class Walk:
             for low, high, moves in parts:
                 with k.loop(low, high, self.step) as head:
                     for i in range(self.step):
-                        yield At(row, begin, t, head + i, angles[i], moves)
+                        yield HeadOfRow(row, begin, t, head + i, angles[i], moves)
 
     def vectors(self, low: int, high: int) -> list[tuple[int, int, Value | None]]:
         """(number, first column, mask or None) of a head's vectors that have columns in [low, high); the mask has these."""
-        k, found = self.k, []
+        k, vectors = self.k, []
         for j, c in enumerate(range(0, self.D, k.lanes)):
             first, last = max(low - c, 0), min(high - c, k.lanes)
             if first < last:
-                found.append((j, c, None if last - first == k.lanes else lanes(k, first, last)))
-        return found
+                vectors.append((j, c, None if last - first == k.lanes else lane_range_mask(k, first, last)))
+        return vectors
 
     def load(self, row: Pointer) -> list[Value]:
+        """The vectors of a head."""
         return [row.load(c, mask) for _, c, mask in self.vectors(0, self.D)]
 
-    def fetch(self, head: Pointer, rows: int, stride: int, *, near: bool) -> None:
-        """Start fetching the same head some rows further."""
+    def prefetch(self, head: Pointer, rows: int, stride: int, *, near: bool) -> None:
+        """Prefetch the same head `rows` rows further."""
         for c in range(0, self.D, LINE // head.itemsize):
             self.k.prefetch(head.at(rows * stride + c), near=near)
 
-    def store(self, row: Pointer, values: list[Value], past: Value | None) -> None:
-        """Vectors of 16 bits go in pairs where all are whole."""
+    def store(self, row: Pointer, values: list[Value], nontemporal: Value | None) -> None:
+        """Store the vectors of a head, in pairs (a cache line of 16-bit dtypes) where all are whole."""
         n = self.k.lanes
         if self.half % (2 * n) == 0:
             for j in range(0, len(values), 2):
-                store_all(self.k, row, values[j : j + 2], j * n, past)
+                store_all(self.k, row, values[j : j + 2], j * n, nontemporal)
         else:
             for j, c, mask in self.vectors(0, self.D):
                 row.store(values[j], c, mask)
 
     def replace_upper(self, values: list[Value], upper: list[Value]) -> None:
-        """Vectors that have columns of the upper half get these from `upper`."""
+        """values[j] = upper[j] in the columns of the upper half; `upper` has the vectors with such columns only."""
         for new, (j, c, mask) in zip(upper, self.vectors(self.half, self.D), strict=True):
             values[j] = new if mask is None or c >= self.half else self.k.select(mask, new, values[j])
 
-    def past(self, out: Pointer, lines: bool) -> Value | None:
+    def nontemporal(self, out: Pointer, lines: bool) -> Value | None:
         """Whether the result goes past the caches (i1); None where it cannot."""
         aligned = lines and self.half % (2 * self.k.lanes) == 0
         return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
 
-    def sum(self, a: list[Value], b: list[Value]) -> Value:
-        """The sum of products over a head's columns."""
-        sums = zeros(self.k, CHAINS)
+    def dot(self, a: list[Value], b: list[Value]) -> Value:
+        """The dot product of two heads' columns."""
+        sums = new_accumulators(self.k, CHAINS)
         for j, (u, v) in enumerate(zip(a, b, strict=True)):
             chain = sums[j % CHAINS]
             chain.value = self.k.fma(u, v, chain.value)
-        return self.k.sum(fold(sums, add))
+        return self.k.sum(tree_reduce(sums, add))
 
 
-def lanes(k: KernelBuilder, first: int, last: int) -> Value:
+def lane_range_mask(k: KernelBuilder, first: int, last: int) -> Value:
     """The mask of the lanes [first, last)."""
     bits = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
     return Value(k, f"<{k.lanes} x i1>", f"<{bits}>")
@@ -162,69 +174,71 @@ def lanes(k: KernelBuilder, first: int, last: int) -> Value:
 
 @kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")
 def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
-    """Memory is read once: a head stays in registers."""
-    walk = Walk(k, cos, sin, back=False, **shape)
-    past = walk.past(y, lines)
+    """y = RoPE(x * rstd) for each head, rstd = 1 / sqrt(mean(x^2) + eps) over its D columns. Memory is read once: a head stays in
+    registers. Of heads that move, the upper half is that of the position before."""
+    walk = HeadLoop(k, cos, sin, back=False, **shape)
+    nontemporal = walk.nontemporal(y, lines)
 
-    def inverse(v: list[Value]) -> Value:
-        return 1.0 / k.sqrt(walk.sum(v, v) * (1.0 / walk.D) + eps)
+    def rstd_of(v: list[Value]) -> Value:
+        return 1.0 / k.sqrt(walk.dot(v, v) * (1.0 / walk.D) + eps)
 
     for at in walk.heads_of_rows():
-        of = x.at(at.row * strides[0] + at.head * walk.D)
-        v = walk.load(of)
+        src = x.at(at.row * strides[0] + at.head * walk.D)
+        v = walk.load(src)
         if strides[0] != walk.W:
-            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
-        own = inverse(v)
-        rstd.put(own, at.row * walk.count + at.head)
-        n = [at.angles.rotate(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
+            walk.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
+        head_rstd = rstd_of(v)
+        rstd.put(head_rstd, at.row * walk.count + at.head)
+        n = [at.angles.rotate(x * k.splat(head_rstd), j * k.lanes) for j, x in enumerate(v)]
         if at.moves:
-            # Of the position before, this thread has written rstd already, unless that row was another claim's.
-            before, follows = k.var(own), at.t > 0
-            of_before = of.at(k.select(follows, k.int(-strides[0]), 0))
-            with k.when(follows):
+            # This thread has written the previous position's rstd already, unless that row was another work item's.
+            previous_rstd, has_previous = k.var(head_rstd), at.t > 0
+            previous = src.at(k.select(has_previous, k.int(-strides[0]), 0))
+            with k.when(has_previous):
                 with k.when(at.row.equals(at.begin)):
-                    before.value = inverse(walk.load(of_before))
+                    previous_rstd.value = rstd_of(walk.load(previous))
                 with k.when(at.row > at.begin):
-                    before.value = rstd.get((at.row - 1) * walk.count + at.head)
-            scale = k.splat(before.value)
+                    previous_rstd.value = rstd.get((at.row - 1) * walk.count + at.head)
+            scale = k.splat(previous_rstd.value)
             upper = walk.vectors(walk.half, walk.D)
-            walk.replace_upper(n, [of_before.load(c, mask) * scale for _, c, mask in upper])
-        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, past)
+            walk.replace_upper(n, [previous.load(c, mask) * scale for _, c, mask in upper])
+        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, nontemporal)
 
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
 def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
-    """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
-    walk = Walk(k, cos, sin, back=True, **shape)
-    past = walk.past(dx, lines) if mode_dx == "store" else None
+    """dx = rstd (dn - n mean(dn n)) for each head, where n = x rstd, and dn is dy rotated back and, of heads that move, with the
+    upper half moved back to the position before."""
+    walk = HeadLoop(k, cos, sin, back=True, **shape)
+    nontemporal = walk.nontemporal(dx, lines) if mode_dx == "store" else None
     for at in walk.heads_of_rows():
         column = at.head * walk.D
-        of, to, given = (
+        src, dst, dy_head = (
             p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W))
         )
-        dn = walk.load(given)
+        dn = walk.load(dy_head)
         if walk.shift:
-            walk.fetch(given, PREFETCH_ROWS, walk.W, near=True)
+            walk.prefetch(dy_head, PREFETCH_ROWS, walk.W, near=True)
         if strides[0] != walk.W:
-            walk.fetch(of, PREFETCH_VIEW_ROWS, strides[0], near=False)
+            walk.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
         if at.moves:
-            move_back(walk, dn, given, at.t)
-        dn = [at.angles.rotate(one, j * k.lanes) for j, one in enumerate(dn)]
+            move_back(walk, dn, dy_head, at.t)
+        dn = [at.angles.rotate(g, j * k.lanes) for j, g in enumerate(dn)]
         scale = k.splat(rstd.get(at.row * walk.count + at.head))
-        n = [one * scale for one in walk.load(of)]
-        mean = k.splat(walk.sum(dn, n) * (1.0 / walk.D))
+        n = [x * scale for x in walk.load(src)]
+        mean = k.splat(walk.dot(dn, n) * (1.0 / walk.D))
         new = []
         for j, c, mask in walk.vectors(0, walk.D):
             value = k.fma(-n[j], mean, dn[j]) * scale
-            new.append(added(k, to, c, mask, value, mode_dx))
-        walk.store(to, new, past)
+            new.append(accumulate(k, dst, c, mask, value, mode_dx))
+        walk.store(dst, new, nontemporal)
 
 
-def move_back(walk: Walk, dn: list[Value], row: Pointer, t: Value) -> None:
+def move_back(walk: HeadLoop, dn: list[Value], row: Pointer, t: Value) -> None:
     """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
     last one. The first position keeps its own besides."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)
-    moved = zeros(k, len(upper))
+    moved = new_accumulators(k, len(upper))
     with k.when(t + 1 < walk.T):
         for total, (_, c, mask) in zip(moved, upper, strict=True):
             total.value = row.load(walk.W + c, mask)

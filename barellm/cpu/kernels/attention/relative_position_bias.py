@@ -47,15 +47,16 @@ def backward_units(g: Geometry, block: int, packed: int, distances: Distances) -
         "r": g.vnni_units(packed * 2 * block),
         "ds_padded": packed * (window + g.queries) * g.queries,  # fp32, with zeros before and behind each block's keys
         "dbias": window * g.queries // g.pair,
-        "dterms_woven": window * g.queries // g.pair,
+        "dbias_vnni": window * g.queries // g.pair,
         "dr": (rows + 2 * g.rows) * g.padded_D,  # a tile reaches beyond the first and the last row
     }
 
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """The bias of one head, whose vectors are the rows `table`. Blocks of keys are packed side by side, number i after number
-    i - 1; `gap` is the block of queries less that of keys, and `at` the place of a group in its block."""
+    """The bias of one head, whose vectors R are the rows `table`. Parameters of the methods: packed block `i` of keys (blocks are
+    packed one after the other), `block_distance` = number of the block of queries - that of the keys, `at` = the group's first
+    query in its block."""
 
     k: KernelBuilder
     g: Geometry
@@ -74,32 +75,34 @@ class RelativePositionBias:
     def for_each_near(
         self, num_blocks: Value, block_distance: Callable[[Value], Value]
     ) -> Iterator[tuple[Value, Value]]:
-        """Those of `num_blocks` packed blocks that have a bias: the block distance and the number of each."""
+        """Loop over those of `num_blocks` packed blocks that have a bias: (block distance, number) of each."""
         with self.k.loop(0, num_blocks) as i:
-            found = block_distance(i)
-            with self.k.when(self.near(found)):
-                yield found, i
+            distance = block_distance(i)
+            with self.k.when(self.near(distance)):
+                yield distance, i
 
     def pack_tile(self, block_distance: Value, i: Value) -> None:
-        """The vectors of the distances from gap * block - (block - 1) on, 2 * block of them."""
+        """s["r_rows"] = the vectors of 2 * block distances, from block_distance * block - (block - 1) on; zero for distances
+        without one."""
         k, g, rows = self.k, self.g, 2 * self.block
         first, last = self.distances
-        number = block_distance * self.block - (self.block - 1 + first)  # of the row of the table
-        before = k.min(k.max(-number, 0), rows)
+        number = block_distance * self.block - (self.block - 1 + first)  # of the first row in the table
+        before = k.min(k.max(-number, 0), rows)  # rows before the table's first
         behind = k.max(k.min(k.int(last - first + 1) - number, rows), before)
-        to = self.s["r_rows"].at(i * (rows * g.row_units))
-        pack_tile(k, g, self.table, k.int(0), before, to)
-        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, to.at(before * g.row_units))
+        dst = self.s["r_rows"].at(i * (rows * g.row_units))
+        pack_tile(k, g, self.table, k.int(0), before, dst)
+        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, dst.at(before * g.row_units))
 
     def vnni_pack(self, i: Value) -> None:
         """The packed vectors in VNNI layout, for `backward`."""
         rows = 2 * self.block
         if self.g.pair == 2:
-            to = self.s["r"].at(i * self.g.vnni_units(rows))
-            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, to)
+            dst = self.s["r"].at(i * self.g.vnni_units(rows))
+            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
     def window(self, block_distance: Value, at: Value) -> tuple[Value, Value, Value]:
-        """The distance of row 0 of a group's tile, and the rows [begin, end) that have a vector, as whole register tiles."""
+        """Of the tile of distances of a group of queries: (distance of its row 0, begin, end), where rows [begin, end), rounded out
+        to whole register tiles, have a vector."""
         k, g = self.k, self.g
         rows, (first, last) = self.block + g.queries, self.distances
         zero = block_distance * self.block - (self.block - 1) + at
@@ -107,19 +110,20 @@ class RelativePositionBias:
         return zero, begin & -g.rows, round_up(k, end, g.rows)
 
     def multiply(self, block_distance: Value, i: Value, at: Value, transposed: Pointer) -> None:
-        """R Q^T of a group and a block of keys."""
+        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero where there is no
+        vector."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, at)
-        to, vectors = (
+        dst, vectors = (
             self.s["bias"].at(i * (rows * g.queries)),
             self.s["r_rows"].at(i * (2 * self.block * g.row_units)),
         )
-        clear(k, to, begin * g.queries)
+        clear(k, dst, begin * g.queries)
         with k.loop(begin, end, g.rows) as w:
             for r, row in enumerate(score_tile(k, g, vectors, at + w, transposed)):
                 for v, x in enumerate(row):
-                    to.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
-        clear(k, to.at(end * g.queries), (k.int(rows) - end) * g.queries)
+                    dst.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
+        clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
     def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
         """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
@@ -127,9 +131,9 @@ class RelativePositionBias:
         tile = [[k.var_vec(0.0) for _ in range(g.vectors)] for _ in range(g.rows)]
         with k.when(self.near(block_distance(j // self.block))):
             bias = self.s["bias"].at(j // self.block * (rows * g.queries))
-            found = diagonals(k, g, bias, k.int(self.block - 1) - j % self.block)
-            for to, values in zip(tile, found, strict=True):
-                for x, value in zip(to, values, strict=True):
+            biases = load_diagonals(k, g, bias, k.int(self.block - 1) - j % self.block)
+            for dst, values in zip(tile, biases, strict=True):
+                for x, value in zip(dst, values, strict=True):
                     x.value = value
         return [[x.value for x in row] for row in tile]
 
@@ -145,10 +149,10 @@ class RelativePositionBias:
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         """Store dS of the tile of keys from packed row j on, for `backward`."""
         g, rows = self.g, self.block + 2 * self.g.queries
-        to = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
+        dst = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
         for r, row in enumerate(ds):
             for v, x in enumerate(row):
-                to.store(x, r * g.queries + v * g.lanes)
+                dst.store(x, r * g.queries + v * g.lanes)
 
     def backward(self, block_distance: Value, i: Value, at: Value, dq: Pointer) -> None:
         """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias."""
@@ -156,29 +160,29 @@ class RelativePositionBias:
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, at)
         ds = s["ds_padded"].at(i * (rows * g.queries))
-        dbias, vnni = s["dbias"], s["dterms_woven" if g.pair == 2 else "dbias"]
+        dbias, vnni = s["dbias"], s["dbias_vnni" if g.pair == 2 else "dbias"]
         with k.loop(begin, end, g.rows) as w:
-            tile = diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
+            tile = load_diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
             for r, row in enumerate(tile):
                 store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
             for r in range(0, g.rows, 2) if g.pair == 2 else ():
-                to = vnni.at(((w + r) >> 1) * g.queries)
+                dst = vnni.at(((w + r) >> 1) * g.queries)
                 for v in range(g.vectors):
-                    to.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
+                    dst.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
         vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
         accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
-        to = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
-        accumulate_rows(k, g, to, dbias, s["q"], begin, end)
+        dst = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
+        accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
 
-    def store(self, to: Rows, softmax_scale: float) -> None:
+    def store(self, dst: Rows, softmax_scale: float) -> None:
         """Write the sum of gradients."""
         count = self.k.int(self.distances[1] - self.distances[0] + 1)
-        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, to, softmax_scale)
+        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
 
 
-def diagonals(k: KernelBuilder, g: Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
-    """A register tile whose row r has, in lane l of the group, element l of row top - r + l of [row][g.queries]. Blends of rows
-    1, 2, 4 ... apart move each lane as far as the bits of its number say."""
+def load_diagonals(k: KernelBuilder, g: Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
+    """A register tile of diagonals of `rows` [row][g.queries]: tile[r] has in lane l of the group element (top - r + l, l). Each
+    step blends rows 1, 2, 4, ... apart by the next bit of the lane's number, so that lane l ends up l rows further."""
     tile: list[list[Value]] = [[] for _ in range(g.rows)]
     for v in range(g.vectors):
         below = rows.at((top - (g.rows - 1) + v * g.lanes) * g.queries + v * g.lanes)

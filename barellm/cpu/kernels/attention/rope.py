@@ -6,14 +6,14 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import STREAM_BYTES, added, row_grain, store_all, write_row
+from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """The constants of the kernel. `strides` are those of the rows of x and y. `lines` says whether the rows of y are whole cache
-    lines."""
+    """Constants of the kernel. `strides`: of the rows of x and y, in elements; `lines`: whether the rows of y are whole cache
+    lines; `W`: columns of a row; `half`: planes of a head, which columns i and i + half span."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
     axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1])}
@@ -22,18 +22,20 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 @kernel("rope", constants=constants_of, views="x y")
 def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
-    """Rotate the heads of each row. If there are enough registers, a row's cosines and sines stay there for all heads."""
+    """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), the
+    other columns as they are. If there are enough registers, a row's cosines and sines stay there for all heads."""
     T, pos = runtime_size(k, seq), k.scalar("pos")
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
-    past = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
+    nontemporal = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
     in_registers = 2 * len(columns) <= k.isa.registers // 2
     with k.parallel_range(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * strides[0]), y.at(row * strides[1])
+        src, dst = x.at(row * strides[0]), y.at(row * strides[1])
         at = (pos + row % T) * half
 
         def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
+            """cos and sin of column c's angle at the row's position."""
             sine = sin.at(at).load(c, mask)
             return cos.at(at).load(c, mask), -sine if inverse else sine
 
@@ -43,24 +45,24 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
             """The rotated columns from c on, and those half a head further, of the head that begins at `first`."""
             co, si = cached[c] if in_registers else angle(c, mask)
             low, high = first + c, first + (half + c)
-            a, b = of.load(low, mask), of.load(high, mask)
+            a, b = src.load(low, mask), src.load(high, mask)
             new = k.fma(a, co, -(b * si)), k.fma(b, co, a * si)
-            return added(k, to, low, mask, new[0], mode_y), added(k, to, high, mask, new[1], mode_y)
+            return accumulate(k, dst, low, mask, new[0], mode_y), accumulate(k, dst, high, mask, new[1], mode_y)
 
-        with k.loop(0, rotated, 2 * half) as first:
+        with k.loop(0, rotated, 2 * half) as first:  # each head; `pairs`: two vectors at a time, stored together
             if pairs:
                 for c in range(0, half, 2 * k.lanes):
                     two = [rotate(first, c + j * k.lanes, None) for j in range(2)]
                     for start, values in zip((0, half), zip(*two, strict=True), strict=True):
-                        store_all(k, to, list(values), first + (start + c), past)
+                        store_all(k, dst, list(values), first + (start + c), nontemporal)
             else:
                 for c, mask in columns:
                     for start, value in zip((0, half), rotate(first, c, mask), strict=True):
-                        to.store(value, first + (start + c), mask)
+                        dst.store(value, first + (start + c), mask)
 
-        rest = to.at(rotated)
+        rest = dst.at(rotated)
 
         def passed(c: Any, mask: Value | None) -> Value:
-            return added(k, rest, c, mask, of.load(c + rotated, mask), mode_y)
+            return accumulate(k, rest, c, mask, src.load(c + rotated, mask), mode_y)
 
-        write_row(k, rest, W - rotated, passed, past=past)
+        write_row(k, rest, W - rotated, passed, nontemporal=nontemporal)

@@ -1,5 +1,4 @@
 """Algorithm selection for convolutions: micro-kernels of bf16 implicit GEMMs, and direct or Winograd for 3 x 3 filters.
-filters.
 
 **Implicit GEMM in bf16.** A candidate (AMX tiles, or bf16 dot products with some register tile) is worth its throughput in fp32
 multiply-adds times its utilization, the share of what it multiplies that is not padding: channels are padded to pairs or to tiles,
@@ -51,6 +50,7 @@ class Bf16MicroKernel:
 
 
 def utilization(size: int, multiple: int) -> float:
+    """The share of `size` rounded up to `multiple` that is not padding."""
     return size / round_up(size, multiple)
 
 
@@ -69,7 +69,8 @@ def supports_bf16(isa: ISA, dtype: str, geometry: ConvGeometry) -> bool:
 
 
 def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int) -> Bf16MicroKernel | None:
-    """Of a GEMM with `columns` output channels of a group (conv_implicit_gemm_bf16.py)."""
+    """The micro-kernel of a forward convolution (or dgrad) with `columns` output channels of a group (conv_implicit_gemm_bf16.py);
+    None: fp32 is faster."""
     if not supports_bf16(isa, dtype, geometry):
         return None
     (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
@@ -77,6 +78,7 @@ def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int
     def candidate(
         tile: Tile, tile_m: int, channels: int, speedup: float, use_amx: bool
     ) -> tuple[float, Bf16MicroKernel]:
+        """(throughput, micro-kernel), with positions padded to `tile_m` and input channels to a multiple of `channels`."""
         of_positions = P * Q / round_up(P * pitch, tile_m)
         used = of_positions * utilization(geometry.channels, channels) * utilization(columns, tile.nr(isa))
         return speedup * used, Bf16MicroKernel(tile, use_amx)
@@ -88,7 +90,7 @@ def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int
 
 
 def select_wgrad_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, rows: int) -> Bf16MicroKernel | None:
-    """Of a gradient of filters with `rows` output channels of a group (conv_wgrad_bf16.py)."""
+    """The micro-kernel of a filter gradient with `rows` output channels of a group (conv_wgrad_bf16.py); None: fp32 is faster."""
     if not supports_bf16(isa, dtype, geometry):
         return None
     (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
@@ -153,8 +155,8 @@ BF16_COSTS: dict[str, dict[int, Costs]] = {
 def select_winograd_tile(
     costs: dict[int, Costs], C: int, K: int, images: int, outputs: tuple[int, int], tile_n: int
 ) -> int:
-    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm, by the `costs` of a pass. `tile_n`: tiles
-    or pixels of a register tile."""
+    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm, by the `costs` of a pass, which has C input
+    and K output channels and `outputs` = (P, Q) pixels. `tile_n`: tiles or pixels of a register tile."""
     P, Q = outputs
 
     def time(m: int) -> float:

@@ -15,7 +15,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, LineBuffer
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -114,8 +114,9 @@ class LineBlock:
     def input_vectors(
         self, line: Value, lines: int, j: Value, rows: range | Value, columns: range
     ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
-        """Vectors of what a tile of `lines` lines sees through these taps, and for each of them (line of the output, number of the
-        tap) of all that read it. `rows`: filter rows, or one that is known at run time."""
+        """What a register tile of `lines` output lines from `line` on, `lanes` pixels from pixel j on, sees through the taps `rows`
+        x `columns` of the filter: each distinct vector of pixels once, with all (line of the tile, number of the tap) that read it.
+        `rows`: filter rows, or one that is known at run time only."""
         geometry, stride = self.geometry, self.geometry.stride[0]
         offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
         if isinstance(rows, Value):
@@ -125,11 +126,11 @@ class LineBlock:
                 for i, s in enumerate(columns):
                     yield self.lines.tap(at, s, j), [(t, i)]
             return
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, (r, s) in enumerate((r, s) for r in rows for s in columns):
             for t in range(lines):
-                found.setdefault((t * stride + offsets[r], s), []).append((t, i))
-        for (at, s), users in sorted(found.items()):
+                readers.setdefault((t * stride + offsets[r], s), []).append((t, i))
+        for (at, s), users in sorted(readers.items()):
             yield self.lines.tap(line * stride + at, s, j), users
 
 
@@ -137,7 +138,9 @@ def conv_depthwise(
     k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, target: OutputMap,
     blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
-    """out (N, groups rows, *target.size) from filters a (groups rows, taps), fp32, and x (N, groups, H, W)."""
+    """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
+    fp32, for each channel. `count` images for each of the run-time sizes `dims`. `target`: where the outputs lie in out, adjacent
+    unless the convolution is one of a strided one's gradient. A work item is a block of lines of a channel."""
     Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)
@@ -151,11 +154,12 @@ def conv_depthwise(
         plane = item // blocks
         block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:
-            of = a.at((plane % groups * rows + filter_) * geometry.taps)
-            to = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
-            factors = [k.splat(of.get(i)) for i in range(geometry.taps)] if unrolled else []
+            src = a.at((plane % groups * rows + filter_) * geometry.taps)
+            dst = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
+            factors = [k.splat(src.get(i)) for i in range(geometry.taps)] if unrolled else []
             for line, lines, j, wide in block.tiles():
                 mask = None if wide == k.lanes else k.mask_first(wide)
+                # A register tile: a vector of outputs of each of some lines. An input vector serves (line, tap) pairs.
                 sums = [k.var_vec(0.0) for _ in range(lines)]
                 if unrolled:
                     for v, users in block.input_vectors(line, lines, j, R, S):
@@ -163,22 +167,23 @@ def conv_depthwise(
                             sums[t].value = k.fma(factors[i], v, sums[t].value)
                 else:
                     with k.loop(0, len(R)) as r:
-                        row_of = of.at(r * len(S))
+                        filter_row = src.at(r * len(S))
                         for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
-                            sums[t].value = k.fma(k.splat(row_of.get(i)), v, sums[t].value)
+                            sums[t].value = k.fma(k.splat(filter_row.get(i)), v, sums[t].value)
                 for t, total in enumerate(sums):
                     y, x_ = block.line + line + t, block.column + j
                     if dense:
-                        to.store(added(k, to, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
+                        dst.store(accumulate(k, dst, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
                         continue
+                    # Strided outputs are stored one by one; a `wide` known at run time only, through memory.
                     y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
                     if isinstance(wide, int):
                         for q in range(wide):
-                            put_added(k, to, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
+                            accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
                         continue
                     block.sums.store(total.value)
                     with k.loop(0, wide) as q:
-                        put_added(k, to, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
+                        accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
 
 
 def conv_depthwise_wgrad(
@@ -190,13 +195,13 @@ def conv_depthwise_wgrad(
     block = LineBlock(k, x, geometry, blocking)
     max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
 
-    def add(of: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
+    def add(src: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
         """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
         count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
         acc = [k.var(first.load(i * k.lanes)) for i in range(count)]
         for line, lines, j, wide in block.tiles():
             mask = None if wide == k.lanes else k.mask_first(wide)
-            g = [of.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
+            g = [src.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
             for v, users in block.input_vectors(line, lines, j, rows, columns):
                 pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
                 for t, i in users:
@@ -210,12 +215,12 @@ def conv_depthwise_wgrad(
             sums.store(0.0, i * k.lanes)
         with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
             block.load_lines(n * groups + filter_ // rows, number)
-            of = dy.at((n * (groups * rows) + filter_) * (P * Q))
+            src = dy.at((n * (groups * rows) + filter_) * (P * Q))
             if geometry.taps <= max_sums:
-                add(of, sums, R, S)
+                add(src, sums, R, S)
             else:
                 with k.loop(0, len(R)) as r:
                     for s in S[::max_sums]:
-                        add(of, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
+                        add(src, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
         with k.loop(0, geometry.taps) as i:
-            put_added(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)
+            accumulate_scalar(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)

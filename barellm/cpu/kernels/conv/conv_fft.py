@@ -7,7 +7,9 @@ F / 2 + 1 columns. A complex product u v = (c + i d)(a + i b) takes three real o
     k1 = c (a + b), k2 = a (d - c), k3 = b (c + d)      its parts are k1 - k3 and k1 + k2,
 
 so three real GEMMs for each frequency sum over channels. They are planes as Winograd's positions are, and computed by the same
-batched GEMM (winograd.py). Lanes are tiles; of filters, channels.
+batched GEMM (winograd.py): plane 3 f + i is operand i of frequency f. Lanes are tiles; of filters, channels. A "vector" below is
+one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; frequency (row i, column j) has number i half(F) +
+j.
 """
 
 from __future__ import annotations
@@ -81,19 +83,20 @@ def fft(k: KernelBuilder, x: list[Complex], sign: int) -> list[Complex]:
 
 
 def half(F: int) -> int:
+    """Frequencies that are enough for F real numbers: the others are conjugates."""
     return F // 2 + 1
 
 
-def store_half(k: KernelBuilder, to: Pointer, row: list[Value]) -> None:
-    """The half transform of a real row, (F / 2 + 1, re and im) vectors."""
+def store_half(k: KernelBuilder, dst: Pointer, row: list[Value]) -> None:
+    """dst (F / 2 + 1, re and im) vectors = the forward transform of a row of F real vectors, its first half."""
     for f, (re, im) in enumerate(fft(k, [(v, None) for v in row], -1)[: half(len(row))]):
-        to.store(re, 2 * f * k.lanes)
-        to.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
+        dst.store(re, 2 * f * k.lanes)
+        dst.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
 
 
-def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count: int) -> None:
-    """put(frequency, re, im) for the transform of the columns of `rows` (F, F / 2 + 1, re and im), of which those
-    behind the first `count` are zero."""
+def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, body: Any, count: int) -> None:
+    """The second half of a 2-D transform: body(frequency, re, im) for each output of the forward transforms of the columns of
+    `rows` (F, F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory."""
     pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
     with k.loop(0, half(F)) as column:
         at = rows.at(column * (2 * k.lanes))
@@ -101,26 +104,16 @@ def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count:
         x += [(zero, zero)] * (F - count)
         for i, (re, im) in enumerate(fft(k, x, -1)):
             assert im is not None
-            put(column + i * half(F), re, im)
+            body(column + i * half(F), re, im)
 
 
 def fft_filters(
-    k: KernelBuilder,
-    u,
-    w,
-    *,
-    count: int,
-    rows: int,
-    depth: int,
-    step: int,
-    row_step: int,
-    flip: bool,
-    F: int,
-    R: int,
+    k: KernelBuilder, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int,
     S: int,
-) -> None:
-    """u (planes, count rows, depth), three planes for each frequency: Re, -Im - Re and Re - Im of the filter's transform. Filter
-    (group, row, depth) begins at element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
+) -> None:  # fmt: skip
+    """u (planes, count rows, depth) = the forward transforms of the filters R x S of `count` groups, as Gauss's c, d - c and c + d
+    of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at element group rows depth R S + row
+    row_step + depth step of w; `flip`: it is read from its end."""
     size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
     pitch = 2 * half(F) * k.lanes
     taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
@@ -128,65 +121,55 @@ def fft_filters(
     with k.parallel_for(count * rows * blocks) as item:
         line, first = item // blocks, item % blocks * k.lanes
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
-        of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
+        src = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
         for r in range(R):
-            row = [_lanes(k, of.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
+            row = [_lanes(k, src.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
             store_half(k, buffer.at(r * pitch), row)
-        to = u.at(line * depth + first)
+        dst = u.at(line * depth + first)
 
-        def put(frequency: Value, re: Value, im: Value, to=to, mask=mask) -> None:
+        def store_planes(frequency: Value, re: Value, im: Value, dst=dst, mask=mask) -> None:
             for plane, v in enumerate((re, -im - re, re - im)):
-                to.at((frequency * 3 + plane) * size).store(v, 0, mask)
+                dst.at((frequency * 3 + plane) * size).store(v, 0, mask)
 
-        for_each_frequency(k, buffer, F, put, R)
+        for_each_frequency(k, buffer, F, store_planes, R)
 
 
 def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
-    """Elements `step` plane_stride, of which those from `depth` on are zero."""
+    """A vector of elements `step` apart from p on, the numbers first, first + 1, ... of a row of `depth`; zero from `depth` on."""
     if depth % k.lanes == 0:
         return load_strided(k, p, step)
     v = k.to(0.0, k.vec)
     for i in range(k.lanes):
-        there = first + i < depth
-        x = p.get(k.select(there, k.int(i * step), 0))
-        v = k.op(k.vec, f"insertelement {v.typed}, {k.select(there, x, 0.0).typed}, i64 {i}")
+        exists = first + i < depth
+        x = p.get(k.select(exists, k.int(i * step), 0))
+        v = k.op(k.vec, f"insertelement {v.typed}, {k.select(exists, x, 0.0).typed}, i64 {i}")
     return v
 
 
 def fft_input(
-    k: KernelBuilder,
-    v,
-    x,
-    first,
-    limit,
-    *,
-    dims,
-    count: int,
-    groups: int,
-    geometry: ConvGeometry,
-    F: int,
-    tile_n: int,
+    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry, F: int, tile_n: int,
     filters: bool = False,
-) -> None:
-    """v (blocks, groups, planes, channels, tile_n): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit),
-    or the three planes that `fft_filters` makes. Tiles that do not exist are zero."""
+) -> None:  # fmt: skip
+    """v (blocks, groups, planes, channels, tile_n) = the forward transforms of the tiles of x in blocks [first, first + limit):
+    planes Re + Im, Re and Im, or, where the tiles are the `filters` (wgrad: dy), those that `fft_filters` makes. A tile that
+    `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
     buffer = k.thread_scratch().bytes(input_nbytes(k.isa, geometry, tile_n))
-    of = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with for_each_channel(k, x, first, limit, **of) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zeros=tile_n // k.lanes)
+    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with for_each_channel(k, x, first, limit, **sizes) as r:
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
         with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
-            to = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
+            dst = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
             at = r.panel.at.at(r.skip + block * tile_n + lanes)
             with k.loop(0, n) as i:
                 row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
                 store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
 
-            def put(frequency: Value, re: Value, im: Value, to=to) -> None:
+            def store_planes(frequency: Value, re: Value, im: Value, dst=dst) -> None:
                 for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
-                    to.at((frequency * 3 + plane) * (C * tile_n)).store(value)
+                    dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
 
-            for_each_frequency(k, buffer, F, put, n)
+            for_each_frequency(k, buffer, F, store_planes, n)
 
 
 def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
@@ -198,43 +181,56 @@ def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
 def fft_gemm(
     k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, F: int, mode: str
 ) -> None:
-    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from the planes u and v."""
+    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
+    u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
+    re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
     m, planes, width = conv.m, 3 * F * half(F), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     buffer = products.bytes(4 * planes * conv.filters * width)
     pitch = 2 * half(F) * k.lanes
-    line_of = buffer.bytes(4 * m * pitch)
+    output_row = buffer.bytes(4 * m * pitch)
     plane_stride = conv.filters * width
 
-    def epilogue(of: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+    def inverse_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+        """The outputs of one channel of a vector of tiles, the first of which is `tile`; `src`: their products."""
         with k.loop(0, half(F)) as column:
             x: list[Complex] = []
-            for i in range(F):
-                k1, k2, k3 = (of.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
+            for i in range(F):  # Gauss's three products: (k1 - k3) + i (k1 + k2)
+                k1, k2, k3 = (src.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
                 x.append((k1 - k3, k1 + k2))
             for i, (re, im) in enumerate(fft(k, x, 1)[:m]):
-                to = buffer.at(i * pitch + column * (2 * k.lanes))
-                to.store(re)
-                to.store(im, k.lanes)
+                dst = buffer.at(i * pitch + column * (2 * k.lanes))
+                dst.store(re)
+                dst.store(im, k.lanes)
         with k.loop(0, m) as i:
             at = buffer.at(i * pitch)
-            known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
-            x = known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
+            x = load_hermitian(k, at, F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
-                line_of.store(re * (1.0 / (F * F)), j * k.lanes)
-            store_tile_rows(k, y, line_of, tile, num_tiles, channel, conv, i, mode)
+                output_row.store(re * (1.0 / (F * F)), j * k.lanes)
+            store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
-    batched_gemm(k, u, v, first, limit, products, epilogue, dims=dims, count=count, conv=conv, positions=planes)
+    batched_gemm(
+        k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes
+    )
+
+
+def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
+    """A row's F frequencies from the half(F) at `at`, (re and im) vectors: X[F - f] is the conjugate of X[f] where x is real."""
+    known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
+    return known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
 
 
 def append_fft(
     c: Lowering, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, size: tuple[int, int], groups: int, rows: int,
     transposed: bool, flip: bool, mode: str, dims: tuple[str, ...], count: int,
 ) -> None:  # fmt: skip
-    """`geometry`: of the direct convolution. `transposed` and `flip` as in `append_winograd`."""
+    """Append the calls of an FFT convolution of x to `out`, whose images have `size` pixels: the filters' transform once, then for
+    as many blocks of tiles as V_BYTES hold the input transform and the GEMMs. `geometry`: of the direct convolution; `rows`: output
+    channels of a group; `transposed` and `flip` as in `append_winograd`."""
     R, S = len(geometry.row_offsets), len(geometry.column_offsets)
     F = fft_size(R, S)
     m, planes, C = F + 1 - max(R, S), 3 * F * half(F), geometry.channels
+    # The tiles of x as a convolution: F x F taps, one of every m-th output pixel.
     of_x = ConvGeometry(
         geometry.input_size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
         tuple(min(geometry.row_offsets) + i for i in range(F)), tuple(min(geometry.column_offsets) + i for i in range(F)),

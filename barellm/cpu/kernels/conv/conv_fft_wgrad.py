@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering
-from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size, half, input_nbytes
+from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size, half, input_nbytes, load_hermitian
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import V_BYTES, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import winograd_wgrad_gemm
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
@@ -21,7 +21,9 @@ from barellm.runtime.lowering import part
 def fft_wgrad_output(
     k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str
 ) -> None:
-    """dw (size, R, S) from products (planes, size), lanes along `size`. `flip`: filters are read from their end."""
+    """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
+    output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
+    from their end."""
     pitch, buffer = 2 * half(F) * k.lanes, k.thread_scratch()
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
@@ -33,34 +35,26 @@ def fft_wgrad_output(
                 k1, k2, k3 = (products.load((plane + n) * size + first, mask) for n in range(3))
                 x.append((k1 - k3, k1 + k2))
             for i, (re, im) in enumerate(fft(k, x, 1)[:R]):
-                to = buffer.at(i * pitch + column * (2 * k.lanes))
-                to.store(re)
-                to.store(im, k.lanes)
+                dst = buffer.at(i * pitch + column * (2 * k.lanes))
+                dst.store(re)
+                dst.store(im, k.lanes)
         with k.loop(0, R) as r:
             at = buffer.at(r * pitch)
-            known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
-            x = known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
+            x = load_hermitian(k, at, F)
             row = R - 1 - r if flip else r
             for s, (re, _) in enumerate(fft(k, x, 1)[:S]):
-                made, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
+                tap, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
                 for lane in range(k.lanes):
                     with k.when(first + lane < size):
-                        put_added(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(made, lane), mode)
+                        accumulate_scalar(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(tap, lane), mode)
 
 
 def append_fft_wgrad(
-    c: Lowering,
-    *,
-    dw: Any,
-    dy: Any,
-    x: Any,
-    geometry: ConvGeometry,
-    groups: int,
-    mode: str,
-    dims: tuple[str, ...],
+    c: Lowering, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
-) -> None:
-    """`geometry`: of the direct convolution."""
+) -> None:  # fmt: skip
+    """Append the calls of an FFT filter gradient: for as many blocks of tiles as V_BYTES hold, both transforms and the GEMMs; then
+    the inverse transform. `geometry`: of the direct forward convolution."""
     rows, columns, R, S = (
         int(dy.shape[1]) // groups,
         geometry.channels,
@@ -91,9 +85,10 @@ def append_fft_wgrad(
     c.thread_scratch(buffer + max(input_nbytes(c.isa, seen, tile_n) for _, _, seen, _ in operands))
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        for name, of, seen, filters in operands:
+        for name, src, seen, filters in operands:
             c.call(
-                fft_input, {"v": made[name], "x": of, **where}, {**images, "geometry": seen, "F": F, "filters": filters}, writes="v"
+                fft_input, {"v": made[name], "x": src, **where}, {**images, "geometry": seen, "F": F, "filters": filters},
+                writes="v",
             )  # fmt: skip
         sizes = {"rows": rows, "columns": columns, "positions": planes, "outputs": outputs, **images}
         tensors = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}

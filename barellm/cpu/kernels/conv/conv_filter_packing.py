@@ -59,6 +59,9 @@ class FilterPacking:
 
 
 def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
+    """a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it is
+    transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows of
+    two adjacent channels are interleaved to pairs."""
     f, lanes = packing, k.lanes
     vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)
     buffer = k.thread_scratch("i32")
@@ -72,27 +75,23 @@ def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
         _transpose(k, f, buffer, w, group, first, channel, count)
         block = vector // (f.tile_n // lanes)
         begin = (group * ceil_div(f.columns, f.tile_n) + block) * f.block_nbytes + chunk * (len(f.taps) * f.step_nbytes)
-        to = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)
+        dst = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)
         with k.loop(0, f.pairs) as pair:
-            of = buffer.at(pair * (f.pitch * lanes))
+            src = buffer.at(pair * (f.pitch * lanes))
             for t, tap in enumerate(f.taps):
-                offsets = tap, f.pitch + tap
-                rows = [k.bitcast(of.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in offsets]
+                # Where the tap is in the pair's even and odd channel; each row holds two adjacent taps.
+                offsets = (tap, f.pitch + tap)
+                rows = [k.bitcast(src.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in offsets]
                 halves = [x for i in range(lanes) for x in (2 * i + offsets[0] % 2, 2 * (lanes + i) + offsets[1] % 2)]
-                to.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
+                dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
 
 
 def _transpose(
-    k: KernelBuilder,
-    f: FilterPacking,
-    buffer: Pointer,
-    w: Pointer,
-    group: Value,
-    first: Value,
-    channel: Value,
+    k: KernelBuilder, f: FilterPacking, buffer: Pointer, w: Pointer, group: Value, first: Value, channel: Value,
     count: Value,
-) -> None:
-    """buffer (channels of the chunk x taps, in pairs) x filters. Filters behind the last one are read as the last one."""
+) -> None:  # fmt: skip
+    """buffer [channel of the chunk][pair of taps][filter] = the transpose of `count` channels, from `channel` on, of `lanes`
+    filters (output channels), from `first` on, of a group. Filters behind the last one are read as the last one."""
     columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
     if not f.transposed:
         rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]
@@ -104,24 +103,24 @@ def _transpose(
             _transpose_square(k, buffer.at(full * (k.lanes // 2)), [p.at(full) for p in rows], total - full)
         return
     with k.loop(0, count) as c:
-        of = w.at((group * f.channels + channel + c) * (f.columns * f.size))
-        to = buffer.at(c * (f.pitch // 2 * k.lanes))
+        src = w.at((group * f.channels + channel + c) * (f.columns * f.size))
+        dst = buffer.at(c * (f.pitch // 2 * k.lanes))
         if f.size == 1:
-            bits = _as_bf16(k, of.at(first), k.mask_first(k.int(f.columns) - first))
-            to.store_raw(k.op(k.ivec, f"zext {bits.typed} to {k.ivec}"))
+            bits = _as_bf16(k, src.at(first), k.mask_first(k.int(f.columns) - first))
+            dst.store_raw(k.op(k.ivec, f"zext {bits.typed} to {k.ivec}"))
         for e in range(0, f.size if f.size > 1 else 0, 2 * k.lanes):
-            rows = [of.at(column * f.size + e) for column in columns]
-            _transpose_square(k, to.at(e * (k.lanes // 2)), rows, None if e + 2 * k.lanes <= f.size else f.size - e)
+            rows = [src.at(column * f.size + e) for column in columns]
+            _transpose_square(k, dst.at(e * (k.lanes // 2)), rows, None if e + 2 * k.lanes <= f.size else f.size - e)
 
 
-def _transpose_square(k: KernelBuilder, to: Pointer, rows: list[Pointer], count: Any = None) -> None:
-    """to (pairs, lanes) = 2 lanes taps of each row, or the first `count` and zeros. What lies behind the run's end is overwritten
-    or not read."""
+def _transpose_square(k: KernelBuilder, dst: Pointer, rows: list[Pointer], count: Any = None) -> None:
+    """dst (pairs of adjacent taps, lanes) = the first 2 `lanes` taps of each of the `lanes` rows, transposed; of only `count` taps,
+    padded with zeros. Pairs behind the last tap are overwritten later or not read."""
     lanes = k.lanes
     masks = [None if count is None else k.mask_first(count - i) for i in (0, lanes)]
     pairs = [k.concat([_as_bf16(k, p.at(i), mask) for i, mask in zip((0, lanes), masks, strict=True)]) for p in rows]
     for i, v in enumerate(transpose(k, [k.bitcast(v, k.ivec) for v in pairs])):
-        to.store_raw(v, i * lanes)
+        dst.store_raw(v, i * lanes)
 
 
 def _as_bf16(k: KernelBuilder, p: Pointer, mask: Value | None) -> Value:

@@ -6,19 +6,21 @@ for each K block of channels a thread copies the input lines that these pixels s
 rows of a and each register tile of pixels it gathers the tile's im2col columns (they stay in L1 for these rows) and runs the
 micro-kernel, an outer product per depth. Each tap is a shift of the same lines, so stride, padding and dilation cost nothing.
 Partial sums of several K blocks are kept in scratch; a result is the sum of its K blocks' sums, whatever the other blocking is.
+
+Names: a `line` is a row of P x Q outputs of some image, counted over all images; `row` is an output channel of the group; `j` is a
+pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -45,7 +47,8 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int) -> Blocking:
-    """The tile and the lines with the least padding, and as many work items as keep `threads` busy with `images`."""
+    """The register tile and the lines of a work item with the least estimated time, padding and load imbalance counted, for `rows`
+    output channels of each of `groups` groups and `images` images on `threads` threads."""
     P, Q = geometry.output_size
     total = images * P
     channels = max(1, min(geometry.channels, KC // max(geometry.taps, 1)))
@@ -60,6 +63,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, gr
         return Blocking(tile, lines, columns, column_blocks, channels, splits)
 
     def cost(b: Blocking) -> float:
+        """An estimate of a thread's time, in multiply-adds of the micro-kernel: padded tiles, packing, imbalance, stalls."""
         tile_n = b.tile.nr(isa)
         pixels = b.lines * b.columns
         last = total % b.lines * b.columns
@@ -68,7 +72,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, gr
         items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits
         imbalance = round_up(items, threads) / items
         stalls = 1.2 if b.tile.vectors == 1 else 1  # on its loads: measured
-        # Packing takes about as long as four rows of a do.
+        # Packing takes about as long as multiplying four rows of the filters. Where a is read for few pixels: 2 % more.
         return (
             pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
         )
@@ -102,12 +106,16 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's loop over work items."""
+    """One thread's loop over work items. State of the loops: the item's `group`, output channels [first_row, last_row) and `pixels`
+    pixels of `num_lines` lines from `first_line` on, from `first_column` on; the K block `k_block`, which has `num_channels`
+    channels from `channel` on."""
 
     def __init__(
         self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
         geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
+        """Operands as in `conv_implicit_gemm`; `rows`: output channels of a group. Scratch: the input lines, partial sums of
+        several K blocks, a tile that is stored pixel by pixel (`spill`), the im2col columns of a tile (`column`)."""
         self.k, self.out, self.a, self.images, self.mode = k, out, a, images, mode
         self.groups, self.rows, self.geometry, self.target, self.blocking = groups, rows, geometry, target, blocking
         self.tile_n, self.pitch = blocking.tile.nr(k.isa), blocking.pitch(k.isa)
@@ -117,9 +125,10 @@ class ImplicitGemm:
         self.k_blocks = ceil_div(geometry.channels, blocking.channels)
         self.depth = geometry.channels * geometry.taps
         P, Q = geometry.output_size
-        self.dense = target == OutputMap((P, Q))
+        self.dense = target == OutputMap((P, Q))  # outputs are adjacent pixels
 
     def run(self) -> None:
+        """The parallel loop over work items, and the loop over K blocks of channels: load their input lines, multiply."""
         k, b, (P, Q) = self.k, self.blocking, self.geometry.output_size
         total, channels, tile = self.images * P, self.geometry.channels, b.tile
         row_tiles = ceil_div(self.rows, tile.mr)
@@ -143,20 +152,25 @@ class ImplicitGemm:
                 self._macro_kernel()
 
     def _macro_kernel(self) -> None:
+        """A K block of a work item: for each MC rows of a and each tile of pixels, gather its im2col columns once and run the
+        micro-kernel over the row tiles; the last may be shorter."""
         k, rows, tile = self.k, self.rows, self.blocking.tile
-        rest = rows % tile.mr
+        tail = rows % tile.mr  # rows of the last, partial tile
         with k.loop(self.first_row, self.last_row, round_up(MC, tile.mr)) as first:
             last = k.min(first + round_up(MC, tile.mr), self.last_row)
-            full = k.min(last, rows - rest) if rest else last
+            full = k.min(last, rows - tail) if tail else last
             with k.loop(0, self.pixels, self.tile_n) as j:
                 self.im2col.gather(self.column, self.num_channels, j, self.pixels, tile.vectors)
                 with k.loop(first, full, tile.mr) as row:
                     self._micro_kernel(row, j, tile)
-                if rest:
-                    with k.when(last > rows - rest):
-                        self._micro_kernel(k.int(rows - rest), j, Tile(rest, tile.vectors))
+                if tail:
+                    with k.when(last > rows - tail):
+                        self._micro_kernel(k.int(rows - tail), j, Tile(tail, tile.vectors))
 
     def _micro_kernel(self, row: Value, j: Value, tile: Tile) -> None:
+        """The tile of tile.mr output channels from `row` on x tile_n pixels from pixel j on: a (tile.mr, depth) @ column (depth,
+        tile_n) over the K block, plus the sums of the K blocks before. After the last K block it is stored to out, else to `sums`,
+        where the tile is contiguous, [tile.mr][tile_n]: a row of tiles takes pitch * mr elements."""
         k = self.k
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         partial = self.sums.at((row - self.first_row) * self.pitch + j * self.blocking.tile.mr)
@@ -165,29 +179,30 @@ class ImplicitGemm:
         left = [a.at(r * self.depth) for r in range(tile.mr)]
         with k.loop(0, self.num_channels * self.geometry.taps) as d:
             right = [self.column.load(d * self.tile_n + v * k.lanes) for v in range(tile.vectors)]
-            for p, line in zip(left, acc, strict=True):
+            for p, acc_row in zip(left, acc, strict=True):
                 factor = k.splat(p.get(d))
-                for v, var in enumerate(line):
+                for v, var in enumerate(acc_row):
                     var.value = k.fma(factor, right[v], var.value)
-        values = [[var.value for var in line] for line in acc]
+        values = [[var.value for var in acc_row] for acc_row in acc]
         if self.k_blocks == 1:
             self._store_tile(row, j, values)
             return
-        accumulate = self.k_block > 0
+        add_previous = self.k_block > 0
         values = [
-            [value + k.select(accumulate, to.load(v * k.lanes), 0.0) for v, value in enumerate(line)]
-            for to, line in zip(sums, values, strict=True)
+            [value + k.select(add_previous, dst.load(v * k.lanes), 0.0) for v, value in enumerate(acc_row)]
+            for dst, acc_row in zip(sums, values, strict=True)
         ]
         is_last_k = (self.k_block + 1).equals(self.k_blocks)
         with k.when(is_last_k):
             self._store_tile(row, j, values)
         with k.otherwise(is_last_k):
-            for to, line in zip(sums, values, strict=True):
-                for v, value in enumerate(line):
-                    to.store(value, v * k.lanes)
+            for dst, acc_row in zip(sums, values, strict=True):
+                for v, value in enumerate(acc_row):
+                    dst.store(value, v * k.lanes)
 
     def _store_tile(self, row: Value, j: Value, values: list[list[Value]]) -> None:
-        """The epilogue of a tile: whole vectors where they are adjacent pixels of one image."""
+        """The epilogue of the tile at output channel `row` and pixel j: whole vectors where all its pixels are adjacent in one
+        image, else pixel by pixel."""
         k, (P, Q) = self.k, self.geometry.output_size
         if not self.dense:
             self._store_pixels(row, j, values)
@@ -196,14 +211,15 @@ class ImplicitGemm:
         n, at = flat // (P * Q), flat % (P * Q)
         fits = (at + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
         with k.when(fits):
-            to = (n * self.groups + self.group) * (self.rows * P * Q) + at
+            dst = (n * self.groups + self.group) * (self.rows * P * Q) + at
             for r, line in enumerate(values):
                 for v, value in enumerate(line):
-                    self._store(value, to + (row + r) * (P * Q) + v * k.lanes)
+                    self._store(value, dst + (row + r) * (P * Q) + v * k.lanes)
         with k.otherwise(fits):
             self._store_pixels(row, j, values)
 
     def _store_pixels(self, row: Value, j: Value, values: list[list[Value]]) -> None:
+        """The epilogue of the same tile through `spill`, pixel by pixel, to where `target` puts each."""
         k, (P, _), t = self.k, self.geometry.output_size, self.target
         for r, line in enumerate(values):
             for v, value in enumerate(line):
@@ -215,11 +231,11 @@ class ImplicitGemm:
             image = (line // P * self.groups + self.group) * self.rows + row
             at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
             for r in range(len(values)):
-                to = self.out.at(at + r * (t.size[0] * t.size[1]))
-                put_added(k, to, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
+                dst = self.out.at(at + r * (t.size[0] * t.size[1]))
+                accumulate_scalar(k, dst, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
 
     def _store(self, value: Value, at: Value) -> None:
-        self.out.store(added(self.k, self.out, at, None, value, self.mode), at)
+        self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
 def conv_implicit_gemm(
@@ -229,11 +245,6 @@ def conv_implicit_gemm(
     """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
     H, W). `count` images for each of the run-time sizes `dims`."""
     images = k.num_elements(dims, count)
-    sizes: dict[str, Any] = {
-        "groups": groups,
-        "rows": rows,
-        "geometry": geometry,
-        "target": target,
-        "blocking": blocking,
-    }
-    ImplicitGemm(k, out, a, x, images=images, mode=mode, **sizes).run()
+    ImplicitGemm(
+        k, out, a, x, images=images, groups=groups, rows=rows, geometry=geometry, target=target, blocking=blocking, mode=mode
+    ).run()  # fmt: skip

@@ -9,6 +9,8 @@ A work item owns some images' lines x some output channels; its fp32 sums stay i
 then runs the micro-kernel over all positions. For a chunk (32 channels and 9 taps: depth 288) of 32 columns the filters take 18 KB
 and stay in L1 meanwhile. A result is one accumulation chain over chunks, taps and channels, whatever the blocking is, and is
 rounded once.
+
+Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLa
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import rank1_update
-from barellm.cpu.kernels.loops import added, put_added
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -50,13 +52,15 @@ class Blocking:
     columns: int
 
     def layout(self, geometry: ConvGeometry) -> PolyphaseLayout:
+        """Positions of a block of lines, padded to tiles."""
         return PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
 
 
 def select_blocking(
     isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, columns: int, images: int, groups: int, threads: int
 ) -> Blocking:
-    """Work items as large as L2 allows, and as many as keep `threads` evenly busy with `images`."""
+    """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles; `columns`: output channels
+    of a group."""
     P, _ = geometry.output_size
     tile_n = tile.nr(isa)
     pairs = isa.lanes
@@ -99,6 +103,9 @@ class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking, *, dense: bool) -> None:
+        """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
+        `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only where outputs are not
+        `dense`."""
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
@@ -115,12 +122,14 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's loop over work items."""
+    """One thread's loop over work items. State of the loops: the item's `group`, `num_images` images from `image` on, the lines of
+    a block from `line` on, and the columns of a block from `first_column` on."""
 
     def __init__(
         self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, columns: int,
         geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
+        """Operands as in `conv_implicit_gemm_bf16`; `columns`: output channels of a group. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
         self.dense = target == OutputMap(geometry.output_size)
@@ -129,14 +138,15 @@ class ImplicitGemm:
         self.input = PolyphaseBuffer(
             k, self.layout, x, at, channels=2 * blocking.pairs, groups=groups, height=pack_height(self.layout)
         )
-        of = self.scratch
+        s = self.scratch
         self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
-            at.bytes(n) for n in (of.panel, of.sums, of.shifts, of.pixel_sums, of.pixel_targets, of.spill)
+            at.bytes(n) for n in (s.panel, s.sums, s.shifts, s.pixel_sums, s.pixel_targets, s.spill)
         )
         self.tile_n = blocking.tile.nr(k.isa)
         self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
 
     def run(self) -> None:
+        """The parallel loop over work items, and for each the loop over K blocks of channels."""
         k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
         self._make_tables()
         line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
@@ -167,12 +177,15 @@ class ImplicitGemm:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
     def _k_block(self, k_block: Value) -> None:
+        """One K block of a work item: pack its chunks of all images, run the micro-kernel over all positions and column blocks, and
+        after the last K block the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
         with k.loop(0, self.num_images) as n, k.loop(0, chunks) as c:
             self._pack(n, c, chunk + c)
         blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
+        # Filters lie as [group][column block][chunk][tap][pair][tile_n][2] (conv_filter_packing.py).
         filter_bytes = self.chunks * self.geometry.taps * 4 * b.pairs * self.tile_n  # of a column block
         group_bytes = ceil_div(self.columns, self.tile_n) * filter_bytes
         with k.loop(0, self.num_images) as n:
@@ -183,14 +196,14 @@ class ImplicitGemm:
                 (end - end % b.tile.mr, end, end % b.tile.mr),
             ):
                 with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
-                    to = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
+                    dst = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
                     filters = self.a.bytes(
                         self.group * group_bytes
                         + (self.first_column // self.tile_n + block) * filter_bytes
                         + chunk * (self.geometry.taps * 4 * b.pairs * self.tile_n)
                     )
-                    accumulate = k_block > 0 if k_blocks > 1 else None
-                    self._micro_kernel(to, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, accumulate)
+                    add_previous = k_block > 0 if k_blocks > 1 else None
+                    self._micro_kernel(dst, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, add_previous)
         is_last_k = k.when((k_block + 1).equals(k_blocks)) if k_blocks > 1 else nullcontext()
         with is_last_k, k.loop(0, blocks) as block, k.loop(0, self.num_images) as n:
             image = self.sums.bytes((block * b.images + n) * self.scratch.image)
@@ -208,10 +221,10 @@ class ImplicitGemm:
             with k.loop(0, layout.height, height) as u:
                 last = k.min(u + height, layout.height)
                 with k.loop(0, 2 * pairs) as j:
-                    to = self.input.at.at(j * self.input.pitch)
-                    self.input.pack_lines(j, to, row_phase, column_phase, u, last)
-                    self.input.clear(to.at((last - u) * layout.pitch), 0, layout.columns.reach)
-                to = panel.at((u * layout.pitch + plane * layout.size) * lanes)
+                    dst = self.input.at.at(j * self.input.pitch)
+                    self.input.pack_lines(j, dst, row_phase, column_phase, u, last)
+                    self.input.clear(dst.at((last - u) * layout.pitch), 0, layout.columns.reach)
+                dst = panel.at((u * layout.pitch + plane * layout.size) * lanes)
                 with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
                     rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
                     vectors = [
@@ -220,12 +233,14 @@ class ImplicitGemm:
                     ]
                     vectors += vectors[:1] * (lanes - pairs)  # unused lanes
                     for i, v in enumerate(transpose(k, vectors)):
-                        to.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
+                        dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
 
     def _micro_kernel(
-        self, to: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, accumulate: Value | None
+        self, dst: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, add_previous: Value | None
     ) -> None:
-        """to (tile.mr, tile_n) = positions' sums over a K block, added to those before where `accumulate`."""
+        """dst (tile.mr, tile_n) fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
+        the old dst where `add_previous` (None: never). `rows` of the positions are computed (AMX: a multiple of 16). Of each step,
+        a tap of a chunk, the table `shifts` has the byte offset in the panel."""
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
 
@@ -235,13 +250,13 @@ class ImplicitGemm:
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
             count = rows // amx.SIDE
-            amx.multiply_column(k, to, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=accumulate)
+            amx.multiply_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         flat = [var for line in acc for var in line]
-        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
-        if accumulate is not None:
-            with k.when(accumulate):
+        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        if add_previous is not None:
+            with k.when(add_previous):
                 for var, p in zip(flat, targets, strict=True):
                     var.value = p.load()
         with k.loop(0, steps) as s:
@@ -257,7 +272,8 @@ class ImplicitGemm:
             p.store(var.value)
 
     def _store(self, n: Value, sums: Pointer, column: Value) -> None:
-        """The epilogue of a column block of an image: vectors of adjacent pixels, whose positions a table has."""
+        """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is
+        stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         (P, Q), t = self.geometry.output_size, self.target
         pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q
@@ -265,7 +281,7 @@ class ImplicitGemm:
         with k.loop(column, last, lanes) as first:
             image = ((self.image + n) * self.groups + self.group) * self.columns + first
             row = self.line * t.stride[0] + t.offset[0]
-            to = self.out.at(image * size + row * t.size[1] + t.offset[1])
+            dst = self.out.at(image * size + row * t.size[1] + t.offset[1])
             vector = sums.at(first - column)
             vectors_end = pixels & -lanes
             is_last = first + lanes > self.columns
@@ -273,23 +289,25 @@ class ImplicitGemm:
             if self.dense and self.mode == "store" and self.out.dtype == "bf16" and self.columns % lanes == 0:
                 begin = pixels & -(2 * lanes)
                 with k.loop(0, begin, 2 * lanes) as p:
-                    self._store_bf16(to, vector, p)
+                    self._store_bf16(dst, vector, p)
             with k.loop(begin, vectors_end, lanes) as p:
-                self._store_pixels(to, vector, p, None, is_last)
+                self._store_pixels(dst, vector, p, None, is_last)
             with k.when(vectors_end < pixels):
-                self._store_pixels(to, vector, vectors_end, pixels - vectors_end, is_last)
+                self._store_pixels(dst, vector, vectors_end, pixels - vectors_end, is_last)
 
-    def _store_bf16(self, to: Pointer, sums: Pointer, p: Value) -> None:
-        """Two vectors of pixels from p on, rounded to bf16 before the transpose, which then has half the elements."""
+    def _store_bf16(self, dst: Pointer, sums: Pointer, p: Value) -> None:
+        """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
+        half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         interleave = [x for i in range(lanes) for x in (i, lanes + i)]
         rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
         pairs = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         for c, value in enumerate(transpose(k, pairs)):
-            k.line(f"store {value.typed}, ptr {to.at(p + c * size).ref}, align 2")
+            k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 
-    def _store_pixels(self, to: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
-        """A vector of pixels from p on, or `count` of them, for a vector of columns."""
+    def _store_pixels(self, dst: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
+        """Store a vector of pixels from pixel p on, or the first `count` of it, for `lanes` columns; where `is_last` (i1) only
+        those columns that exist."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         columns_first = transpose(k, [sums.bytes(self._lookup(self.pixel_sums, p + i)).load() for i in range(lanes)])
         mask = None if count is None else k.mask_first(count)
@@ -298,23 +316,24 @@ class ImplicitGemm:
                 self.spill.store(value, c * lanes)
             columns = k.select(is_last, k.int(self.columns % lanes), lanes)
             with k.loop(0, lanes if count is None else count) as i, k.loop(0, columns) as c:
-                place = to.at(self._lookup(self.pixel_targets, p + i) + c * size)
-                put_added(k, place, 0, self.spill.get(c * lanes + i), self.mode)
+                place = dst.at(self._lookup(self.pixel_targets, p + i) + c * size)
+                accumulate_scalar(k, place, 0, self.spill.get(c * lanes + i), self.mode)
             return
 
-        def put(values: list[Value]) -> None:
+        def store_columns(values: list[Value]) -> None:
             for c, value in enumerate(values):
-                place = to.at(p + c * size)
-                place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+                place = dst.at(p + c * size)
+                place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
         tail = self.columns % lanes
         with k.otherwise(is_last) if tail else nullcontext():
-            put(columns_first)
+            store_columns(columns_first)
         if tail:
             with k.when(is_last):
-                put(columns_first[:tail])
+                store_columns(columns_first[:tail])
 
     def _lookup(self, table: Pointer, index: Value) -> Value:
+        """An i64 of a table in scratch."""
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 

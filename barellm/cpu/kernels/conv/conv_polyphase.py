@@ -41,6 +41,7 @@ class PolyphaseLayout:
     min_pitch: int = 0
 
     def _axis(self, axis: int) -> AxisTaps:
+        """The taps along rows (0) or columns (1): offset o is phase o % stride, shifted by o // stride."""
         stride = self.geometry.stride[axis]
         offsets = (self.geometry.row_offsets, self.geometry.column_offsets)[axis]
         shifts = [o // stride for o in offsets]
@@ -115,8 +116,9 @@ class PolyphaseLayout:
 
 
 class PolyphaseBuffer:
-    """The planes of `channels` channels at a time at `at`, or `height` of their lines, packed from x (N, groups group_channels, H,
-    W); the default of `group_channels` is geometry.channels."""
+    """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from x (N, groups group_channels,
+    H, W); the default of `group_channels` is geometry.channels. `at`: the first channel's; `pitch`: elements to the next channel's.
+    A line of zeros before them stands for the rows outside the image."""
 
     def __init__(
         self, k: KernelBuilder, layout: PolyphaseLayout, x: Pointer, scratch: Pointer, *, channels: int, groups: int,
@@ -141,11 +143,11 @@ class PolyphaseBuffer:
         k, layout = self.k, self.layout
         with k.loop(0, self.channels) as j:
             for plane, (row_phase, column_phase) in enumerate(layout.phases()):
-                to = self.at.at((j + number) * self.pitch + plane * layout.size)
-                self.pack_lines(j, to, row_phase, column_phase, 0, layout.height)
-                self.clear(to, layout.height * layout.pitch, layout.size)
+                dst = self.at.at((j + number) * self.pitch + plane * layout.size)
+                self.pack_lines(j, dst, row_phase, column_phase, 0, layout.height)
+                self.clear(dst, layout.height * layout.pitch, layout.size)
 
-    def pack_lines(self, j: Value, to: Pointer, row_phase: int, column_phase: int, first: Any, last: Any) -> None:
+    def pack_lines(self, j: Value, dst: Pointer, row_phase: int, column_phase: int, first: Any, last: Any) -> None:
         """Pack the lines [first, last) of one plane of channel j. A channel behind the group's last is zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
         exists = self.first + j < self.group_channels
@@ -156,47 +158,49 @@ class PolyphaseBuffer:
                 row = k.max(k.min(reflect_index(k, row, H), H - 1), 0)
             inside = exists & (row >= 0) & (row < H)
             source = k.op("ptr", f"select {inside.typed}, ptr {plane.at(row * W).ref}, ptr {self.zeros.ref}")
-            self._pack_line(to.at((u - first) * layout.pitch), Pointer(k, source.ref, "bf16"), column_phase)
+            self._pack_line(dst.at((u - first) * layout.pitch), Pointer(k, source.ref, "bf16"), column_phase)
 
-    def _pack_line(self, to: Pointer, source: Pointer, phase: int) -> None:
-        """Vectors may reach beyond the line: what follows is written later."""
+    def _pack_line(self, dst: Pointer, source: Pointer, phase: int) -> None:
+        """A line of a plane: dst[v] = source[(v + first) * stride + phase] for `pitch` positions v, zeros or mirror images outside
+        the image. Vectors may reach beyond the line: what follows is written later."""
         k, layout, stride, W = self.k, self.layout, self.geometry.stride[1], self.geometry.input_size[1]
         first, pitch = layout.columns.first, layout.pitch
         inside = [v for v in range(pitch) if 0 <= (v + first) * stride + phase < W]
         low, high = (inside[0], inside[-1] + 1) if inside else (pitch, pitch)
         column = (low + first) * stride + phase
-        self.clear(to, 0, low)
+        self.clear(dst, 0, low)
         vectors = (high - low) // k.lanes
         if vectors <= UNROLLED:
             for v in range(vectors):
-                to.store_raw(self._vector(source, column + v * k.lanes * stride, k.lanes), low + v * k.lanes)
+                dst.store_raw(self._vector(source, column + v * k.lanes * stride, k.lanes), low + v * k.lanes)
         else:
             with k.loop(0, vectors * k.lanes, k.lanes) as v:
-                to.store_raw(self._vector(source, v * stride + column, k.lanes), v + low)
+                dst.store_raw(self._vector(source, v * stride + column, k.lanes), v + low)
         end = low + vectors * k.lanes
         if end < high:
-            to.store_raw(self._vector(source, column + vectors * k.lanes * stride, high - end), end)
+            dst.store_raw(self._vector(source, column + vectors * k.lanes * stride, high - end), end)
             end += k.lanes
-        self.clear(to, end, pitch)
+        self.clear(dst, end, pitch)
         if self.geometry.reflect:
             for v in (*range(low), *range(high, pitch)):
                 at = abs((v + first) * stride + phase)
                 at = max(min(at, 2 * (W - 1) - at), 0)  # with a stride, some that no tap reads lie far outside
                 p = source.at(at)
                 bits = k.op("i16", f"load i16, ptr {p.ref}, align 2")
-                k.line(f"store {bits.typed}, ptr {to.at(v).ref}, align 2")
+                k.line(f"store {bits.typed}, ptr {dst.at(v).ref}, align 2")
 
-    def clear(self, to: Pointer, begin: int, end: int) -> None:
+    def clear(self, dst: Pointer, begin: int, end: int) -> None:
         k = self.k
         if end - begin <= UNROLLED * k.lanes:
             for v in range(begin, end, k.lanes):
-                to.store_raw(0, v)
+                dst.store_raw(0, v)
         else:
             with k.loop(begin, end, k.lanes) as v:
-                to.store_raw(0, v)
+                dst.store_raw(0, v)
 
     def _vector(self, source: Pointer, column: Any, count: int) -> Value:
-        """`count` pixels from `column` on, strided; zeros behind them."""
+        """A vector of `count` pixels (i16), every stride-th from input column `column` on; zeros behind them. Strides of 2 and 4:
+        loads of adjacent pixels, of which shuffles keep every second."""
         k, stride = self.k, self.geometry.stride[1]
         if stride == 1:
             return source.load_raw(column, None if count == k.lanes else k.mask_first(count))

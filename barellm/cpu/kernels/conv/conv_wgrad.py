@@ -5,6 +5,8 @@ A GEMM whose K dimension is pixels. Both operands lie along pixels, so lanes are
 vector of partial sums for each element of dw, and lanes are added at the very end. A work item owns some rows (output channels) x
 some depths of dw, whose partial sums stay in its scratch (L2), and goes through the pixels of all images in order, a K block of
 some lines at a time: it packs dy and the im2col panel of these lines, then runs the micro-kernel over its tiles.
+
+Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -36,6 +38,8 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int) -> Blocking:
+    """Even blocks of about MC x NC, and K blocks of about KC pixels; `rows`: output channels of a group. K blocks depend on the
+    shape alone, for they are the order of summation."""
     P, Q = geometry.output_size
     channels = min(geometry.channels, max(1, NC // geometry.taps))
     lines = max(1, min(KC // Q, images * P))
@@ -62,22 +66,26 @@ def tile_shape(isa: ISA) -> tuple[int, int]:
 
 
 class WeightGradient:
-    """One thread's loop over work items."""
+    """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` rows from `first_row` on, and
+    `num_depths` depths from input channel `channel` on."""
 
     def __init__(
         self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, dims: tuple[str, ...], count: int, groups: int,
         rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
+        """Operands as in `conv_wgrad`; there are `count` images for each of the run-time sizes `dims`. Scratch: the im2col panel
+        first, which lays out its own tables and lines, then packed dy, then the partial sums [row][depth], a vector each."""
         self.k, self.dw, self.dy, self.mode = k, dw, dy, mode
         self.groups, self.rows, self.geometry, self.blocking = groups, rows, geometry, blocking
-        scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
-        self.packed_dy, self.sums, self.pitch = at.bytes(scratch.dy), at.bytes(scratch.sums), scratch.pitch
+        layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
+        self.packed_dy, self.sums, self.pitch = scratch.bytes(layout.dy), scratch.bytes(layout.sums), layout.pitch
         self.max_depths = blocking.channels * geometry.taps
         self.total_lines = k.num_elements(dims, count) * geometry.output_size[0]
-        self.panel = Im2colPanel(k, geometry, x, at, blocking.lines, blocking.columns, scratch.pitch, groups)
+        self.panel = Im2colPanel(k, geometry, x, scratch, blocking.lines, blocking.columns, layout.pitch, groups)
         self.tile_m, self.tile_n = tile_shape(k.isa)
 
     def run(self) -> None:
+        """The parallel loop over work items; for each the loop over K blocks: pack both operands, add to the partial sums."""
         k, b, geometry, Q = self.k, self.blocking, self.geometry, self.geometry.output_size[1]
         row_blocks, channel_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.channels)
         column_blocks = ceil_div(Q, b.columns)
@@ -103,21 +111,22 @@ class WeightGradient:
             self._store()
 
     def _pack_dy(self, line: Value, lines: Value, column: Any, columns: Any, pixels: Value) -> None:
-        """packed_dy (rows, pixels of the K block), with a vector of zeros behind the last pixel."""
+        """packed_dy (num_rows, pixels) = dy of the K block of `lines` lines from `line` on, `columns` pixels each from `column` on;
+        a vector of zeros lies behind the last pixel. Vectors may reach beyond a line: the next one overwrites that."""
         k, lanes, (P, Q) = self.k, self.k.lanes, self.geometry.output_size
         with k.loop(0, self.num_rows) as row:
-            to = self.packed_dy.at(row * self.pitch)
+            dst = self.packed_dy.at(row * self.pitch)
             with k.loop(0, lines) as i:
                 n, y = (line + i) // P, (line + i) % P
                 channel = (n * self.groups + self.group) * self.rows + self.first_row + row
                 source = self.dy.at((channel * P + y) * Q + column)
                 vectors_end = k.int(columns) & -lanes
                 with k.loop(0, vectors_end, lanes) as q:
-                    to.store(source.load(q), i * columns + q)
+                    dst.store(source.load(q), i * columns + q)
                 if not (isinstance(columns, int) and columns % lanes == 0):
                     tail = source.load(vectors_end, k.mask_first(columns - vectors_end))
-                    to.store(tail, i * columns + vectors_end)
-            to.store(0.0, pixels)
+                    dst.store(tail, i * columns + vectors_end)
+            dst.store(0.0, pixels)
 
     def _macro_kernel(self, pixels: Value) -> None:
         """Add a K block to all partial sums: tiles of tile_m x tile_n, and at the edges of one row or one depth."""
@@ -132,7 +141,8 @@ class WeightGradient:
                     self._micro_kernel(row, d, 1, depths, pixels)
 
     def _micro_kernel(self, row: Value, d: Value, rows: int, depths: int, pixels: Value) -> None:
-        """Partial sums of `rows` x `depths` elements += dy im2col^T over the pixels."""
+        """The partial sums of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels, lane by
+        lane."""
         k = self.k
         partial = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
         acc = [[k.var(p.load()) for p in line] for line in partial]
@@ -144,20 +154,21 @@ class WeightGradient:
                 b_vector = p.load(j)
                 for r, a_vector in enumerate(a_vectors):
                     acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
-        for to, line in zip(partial, acc, strict=True):
-            for p, var in zip(to, line, strict=True):
+        for dst, line in zip(partial, acc, strict=True):
+            for p, var in zip(dst, line, strict=True):
                 p.store(var.value)
 
     def _partial(self, row: Value, d: Value) -> Pointer:
+        """The vector of partial sums of an element of dw."""
         return self.sums.at((row * self.max_depths + d) * self.k.lanes)
 
     def _store(self) -> None:
-        """The epilogue: lanes are added."""
+        """The epilogue: dw (rows, depths) = the sums of the lanes of the partial sums."""
         k, geometry = self.k, self.geometry
         with k.loop(0, self.num_rows) as row, k.loop(0, self.num_depths) as d:
             channel = self.group * self.rows + self.first_row + row
             at = channel * (geometry.channels * geometry.taps) + self.channel * geometry.taps + d
-            put_added(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
+            accumulate_scalar(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
 
 
 def conv_wgrad(
@@ -172,6 +183,7 @@ def conv_wgrad(
 def append_wgrad(
     c: Lowering, dw: Any, dy: Any, x: Any, *, groups: int, geometry: ConvGeometry, mode: str, dims: tuple[str, ...], count: int
 ) -> None:  # fmt: skip
+    """Append the fp32 direct algorithm's call. `geometry`: of the forward convolution; `dims` and `count` as in `conv_wgrad`."""
     rows = int(dy.shape[1]) // groups
     blocking = select_blocking(c.isa, geometry, rows, int(x.shape[0]))
     c.thread_scratch(ScratchLayout(c.isa, geometry, blocking).nbytes)

@@ -19,7 +19,7 @@ from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLa
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import rank1_update
-from barellm.cpu.kernels.loops import added
+from barellm.cpu.kernels.loops import accumulate
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -41,7 +41,7 @@ class Blocking:
     images: int
 
     def layouts(self, geometry: ConvGeometry) -> tuple[PolyphaseLayout, PolyphaseLayout]:
-        """Of x and of dy."""
+        """The polyphase layouts of x and of dy, whose lines have the same pitch: a position is the same in both."""
         step = amx.TILE_K if self.use_amx else 2
         x = PolyphaseLayout(geometry, self.lines, step)
         dy = ConvGeometry(geometry.output_size, geometry.channels, geometry.output_size, (1, 1), (0,), (0,))
@@ -51,8 +51,8 @@ class Blocking:
 def select_blocking(
     isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int
 ) -> Blocking:
-    """The work items that take least time, packing counted. Lines and images of a K block depend on the shape alone: they are the
-    order in which sums are added."""
+    """The work items that take the least estimated time, packing counted, for `rows` output channels of a group. Lines and images
+    of a K block depend on the shape alone: they are the order in which sums are added."""
     P, _ = geometry.output_size
     pitch, tile_n = PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
     lines = ceil_div(P, ceil_div(P, max(1, min(P, KC // pitch))))
@@ -78,6 +78,8 @@ class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
+        """In this order: planes of dy, planes of x, packed x [column block][image][parity], sums [tile][tap][tile.mr][tile_n].
+        `parities`: of the taps' shifts; pairs of positions begin at even ones or at odd ones."""
         x, dy = b.layouts(geometry)
         tile_n = b.tile.nr(isa)
         self.parities = sorted({shift % 2 for shift in x.shifts()})
@@ -90,19 +92,17 @@ class ScratchLayout:
 
 
 class WeightGradient:
-    """One thread's loop over work items."""
+    """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` output channels from `row` on and
+    `num_columns` input channels from `column` on."""
 
     def __init__(
         self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
         geometry: ConvGeometry, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
+        """Operands as in `conv_wgrad_bf16`; `rows`: output channels of a group. Scratch as `ScratchLayout` has it."""
         self.k, self.dw, self.images, self.groups, self.rows, self.geometry = k, dw, images, groups, rows, geometry
-        self.blocking, self.mode, self.scratch, at = (
-            blocking,
-            mode,
-            ScratchLayout(k.isa, geometry, blocking),
-            k.thread_scratch(),
-        )
+        self.blocking, self.mode = blocking, mode
+        self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.tile_n = blocking.tile.nr(k.isa)
         self.layout, dy_layout = blocking.layouts(geometry)
         self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
@@ -111,6 +111,7 @@ class WeightGradient:
         self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
 
     def run(self) -> None:
+        """The parallel loop over work items; for each the loop over K blocks of images and lines: pack both operands, multiply."""
         k, b, geometry = self.k, self.blocking, self.geometry
         row_blocks, column_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.columns)
         items = self.groups * row_blocks * column_blocks
@@ -125,6 +126,8 @@ class WeightGradient:
             self._store()
 
     def _pack(self, image: Value, num_images: Value, line: Value) -> None:
+        """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as planes; x as planes, and from
+        these, transposed, pairs of positions [pair][tile_n] for each parity."""
         k, lanes = self.k, self.k.lanes
         with k.loop(0, num_images) as n:
             self.dy.seek(image + n, self.group, self.row, line)
@@ -133,7 +136,7 @@ class WeightGradient:
                 self.x.seek(image + n, self.group, self.column + c, line)
                 self.x.pack()
                 for parity in self.scratch.parities:
-                    to = self._panel(c // self.tile_n, n, parity)
+                    dst = self._panel(c // self.tile_n, n, parity)
                     with k.loop(0, self.scratch.pairs, lanes) as pair, k.loop(0, self.tile_n, lanes) as v:
                         at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)
                         vectors = []
@@ -141,50 +144,58 @@ class WeightGradient:
                             p = at.at(i * self.x.pitch)
                             vectors.append(k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align 2"))
                         for i, value in enumerate(transpose(k, vectors)):
-                            to.store_raw(value, (pair + i) * self.tile_n + v)
+                            dst.store_raw(value, (pair + i) * self.tile_n + v)
 
     def _panel(self, block: Value, n: Value, parity: int) -> Pointer:
-        """The pairs of a column block of an image."""
+        """The packed x, [pair][tile_n][2], of a column block of image n of the K block, in pairs that begin at positions of
+        `parity`."""
         number = (block * self.blocking.images + n) * len(self.scratch.parities) + self.scratch.parities.index(parity)
         return self.panel.as_dtype("i32").bytes(number * self.scratch.copy)
 
     def _sums(self, row: Value, column: Value, t: int) -> Pointer:
-        """The sums (tile.mr, tile_n) of a tap."""
+        """The sums (tile.mr, tile_n) of tap t of the tile at (row, column) of the work item."""
         blocks = self.blocking.columns // self.tile_n
         tile = (row // self.blocking.tile.mr * blocks + column // self.tile_n) * self.geometry.taps + t
         return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
 
-    def _macro_kernel(self, num_images: Value, accumulate: Value) -> None:
+    def _macro_kernel(self, num_images: Value, add_previous: Value) -> None:
+        """The sums of all tiles and taps over a K block, plus those before where `add_previous` (i1). A tap's operand is the packed
+        x, shifted."""
         k, tile = self.k, self.blocking.tile
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
             for t, shift in enumerate(self.layout.shifts()):
                 panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
-                self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, accumulate)
+                self._micro_kernel(
+                    self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous
+                )
 
-    def _micro_kernel(self, to: Pointer, left: Pointer, panel: Pointer, num_images: Value, accumulate: Value) -> None:
-        """to (tile.mr, tile_n) += the sum over a K block's positions."""
+    def _micro_kernel(
+        self, dst: Pointer, left: Pointer, panel: Pointer, num_images: Value, add_previous: Value
+    ) -> None:
+        """dst (tile.mr, tile_n) = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`: the
+        packed lines of dy of the first of `num_images` images, `panel`: their VNNI pairs of x, shifted by the tap."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
         left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
         panel_bytes = len(self.scratch.parities) * self.scratch.copy
         row = 2 * self.dy.pitch
         if self.blocking.use_amx:
-            amx.load_accumulators(k, to, accumulate, row=4 * self.tile_n)
+            amx.load_accumulators(k, dst, add_previous, row=4 * self.tile_n)
             with k.loop(0, num_images) as n:
-                of = amx.TileA(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
-                amx.accumulate_steps(k, of, panel.bytes(n * panel_bytes), k.int(steps))
-            amx.store_accumulators(k, to, row=4 * self.tile_n)
+                a = amx.TileA(left.bytes(n * left_bytes), row, amx.LINE, amx.SIDE * row)
+                amx.accumulate_steps(k, a, panel.bytes(n * panel_bytes), k.int(steps))
+            amx.store_accumulators(k, dst, row=4 * self.tile_n)
             return
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-        targets = [to.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
+        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
         flat = [var for line in acc for var in line]
-        with k.when(accumulate):
+        with k.when(add_previous):
             for var, p in zip(flat, targets, strict=True):
                 var.value = p.load()
         with k.loop(0, num_images) as n:
-            of, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
+            src, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
 
-            def pair(r: int, u: Value, of: Pointer = of) -> Value:
-                return k.splat(k.op("i32", f"load i32, ptr {of.bytes(u * 4 + r * row).ref}, align 4"))
+            def pair(r: int, u: Value, src: Pointer = src) -> Value:
+                return k.splat(k.op("i32", f"load i32, ptr {src.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:
                 rank1_update(k, acc, pair, right, u, True)
@@ -192,21 +203,21 @@ class WeightGradient:
             p.store(var.value)
 
     def _store(self) -> None:
-        """The epilogue: transpose to dw's layout, in which a channel's taps are adjacent."""
+        """The epilogue: the sums of a row, [tap][column], are transposed to dw's layout, [column][tap]."""
         k, lanes, taps, C = self.k, self.k.lanes, self.geometry.taps, self.geometry.channels
         rows = self.blocking.tile.mr
         with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:
             first = self._sums(r, c, 0).at(r % rows * self.tile_n + c % self.tile_n)
-            to = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
+            dst = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
             count = k.min(self.num_columns - c, lanes)
             for t in range(0, taps, lanes):
                 n = min(lanes, taps - t)
-                found = [first.at((t + min(i, n - 1)) * (rows * self.tile_n)).load() for i in range(lanes)]
+                of_taps = [first.at((t + min(i, n - 1)) * (rows * self.tile_n)).load() for i in range(lanes)]
                 mask = None if n == lanes else k.mask_first(n)
-                for i, value in enumerate(transpose(k, found)):
+                for i, value in enumerate(transpose(k, of_taps)):
                     with k.when(count > i):
-                        place = to.at(i * taps + t)
-                        place.store(added(k, place, 0, mask, value, self.mode), 0, mask)
+                        place = dst.at(i * taps + t)
+                        place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
 def conv_wgrad_bf16(
@@ -215,15 +226,5 @@ def conv_wgrad_bf16(
 ) -> None:  # fmt: skip
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `count`
     images for each of the run-time sizes `dims`."""
-    WeightGradient(
-        k,
-        dw,
-        dy,
-        x,
-        images=k.num_elements(dims, count),
-        groups=groups,
-        rows=rows,
-        geometry=geometry,
-        blocking=blocking,
-        mode=mode,
-    ).run()
+    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
+    WeightGradient(k, dw, dy, x, images=k.num_elements(dims, count), **sizes).run()

@@ -24,7 +24,7 @@ from barellm.cpu.kernels.conv.conv_wgrad import append_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import append_winograd, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import append_winograd_wgrad
-from barellm.cpu.kernels.loops import elementwise_map, put_added
+from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
 from barellm.cpu.lang import Value
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
@@ -175,14 +175,14 @@ def transpose_filters(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, colum
     one phase of a strided convolution's pixels needs."""
     taps = len(rows) * len(columns)
     with k.parallel_for(groups * C) as row, k.loop(0, K) as i:
-        of = w.at(((row // C * K + i) * C + row % C) * (R * S))
-        to = a.at((row * K + i) * taps)
+        src = w.at(((row // C * K + i) * C + row % C) * (R * S))
+        dst = a.at((row * K + i) * taps)
         # Where all taps are used they are adjacent.
         vectors = range(0, taps - taps % k.lanes, k.lanes) if taps == R * S else range(0)
         for v in vectors:
-            to.store(of.load(v), v)
+            dst.store(src.load(v), v)
         for t, (r, s) in list(enumerate((r, s) for r in rows for s in columns))[len(vectors) * k.lanes :]:
-            to.put(of.get(r * S + s), t)
+            dst.put(src.get(r * S + s), t)
 
 
 def reflect_pad_backward(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, mode) -> None:
@@ -207,7 +207,7 @@ def reflect_pad_backward(k: KernelBuilder, dx, padded, *, dims, count, channels,
                 for column, column_exists in copies(x, W, left):
                     with k.when(row_exists & column_exists):
                         total.value = total.value + padded.get((plane * padded_H + row) * padded_W + column)
-            put_added(k, dx, line * W + x, total.value, mode)
+            accumulate_scalar(k, dx, line * W + x, total.value, mode)
 
 
 def transposed_filters(c: Lowering, op: Conv2dDx, rows: tuple[int, ...], columns: tuple[int, ...]) -> Any:
@@ -247,6 +247,8 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
 
 @lowering("conv2d_dw", starts="dw")
 def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
+    """The filter gradient by the op's algorithm; with "auto" the first of depthwise, FFT, Winograd, bf16 and fp32 direct that
+    supports it and that the cost models take."""
     geometry = geometry_of(op, op.x, *op.size)
     images = {"groups": op.groups, "geometry": geometry, "mode": op.modes["dw"], **images_of(op.x)}
     rows = int(op.dy.shape[1]) // op.groups

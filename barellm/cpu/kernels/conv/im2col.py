@@ -77,8 +77,8 @@ class OutputLines:
         with k.loop(0, num_lines) as line:
             n, i = (first_line + line) // P, (first_line + line) % P
             plane = (n * self.groups + group) * (self.geometry.channels * H * W)
-            for to, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
-                k.line(f"store {value.typed}, ptr {to.bytes(line * 8).ref}, align 8")
+            for dst, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
+                k.line(f"store {value.typed}, ptr {dst.bytes(line * 8).ref}, align 8")
 
     def source(self, line: Value) -> tuple[Value, Value]:
         """(offset in x, input row) of a line."""
@@ -104,51 +104,52 @@ class LineBuffer:
         the image are zeros or mirror images."""
         k, geometry = self.k, self.geometry
         H, W = geometry.input_size
-        to, length = self.at.at(k.int(number) * self.pitch), geometry.line_length(self.outputs)
+        dst, length = self.at.at(k.int(number) * self.pitch), geometry.line_length(self.outputs)
         if isinstance(first, int) and not geometry.reflect and length <= UNROLLED_LINE * k.lanes:
-            self._fill_unrolled(to, plane, row, first * geometry.stride[1] + geometry.first_column, length)
+            self._fill_unrolled(dst, plane, row, first * geometry.stride[1] + geometry.first_column, length)
             return
         begin = k.int(first) * geometry.stride[1] + geometry.first_column
         if geometry.reflect:
             row = reflect_index(k, row, H)
         zero = k.to(0.0, k.vec)
         with k.loop(0, length, k.lanes) as c:
-            to.store(zero, c)
+            dst.store(zero, c)
         inside = (row >= 0) & (row < H)
         with k.when(inside):
             source = self.x.at(plane + row * W)
             low, high = k.max(begin, 0), k.min(begin + length, W)
             vectors_end = low + ((k.max(high - low, 0)) & -k.lanes)
             with k.loop(low, vectors_end, k.lanes) as c:
-                to.store(source.load(c), c - begin)
+                dst.store(source.load(c), c - begin)
             with k.when(vectors_end < high):
-                to.store(source.load(vectors_end, k.mask_first(high - vectors_end)), vectors_end - begin)
+                dst.store(source.load(vectors_end, k.mask_first(high - vectors_end)), vectors_end - begin)
             if geometry.reflect:
                 for low, high in ((begin, k.min(begin + length, 0)), (k.max(begin, W), begin + length)):
                     with k.loop(low, high) as c:
                         # With a stride, elements that no tap reads may lie far outside.
                         at = k.max(k.min(reflect_index(k, c, W), W - 1), 0)
-                        to.put(source.get(at), c - begin)
+                        dst.put(source.get(at), c - begin)
 
-    def _fill_unrolled(self, to: Pointer, plane: Value, row: Value, begin: int, length: int) -> None:
-        """The same of a short line that begins at a known column: no loop exit to mispredict."""
+    def _fill_unrolled(self, dst: Pointer, plane: Value, row: Value, begin: int, length: int) -> None:
+        """`fill` of a short line of `length` elements that begins at input column `begin`, known here: no loop exit to
+        mispredict."""
         k, (H, W) = self.k, self.geometry.input_size
         low, high = max(begin, 0), min(begin + length, W)
         inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
         with k.otherwise(inside):
             for c in range(0, length, k.lanes):
-                to.store(zero, c)
+                dst.store(zero, c)
         with k.when(inside):
             for c in range(0, min(low - begin, length), k.lanes):
-                to.store(zero, c)
+                dst.store(zero, c)
             source = self.x.at(plane + row * W)
             end = 0
             for c in range(low, high, k.lanes):
                 full = c + k.lanes <= high
-                to.store(source.load(c, None if full else k.mask_first(high - c)), c - begin)
+                dst.store(source.load(c, None if full else k.mask_first(high - c)), c - begin)
                 end = c - begin + k.lanes
             for c in range(max(end, 0), length, k.lanes):
-                to.store(zero, c)
+                dst.store(zero, c)
 
     def tap(self, number: Any, column: int, first: Any) -> Value:
         """What the filter's column `column` multiplies for the outputs [first, first + lanes) of a line."""
@@ -223,8 +224,9 @@ class Im2colTiles(OutputLines):
             number = ((c - channel) * len(offsets) + r) * self.max_lines + line
             self.lines.fill(number, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
 
-    def gather(self, to: Pointer, channels: Value, pixel: Value, pixels: Value, vectors: int) -> None:
-        """`to` (channels, taps, vectors): the im2col columns of the pixels from `pixel` on, of `pixels` in all."""
+    def gather(self, dst: Pointer, channels: Value, pixel: Value, pixels: Value, vectors: int) -> None:
+        """dst (channels * taps, vectors * lanes) = the im2col columns of `vectors` vectors of pixels, from pixel `pixel` of the
+        work item's `pixels` on. Lanes behind the last pixel repeat it."""
         k, geometry, lanes, stride = self.k, self.geometry, self.k.lanes, self.geometry.stride[1]
         if not geometry.taps:
             return
@@ -248,7 +250,7 @@ class Im2colTiles(OutputLines):
                         loaded = load_strided(k, at.at(offset + (column_offset - geometry.first_column)), stride)
                         value = loaded if earlier is None or value is None else k.select(earlier, value, loaded)
                     assert value is not None
-                    to.store(value, (row * S + s) * (vectors * lanes) + v * lanes)
+                    dst.store(value, (row * S + s) * (vectors * lanes) + v * lanes)
 
     def _lines_per_vector(self) -> int:
         """Over how many lines a vector of pixels may reach."""
@@ -283,8 +285,9 @@ class Im2colPanel(OutputLines):
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
-    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zeros: int = 1) -> None:
-        """The channels [channel, last). `zeros` vectors of zeros follow the first `pixels` of each depth."""
+    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zero_vectors: int = 1) -> None:
+        """Make the im2col matrix of the channels [channel, last): load the lines of each channel and filter row, and copy each
+        tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
         k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
         if not geometry.taps:
             return
@@ -296,16 +299,17 @@ class Im2colPanel(OutputLines):
                 self.lines.fill(line, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
             for s in range(S):
                 depth = (c - channel) * geometry.taps + r * S + s
-                to = self.at.at(depth * self.pitch)
+                dst = self.at.at(depth * self.pitch)
                 # What a line's last vector writes too far, the next line or depth overwrites.
                 with k.loop(0, self.num_lines) as line:
-                    self._copy(line, s, to)
+                    self._copy(line, s, dst)
                 if pixels is not None:
-                    for v in range(zeros):
-                        to.store(0.0, pixels + v * k.lanes)
+                    for v in range(zero_vectors):
+                        dst.store(0.0, pixels + v * k.lanes)
 
-    def _copy(self, line: Value, s: int, to: Pointer) -> None:
+    def _copy(self, line: Value, s: int, dst: Pointer) -> None:
+        """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""
         k, unrolled = self.k, self.columns <= UNROLLED_COPY * self.k.lanes
         for q in range(0, self.columns, k.lanes) if unrolled else [0]:
             with nullcontext(q) if unrolled else k.loop(0, self.columns, k.lanes) as first:
-                to.store(self.lines.tap(line, s, first), line * self.columns + first)
+                dst.store(self.lines.tap(line, s, first), line * self.columns + first)

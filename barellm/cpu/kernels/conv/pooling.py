@@ -7,7 +7,14 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import dims_of, kernel
-from barellm.cpu.kernels.loops import added, fold, foreach_column, put_added, row_grain, zeros
+from barellm.cpu.kernels.loops import (
+    accumulate,
+    accumulate_scalar,
+    foreach_column,
+    new_accumulators,
+    row_grain,
+    tree_reduce,
+)
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -26,17 +33,17 @@ def _constants(op: Op) -> dict[str, Any]:
 @kernel("mean_pixels", constants=_constants)
 def mean_pixels(k, y, x, *, dims, planes, pixels, mode_y) -> None:
     with k.parallel_range(k.num_elements(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
-        chains = zeros(k, 4)
+        chains = new_accumulators(k, 4)
 
         def body(i: Any, mask: Value | None, j: int, plane=plane) -> None:
             chains[j].value = chains[j].value + x.at(plane * pixels).load(i, mask)
 
         foreach_column(k, pixels, body)
-        put_added(k, y, plane, k.sum(fold(chains, add)) / float(pixels), mode_y)
+        accumulate_scalar(k, y, plane, k.sum(tree_reduce(chains, add)) / float(pixels), mode_y)
 
 
 @kernel("mean_pixels_backward", constants=_constants)
 def mean_pixels_backward(k, dx, dy, *, dims, planes, pixels, mode_dx) -> None:
     with k.parallel_range(k.num_elements(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
-        v, to = k.splat(dy.get(plane) * (1.0 / pixels)), dx.at(plane * pixels)
-        foreach_column(k, pixels, lambda i, mask, j: to.store(added(k, to, i, mask, v, mode_dx), i, mask))
+        v, dst = k.splat(dy.get(plane) * (1.0 / pixels)), dx.at(plane * pixels)
+        foreach_column(k, pixels, lambda i, mask, j: dst.store(accumulate(k, dst, i, mask, v, mode_dx), i, mask))

@@ -26,7 +26,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, load_strided, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.integers import ceil_div, round_up
@@ -74,7 +74,8 @@ class WinogradConv:
 def winograd_conv(
     isa: ISA, m: int, x: ConvGeometry, offset: tuple[int, int], size: tuple[int, int], groups: int, rows: int
 ) -> WinogradConv:
-    """`x`: of the direct convolution; `offset`: of the filter's first tap."""
+    """The tiling of F(m x m, 3 x 3) for a result of `size` pixels and `rows` output channels of a group. `x`: the geometry of the
+    direct convolution; `offset`: of the filter's first tap, in rows and columns."""
     n = m + 2
     geometry = ConvGeometry(
         x.input_size, x.channels, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
@@ -105,48 +106,50 @@ def winograd_filters(
     with k.parallel_range(count * rows * blocks, 16) as (begin, end), k.loop(begin, end) as item:
         line, first = item // blocks, item % blocks * k.lanes
         first = k.min(first, max(depth - k.lanes, 0))  # the last vector overlaps the one before
-        of = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
+        src = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
         if depth >= k.lanes:
-            taken = [load_strided(k, of.at(t), step) for t in taps]
+            vectors = [load_strided(k, src.at(t), step) for t in taps]
         else:
-            taken = [k.to(0.0, k.vec) for _ in taps]
+            vectors = [k.to(0.0, k.vec) for _ in taps]
             for i in range(depth):
-                taken = [
-                    k.op(k.vec, f"insertelement {v.typed}, {of.at(t).get(i * step).typed}, i64 {i}")
-                    for t, v in zip(taps, taken, strict=True)
+                vectors = [
+                    k.op(k.vec, f"insertelement {v.typed}, {src.at(t).get(i * step).typed}, i64 {i}")
+                    for t, v in zip(taps, vectors, strict=True)
                 ]
-        made = both_ways(k, G, [taken[i : i + 3] for i in range(0, 9, 3)])
-        to = u.at(line * depth + first)
+        transformed = both_ways(k, G, [vectors[i : i + 3] for i in range(0, 9, 3)])
+        dst = u.at(line * depth + first)
         mask = None if depth >= k.lanes else k.mask_first(depth)
-        for position, v in enumerate(made[i][j] for i in range(n) for j in range(n)):
-            to.store(v, position * size, mask)
+        for position, v in enumerate(transformed[i][j] for i in range(n) for j in range(n)):
+            dst.store(v, position * size, mask)
 
 
 def winograd_input(
     k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry,
     matrix: tuple[tuple[float, ...], ...], tile_n: int,
 ) -> None:  # fmt: skip
-    """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, of the blocks of tiles [first, first + limit): zero
-    for tiles that do not exist. A work item has as many blocks as are complete rows of tiles, of some channels."""
+    """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, where d are the pixels of x that a tile sees
+    (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist. There are `count` images for each
+    of the run-time sizes `dims`."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
-    of = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with for_each_channel(k, x, first, limit, **of) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zeros=tile_n // k.lanes)
+    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with for_each_channel(k, x, first, limit, **sizes) as r:
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
         with k.loop(0, r.num_blocks) as block:
-            to = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
+            dst = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
             at = r.panel.at.at(r.skip + block * tile_n)
             for lanes in range(0, tile_n, k.lanes):
                 d = [
                     [at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)
                 ]
                 for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
-                    to.store(value, position * (C * tile_n) + lanes)
+                    dst.store(value, position * (C * tile_n) + lanes)
 
 
 @dataclass(frozen=True)
 class TileRun:
-    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from the first, and one of their channels. They lie in
-    `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those rows."""
+    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from `first` of `for_each_channel`, and one of their
+    channels. They lie in `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those
+    rows."""
 
     panel: Im2colPanel
     group: Value
@@ -159,20 +162,12 @@ class TileRun:
 
 @contextmanager
 def for_each_channel(
-    k: KernelBuilder,
-    x: Pointer,
-    first: Any,
-    limit: Any,
-    *,
-    dims,
-    count: int,
-    groups: int,
-    geometry: ConvGeometry,
-    tile_n: int,
-    most: int,
-) -> Iterator[TileRun]:
-    """The body of a transform of the blocks of tiles [first, first + limit) of x, for each run of blocks and each channel. A work
-    item has as many blocks as are complete rows of tiles, at most about `most` tiles, of some channels."""
+    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, dims, count: int, groups: int, geometry: ConvGeometry,
+    tile_n: int, most: int,
+) -> Iterator[TileRun]:  # fmt: skip
+    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for a
+    run of blocks and one channel. A work item is CHUNK channels of as many blocks as are complete rows of tiles, at most about
+    `most` tiles."""
     TW = geometry.output_size[1]
     run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
     panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch, groups)
@@ -202,53 +197,42 @@ def run_shape(geometry: ConvGeometry, tile_n: int, lanes: int, most: int = RUN) 
 
 
 def append_input_transform(
-    c: Lowering,
-    v: Any,
-    x: Any,
-    *,
-    geometry: ConvGeometry,
-    groups: int,
-    matrix: Matrix,
-    tile_n: int,
-    first: int,
-    limit: int,
-    dims,
-    count: int,
-) -> None:
-    """v = the transform of the tiles of x that `geometry` sees."""
+    c: Lowering, v: Any, x: Any, *, geometry: ConvGeometry, groups: int, matrix: Matrix, tile_n: int, first: int,
+    limit: int, dims, count: int,
+) -> None:  # fmt: skip
+    """Append the call of `winograd_input`: v = the transform of the tiles of x that `geometry` sees, blocks [first, first +
+    limit)."""
     _, lines, pitch = run_shape(geometry, tile_n, c.isa.lanes)
     c.thread_scratch(panel_nbytes(c.isa, geometry, lines, geometry.output_size[1], pitch, 1))
     sizes = {
-        "geometry": geometry,
-        "groups": groups,
-        "matrix": tuple(map(tuple, matrix)),
-        "tile_n": tile_n,
-        "dims": dims,
+        "geometry": geometry, "groups": groups, "matrix": tuple(map(tuple, matrix)), "tile_n": tile_n, "dims": dims,
         "count": count,
-    }
+    }  # fmt: skip
     c.call(winograd_input, {"v": v, "x": x, "first": first, "limit": limit}, sizes, writes="v")
 
 
 def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, mode: str) -> None:
-    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from u and v."""
+    """y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from `winograd_filters` and v
+    from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
     n, A, width = conv.n, output_matrix(conv.m, 3), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
-    def epilogue(of: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
-        square = [[of.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
+    def output_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+        square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
 
-    batched_gemm(k, u, v, first, limit, products, epilogue, dims=dims, count=count, conv=conv, positions=n * n)
+    batched_gemm(k, u, v, first, limit, products, output_transform, dims=dims, count=count, conv=conv, positions=n * n)
 
 
 def batched_gemm(
     k: KernelBuilder, u: Pointer, v: Pointer, first: Value, limit: Value, products: Pointer, epilogue: Callable[..., None], *,
     dims, count: int, conv: WinogradConv, positions: int,
 ) -> None:  # fmt: skip
-    """One GEMM for each position, for the blocks of tiles [first, first + limit). A work item's `products` (positions, filters,
-    tiles) are in its scratch; epilogue(products, tile, num_tiles, channel) makes outputs of those of one channel and a vector of
-    tiles, of which `num_tiles` exist."""
+    """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
+    (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
+    (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
+    channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
     tile_n, (TH, TW), C = conv.tile.nr(k.isa), conv.geometry.output_size, conv.channels
     total = k.num_elements(dims, count) * (TH * TW)
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
@@ -266,16 +250,16 @@ def batched_gemm(
 
             def multiply(row: Value, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
                 left = u.at(position * size + (group * conv.rows + row) * C + c)
-                to = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
-                micro_kernel(k, tile, left, C, right, tile_n, depth, to, width, accumulate=c > 0 if C > KC else None)
+                dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
+                micro_kernel(k, tile, left, C, right, tile_n, depth, dst, width, add_previous=c > 0 if C > KC else None)
 
-            rest = conv.rows % conv.tile.mr
-            full = k.min(row1, conv.rows - rest)
+            tail = conv.rows % conv.tile.mr  # rows of the last, partial tile
+            full = k.min(row1, conv.rows - tail)
             with k.loop(row0, full, conv.tile.mr) as row:
                 multiply(row, conv.tile)
-            if rest:
-                with k.when(row1 > conv.rows - rest):
-                    multiply(k.int(conv.rows - rest), Tile(rest, conv.tile.vectors))
+            if tail:
+                with k.when(row1 > conv.rows - tail):
+                    multiply(k.int(conv.rows - tail), Tile(tail, conv.tile.vectors))
         with k.loop(0, num_blocks * tile_n, k.lanes) as t:
             tile = (first + begin) * tile_n + t
             num_tiles = k.max(k.min(total - tile, k.lanes), 0)
@@ -284,11 +268,11 @@ def batched_gemm(
 
 
 def micro_kernel(
-    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, to: Pointer, width: int,
-    *, accumulate: Value | None,
+    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, dst: Pointer, width: int,
+    *, add_previous: Value | None,
 ) -> None:  # fmt: skip
-    """A tile of `to`, whose rows lie `width` elements apart, = left (rows, depth) right (depth, vectors); added where
-    `accumulate`."""
+    """dst (tile.mr, tile.vectors * lanes), row stride `width`, = left (tile.mr, depth), row stride `stride`, @ right (depth,
+    tile.vectors * lanes), row stride `pitch`; plus the old dst where `add_previous` (i1; None: never). Strides in elements."""
     acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
     lines = [left.at(r * stride) for r in range(tile.mr)]
     with k.loop(0, depth) as d:
@@ -299,19 +283,21 @@ def micro_kernel(
                 var.value = k.fma(factor, vector, var.value)
     for r, line in enumerate(acc):
         for j, var in enumerate(line):
-            before = 0.0 if accumulate is None else k.select(accumulate, to.load(r * width + j * k.lanes), 0.0)
-            to.store(var.value + before, r * width + j * k.lanes)
+            before = 0.0 if add_previous is None else k.select(add_previous, dst.load(r * width + j * k.lanes), 0.0)
+            dst.store(var.value + before, r * width + j * k.lanes)
 
 
 def store_tiles(
-    k: KernelBuilder, y: Pointer, squares: Pointer, made: list[list[Value]], tile: Value, num_tiles: Value, channel: Value,
+    k: KernelBuilder, y: Pointer, squares: Pointer, outputs: list[list[Value]], tile: Value, num_tiles: Value, channel: Value,
     conv: WinogradConv, mode: str,
 ) -> None:  # fmt: skip
-    """m x m outputs of a lane's tile each, [i][j], to the images; the first `num_tiles` lanes are tiles."""
+    """Write the m x m outputs[i][j] of each lane's tile, from number `tile` on, to image plane `channel` of y; the first
+    `num_tiles` lanes are tiles. They are transposed through `squares` in scratch, [tile][m][4]; then each tile's rows are stored,
+    as vectors of m where it lies in the image whole."""
     m, (H, W), (TH, TW), lanes = conv.m, conv.size, conv.geometry.output_size, k.lanes
     tile_stride = m * 4  # a tile has m rows of 4, of which m are used
     zero = k.to(0.0, k.vec)
-    for i, row in enumerate(made):
+    for i, row in enumerate(outputs):
         columns = transpose_groups(k, [*row, *[zero] * (4 - m)])
         for j, four in enumerate(columns):  # tiles j, j + 4, ...
             for g in range(lanes // 4):
@@ -321,51 +307,50 @@ def store_tiles(
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m
-        of = squares.at(lane * tile_stride)
-        to = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        src = squares.at(lane * tile_stride)
+        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
         whole = (ty + m <= H) & (tx + m <= W)
         plain = y.dtype == "fp32" and mode == "store"
         if plain:
             with k.when(whole):
                 for i in range(m):
-                    four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {of.at(i * 4).ref}, align 4")
-                    k.line(f"store {four.typed}, ptr {to.at(i * W).ref}, align 4")
+                    four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {src.at(i * 4).ref}, align 4")
+                    k.line(f"store {four.typed}, ptr {dst.at(i * W).ref}, align 4")
         with k.otherwise(whole) if plain else k.when(k.const(1, "i1")):
-            _store_clipped(k, of, to, k.min(H - ty, m), k.min(W - tx, m), W, mode)
+            _store_clipped(k, src, dst, k.min(H - ty, m), k.min(W - tx, m), W, mode)
 
 
-def _store_clipped(k: KernelBuilder, of: Pointer, to: Pointer, rows: Value, columns: Value, W: int, mode: str) -> None:
+def _store_clipped(
+    k: KernelBuilder, src: Pointer, dst: Pointer, rows: Value, columns: Value, W: int, mode: str
+) -> None:
     """The pixels of a tile that are in the image, one by one."""
     with k.loop(0, rows) as i, k.loop(0, columns) as j:
-        put_added(k, to, i * W + j, of.get(i * 4 + j), mode)
+        accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
 
 
 def store_tile_rows(
-    k: KernelBuilder,
-    y: Pointer,
-    line: Pointer,
-    tile: Value,
-    num_tiles: Value,
-    channel: Value,
-    conv: WinogradConv,
-    i: Value,
-    mode: str,
-) -> None:
-    """Row i of each lane's tile, (m, lanes), to the images."""
+    k: KernelBuilder, y: Pointer, line: Pointer, tile: Value, num_tiles: Value, channel: Value, conv: WinogradConv,
+    i: Value, mode: str,
+) -> None:  # fmt: skip
+    """Write row i of each lane's tile of m x m outputs, `line` (m, lanes), to image plane `channel` of y; the first `num_tiles`
+    lanes are the tiles from number `tile` on."""
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
-        to = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
         with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
-            put_added(k, to, j, line.get(j * k.lanes + lane), mode)
+            accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
 
 
 def append_winograd(
     c: Lowering, *, m: int, out: Any, w: Any, x: Any, geometry: ConvGeometry, size: tuple[int, int], groups: int, rows: int,
     transposed: bool, flip: bool, offset: tuple[int, int], mode: str, dims: tuple[str, ...], count: int,
 ) -> None:  # fmt: skip
-    """`transposed`: filters (groups depth, rows, 3, 3) instead of (groups rows, depth, 3, 3), as dgrad reads them."""
+    """Append the calls of F(m x m, 3 x 3) of x to `out`, whose images have `size` pixels: the filter transform once, then for as
+    many blocks of tiles as V_BYTES hold the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`:
+    filters (groups depth, rows, 3, 3) instead of (groups rows, depth, 3, 3), as dgrad reads them; `flip`: each is read from its
+    end."""
     conv = winograd_conv(c.isa, m, geometry, offset, size, groups, rows)
     tile_n, C = conv.tile.nr(c.isa), conv.channels
     u = part(c.workspace("filters", 4 * conv.positions * groups * rows * C + 64)), "fp32"
@@ -386,15 +371,7 @@ def append_winograd(
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
         append_input_transform(
-            c,
-            v,
-            x,
-            geometry=conv.geometry,
-            groups=groups,
-            matrix=input_matrix(conv.n),
-            tile_n=tile_n,
-            dims=dims,
-            count=count,
-            **where,
-        )
+            c, v, x, geometry=conv.geometry, groups=groups, matrix=input_matrix(conv.n), tile_n=tile_n, dims=dims,
+            count=count, **where,
+        )  # fmt: skip
         c.call(winograd_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "mode": mode}, writes="y")

@@ -9,7 +9,8 @@ from barellm.cpu.lang import Value
 
 
 def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) -> list[Value]:
-    """matrix v. Two columns, or two rows, that differ in some signs only are done together: their sum and their difference."""
+    """matrix @ v, of a constant matrix and a list of vectors. Two columns, or two rows, that differ in some signs only share work:
+    their sum and their difference are enough (x + y and x - y of the parts that are equal and opposite)."""
     rows = [list(row) for row in matrix]
     for a in range(len(v)):
         for b in range(a + 1, len(v)):

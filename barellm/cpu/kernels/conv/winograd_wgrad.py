@@ -14,7 +14,7 @@ from barellm.cpu.kernels.conv.conv_wgrad import tile_shape
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import append_input_transform, gemm_tile
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
-from barellm.cpu.kernels.loops import put_added
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
@@ -28,11 +28,12 @@ def winograd_wgrad_gemm(
     k: KernelBuilder, products, dy, x, first, limit, *, dims, count: int, groups: int, rows: int, columns: int, positions: int,
     outputs: tuple[int, int], tile_n: int,
 ) -> None:  # fmt: skip
-    """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) x (..., columns, tile_n)^T,
-    summed over blocks and tile_n; accumulated but for the first K block."""
+    """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) @ x (blocks, groups, positions,
+    columns, tile_n)^T, summed over blocks and tile_n; plus the old products but for the first K block of blocks [first, first +
+    limit). `rows`: output channels, `columns`: input channels of a group; `outputs`: tiles of an image."""
     total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
-    accumulate = k.int(first) > 0
+    add_previous = k.int(first) > 0
     tile_m, columns_of_tile = tile_shape(k.isa)
     row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
 
@@ -44,6 +45,7 @@ def winograd_wgrad_gemm(
         plane = group * positions + position
 
         def micro_kernel(row: Value, column: Value, num_rows: int, num_columns: int) -> None:
+            """The elements of products from (row, column) on, num_rows x num_columns: lanes are tiles, added at the end."""
             acc = [[k.var_vec(0.0) for _ in range(num_columns)] for _ in range(num_rows)]
             with k.loop(0, blocks) as block:
                 at = block * (groups * positions) + plane
@@ -56,9 +58,10 @@ def winograd_wgrad_gemm(
                             acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
             for r, line in enumerate(acc):
                 for c, var in enumerate(line):
-                    to = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
-                    to.put(k.select(accumulate, to.get(), 0.0) + k.sum(var.value))
+                    dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
+                    dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
 
+        # Whole register tiles, then the rows and columns that remain, one by one.
         full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
         for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
             with k.loop(begin, end, step) as column:
@@ -75,27 +78,19 @@ def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, 
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
         square = [[products.load((i * n + j) * size + first, mask) for j in range(n)] for i in range(n)]
-        made = [v for row in both_ways(k, A, square) for v in row]
-        for t, v in enumerate(reversed(made) if flip else made):
+        taps = [v for row in both_ways(k, A, square) for v in row]
+        for t, v in enumerate(reversed(taps) if flip else taps):
             for lane in range(k.lanes):
                 with k.when(first + lane < size):
-                    put_added(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
+                    accumulate_scalar(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
 
 
 def append_winograd_wgrad(
-    c: Lowering,
-    *,
-    m: int,
-    dw: Any,
-    dy: Any,
-    x: Any,
-    geometry: ConvGeometry,
-    groups: int,
-    mode: str,
-    dims: tuple[str, ...],
+    c: Lowering, *, m: int, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
-) -> None:
-    """`geometry`: of the direct convolution."""
+) -> None:  # fmt: skip
+    """Append the calls of F(3 x 3, m x m): for each K block of tiles both input transforms and the GEMMs, then the output
+    transform. `geometry`: of the direct forward convolution."""
     rows, columns, n = int(dy.shape[1]) // groups, geometry.channels, m + 2
     P, Q = geometry.output_size
     outputs = ceil_div(P, m), ceil_div(Q, m)
@@ -108,7 +103,7 @@ def append_winograd_wgrad(
     tile_n = gemm_tile(c.isa).nr(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
     limit = min(blocks, KC)
-    made = {
+    transformed = {
         name: (part(c.workspace(name, 4 * limit * groups * n * n * channels * tile_n)), "fp32")
         for name, channels in (("dy tiles", rows), ("x tiles", columns))
     }
@@ -116,10 +111,12 @@ def append_winograd_wgrad(
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        append_input_transform(c, made["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where)
-        append_input_transform(c, made["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
+        append_input_transform(
+            c, transformed["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where
+        )
+        append_input_transform(c, transformed["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
         sizes = {"rows": rows, "columns": columns, "positions": n * n, "outputs": outputs, **images}
-        operands = {"products": products, "dy": made["dy tiles"], "x": made["x tiles"], **where}
+        operands = {"products": products, "dy": transformed["dy tiles"], "x": transformed["x tiles"], **where}
         c.call(winograd_wgrad_gemm, operands, sizes, writes="products")
     sizes = {"size": groups * rows * columns, "m": m, "flip": geometry.flipped, "mode": mode}
     c.call(winograd_wgrad_output, {"dw": dw, "products": products}, sizes, writes="dw")

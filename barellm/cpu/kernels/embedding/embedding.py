@@ -6,11 +6,11 @@ from __future__ import annotations
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
-    added,
+    accumulate,
     elementwise_map,
+    exceeds_caches,
     foreach_column,
     foreach_vector,
-    past_caches,
     row_grain,
     write_row,
 )
@@ -26,22 +26,23 @@ PREFETCH_ROWS = 4  # of the token table, into L2
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]. Weights are read in any storage format (`_lo`: their low plane)."""
     seq, pos = k.scalar("seq"), None if wpe is None else k.scalar("pos")
     token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
+        src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
 
-        def vector(c, mask, of=of, at=at):
-            token = token_rows.load(of + c, mask)
+        def vector(c, mask, src=src, at=at):
+            token = token_rows.load(src + c, mask)
             return token if at is None else token + position_rows.load(at + c, mask)
 
         following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
             with k.loop(0, C, LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
-        write_row(k, y.at(row * C), C, vector, past=past)
+        write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
 
 
 @lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
@@ -70,12 +71,14 @@ def sort_by_id(
     with k.loop(0, ids_per_item) as i:
         ends.put(k.int(0), i)
 
-    def inside(first: Value, mask: Value | None) -> Value:
+    def in_range(first: Value, mask: Value | None) -> Value:
+        """The lanes of tokens first, first + 1, ... whose ids are in [low, high)."""
         ids = tokens.load(first, mask)
         both = (ids >= lowest) & (ids < beyond)
         return both if mask is None else both & mask
 
-    def take(first: Value, mask: Value) -> None:
+    def append_matches(first: Value, mask: Value) -> None:
+        """Append the rows first + lane of the set lanes to `matches`, and count their ids."""
         with k.set_lanes(mask) as lane:
             row = first + lane
             matches.put(row, count.value)
@@ -86,9 +89,9 @@ def sort_by_id(
     step = 4 * k.lanes
     full = rows & -step
     with k.loop(0, full, step) as first:
-        take(first, k.concat([inside(first + j * k.lanes, None) for j in range(4)]))
+        append_matches(first, k.concat([in_range(first + j * k.lanes, None) for j in range(4)]))
     with k.loop(full, rows, k.lanes) as first:
-        take(first, inside(first, k.mask_first(rows - first)))
+        append_matches(first, in_range(first, k.mask_first(rows - first)))
 
     total = k.var(k.int(0))
     with k.loop(0, ids_per_item) as i:  # counts become starts,
@@ -98,16 +101,17 @@ def sort_by_id(
     with k.loop(0, count.value) as i:  # and starts ends
         row = matches.get(i)
         at = tokens.get(row) - low
-        to = ends.get(at)
-        sorted_rows.put(row, to)
-        ends.put(to + 1, at)
+        dst = ends.get(at)
+        sorted_rows.put(row, dst)
+        ends.put(dst + 1, at)
     return ends, sorted_rows
 
 
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
-    """A work item is a range of ids: it finds them among all tokens and adds their rows in order: no atomics, the same bits for any
-    thread count. UNROLL rows of an id are added at a time: so many DRAM streams, and the sum is read from L2 once. The rows that
-    follow on the list, which no hardware prefetcher predicts, are prefetched."""
+    """dweight[id] += the sum of dy[row] over the rows whose token is id, in order. A work item is a range of ids, which finds its
+    rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time: so many DRAM
+    streams, and the sum is read from L2 once. The rows that follow on the list, which no hardware prefetcher predicts, are
+    prefetched."""
     rows, ids_per_item = k.scalar("batch") * k.scalar("seq"), -(-V // ID_RANGES)
 
     with k.parallel_for(-(-V // ids_per_item)) as chunk:
@@ -116,16 +120,17 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, ids_per_item=ids_per_item)
         last = ends.get(high - low - 1) - 1
 
-        def add_rows(to: Pointer, i: Value, count: int) -> None:
-            of = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
+        def add_rows(dst: Pointer, i: Value, count: int) -> None:
+            """dst (C) += the rows of dy on the places [i, i + count) of the sorted list."""
+            src = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
             following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
             ahead = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
 
             def add(c, mask, j):
-                total = to.load(c, mask)
-                for p in of:
+                total = dst.load(c, mask)
+                for p in src:
                     total = total + p.load(c, mask)
-                to.store(total, c, mask)
+                dst.store(total, c, mask)
                 for p in ahead:
                     k.prefetch(p.at(c), near=False)
 
@@ -133,12 +138,12 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
 
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
-            to, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
+            dst, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
             full = first + ((end - first) & -UNROLL)
             with k.loop(first, full, UNROLL) as entry:
-                add_rows(to, entry, UNROLL)
+                add_rows(dst, entry, UNROLL)
             with k.loop(full, end) as entry:
-                add_rows(to, entry, 1)
+                add_rows(dst, entry, 1)
             begin.value = end
 
 
@@ -159,17 +164,18 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
     sums = k.thread_scratch()
 
     def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
-        of = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
+        """sums += `size` elements, from position `begin` on, of the samples [first, first + count)."""
+        src = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
 
         def body(i, mask, j):
             total = sums.load(i, mask)
-            for p in of:
+            for p in src:
                 total = total + p.load(i, mask)
             sums.store(total, i, mask)
 
         foreach_vector(k, 0, size, body, unroll=4)
 
-    with k.parallel_range(positions, _positions(C, positions)) as (begin, end):
+    with k.parallel_range(positions, _positions_per_group(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
         foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
         full = batch & -UNROLL
@@ -177,20 +183,22 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
             add_samples(b, UNROLL, begin, inside)
         with k.loop(full, batch) as b:
             add_samples(b, 1, begin, inside)
-        to = dweight.at(begin * C)
-        foreach_vector(
-            k, 0, n, lambda i, mask, j: to.store(added(k, to, i, mask, sums.load(i, mask), mode_dweight), i, mask)
-        )
+        dst = dweight.at(begin * C)
+
+        def store_sums(i, mask, j):
+            dst.store(accumulate(k, dst, i, mask, sums.load(i, mask), mode_dweight), i, mask)
+
+        foreach_vector(k, 0, n, store_sums)
 
 
-def _positions(C: int, positions: int) -> int:
-    """How large a group is: there are to be enough groups for all threads."""
+def _positions_per_group(C: int, positions: int) -> int:
+    """Positions of a work item: GROUP_BYTES of sums, but at least 16 groups for all threads."""
     return max(1, min(GROUP_BYTES // (4 * C), positions // 16))
 
 
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Op, c: Lowering) -> None:
     C, positions = int(op.dy.shape[-1]), int(op.rows)
-    c.thread_scratch(_positions(C, positions) * C * 4)
+    c.thread_scratch(_positions_per_group(C, positions) * C * 4)
     constants = {"C": C, "positions": positions, "mode_dweight": op.modes["dweight"]}
     c.call(embedding_dwpe, {"dweight": op.dweight, "dy": op.dy}, constants, writes="dweight")

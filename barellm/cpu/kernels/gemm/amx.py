@@ -96,10 +96,10 @@ def multiply(
     k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[TileA, Any]], *, begun: Value | None = None,
     overlap: Callable[[Value], None] | None = None,
 ) -> None:  # fmt: skip
-    """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` out += A @ panel. `parts`: pieces of A along the depth,
-    each with its number of steps. `overlap(step)` is called in each step of the first piece, to overlap packing and
-    prefetches."""
-    row = 4 * NR
+    """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` (i1; None: never) out += A @ panel. `parts`: pieces of A
+    along the depth, each with its number of steps of TILE_K. `overlap(step)` is called in each step of the first piece, to overlap
+    packing and prefetches."""
+    row = 4 * NR  # bytes from a row of out, or of pairs of the panel, to the next
     load_accumulators(k, out, begun, row=row)
     at = panel
     for left, steps in parts:
@@ -125,7 +125,7 @@ def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | None, *, ro
 
 
 def accumulate_steps(k: KernelBuilder, left: TileA, panel: Pointer, steps: Any) -> None:
-    """The accumulators += A @ panel over `steps`."""
+    """The accumulators += A @ panel (VNNI, NR columns) over `steps` of TILE_K; unrolled where that is a Python integer."""
     unrolled = isinstance(steps, int)
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
         for u in range(steps) if unrolled else [s]:
@@ -134,6 +134,7 @@ def accumulate_steps(k: KernelBuilder, left: TileA, panel: Pointer, steps: Any) 
 
 
 def store_accumulators(k: KernelBuilder, out: Pointer, *, row: int) -> None:
+    """out (MR, NR) = the accumulators; row pitch `row` bytes."""
     for i, j in CORNERS:
         intrinsic(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
 
@@ -142,12 +143,12 @@ def multiply_column(
     k: KernelBuilder, out: Pointer, count: int, left: Callable[[Value], Pointer], right: Pointer, steps: Any, *,
     begun: Value | None = None,
 ) -> None:  # fmt: skip
-    """out (16 count, 16) fp32 = A @ B, or where it was `begun` out += A @ B, with `count` tiles of A one after the other, 4 at
-    most, from `left(step)` on, and one of B. A step reads less that is new than `multiply`'s: where tiles of A are met again in
-    other steps they come from the first cache."""
+    """out (16 count, 16) fp32 = A @ B over `steps` of TILE_K, or where `begun` (i1; None: never) out += A @ B. A step has `count`
+    <= 4 tiles of A, contiguous from `left(step)` on, and one tile of B. So only one new tile is read a step where A's tiles are
+    those of other steps too, and come from the L1 (a convolution's taps)."""
     row = ("i64", str(LINE))
 
-    def accumulators(name: str) -> None:
+    def transfer_accumulators(name: str) -> None:
         for i in range(count):
             intrinsic(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
 
@@ -155,16 +156,16 @@ def multiply_column(
         _clear_tiles(k)
     else:
         with k.when(begun):
-            accumulators("tileloadd64")
+            transfer_accumulators("tileloadd64")
         with k.otherwise(begun):
             _clear_tiles(k)
     with k.loop(0, steps) as s:
         at = left(s)
         intrinsic(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
-        for i in range(count):
+        for i in range(count):  # tile registers: 0 to 3 accumulators, 4 to 6 A, 7 B
             intrinsic(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
             intrinsic(k, "tdpbf16ps", i, 4 + i % 3, 7)
-    accumulators("tilestored64")
+    transfer_accumulators("tilestored64")
 
 
 def _clear_tiles(k: KernelBuilder) -> None:
@@ -180,8 +181,9 @@ def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tu
 def gemm_accumulate(
     k: KernelBuilder, out: Pointer, left: TileA, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
 ) -> None:  # fmt: skip
-    """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
-    pairs of tiles lie one behind the other, B is [TILE_K / 2 * steps][cols] pairs."""
+    """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows and cols are multiples of 32.
+    `left`: A's first 32 rows; `left.below` bytes from 16 rows to the next 16. B is in VNNI layout, [TILE_K / 2 * steps][cols]
+    pairs."""
     row = 4 * cols
     for i0 in range(0, rows, MR):
         for j0 in range(0, cols, NR):
@@ -201,7 +203,8 @@ def gemm_accumulate(
 
 
 def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
-    """The four accumulators += two tiles of A @ two of B, whose rows lie `row` bytes apart."""
+    """One step of TILE_K: the accumulators (tile registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), whose rows are `row`
+    bytes apart."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
         intrinsic(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
@@ -211,12 +214,12 @@ def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
             intrinsic(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
-def peak_loop(k: KernelBuilder, turns: Value) -> None:
-    """`turns` times four independent products of tiles, on zeros: the peak rate of the processor."""
+def peak_loop(k: KernelBuilder, iterations: Value) -> None:
+    """`iterations` times four independent products of tiles, on zeros: the peak rate of the processor."""
     configure(k)
     for tile in range(8):
         intrinsic(k, "tilezero", tile)
-    with k.loop(0, turns):
+    with k.loop(0, iterations):
         for tile in range(4):
             intrinsic(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
     release(k)
@@ -227,27 +230,29 @@ PEAK_FLOPS = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one it
 
 def multiply_rows(
     k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int,
-    **how: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
-    """out = rows [0, count) of a (rows, depth) @ panel; `count` None means MR rows. Rows of a lie `stride` elements apart.
-    `block` is scratch of `left_bytes(depth)`, and `how` is for `multiply`."""
-    whole = depth // TILE_K if count is None else 0
+    """out (MR, NR) fp32 = rows [0, count) of a (rows, depth), row stride `stride` elements, @ panel; `count` None: MR rows. What an
+    AMX tile would read beyond the depth or beyond the last row is first copied to `block`, zero-padded scratch of
+    `padded_a_bytes(depth)`. `options` are for `multiply`."""
+    whole = depth // TILE_K if count is None else 0  # steps that are read in place
     parts: list[tuple[TileA, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * TILE_K
     if rest:
         rows = MR if count is None else count
         _copy_rows(k, block, a, rows, first=whole * TILE_K, depth=depth, stride=stride, width=rest)
         parts.append((row_major(block, 2 * rest), rest // TILE_K))
-    multiply(k, out, panel, parts, **how)
+    multiply(k, out, panel, parts, **options)
 
 
 def _copy_rows(
-    k: KernelBuilder, to: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int
+    k: KernelBuilder, dst: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int
 ) -> None:
-    """Columns [first, depth) of `count` rows, `stride` elements apart, with zeros up to `width` columns."""
+    """dst (count, width) = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
+    columns (a multiple of TILE_K)."""
     end = first + (depth - first) // k.lanes * k.lanes
     with k.loop(0, count) as r:
-        source, target = a.at(r * stride), to.as_dtype("bf16").at(r * width)
+        source, target = a.at(r * stride), dst.as_dtype("bf16").at(r * width)
         if end > first:
             with k.loop(first, end, k.lanes) as c:
                 target.store_raw(source.load_raw(c), c - first)
@@ -268,12 +273,14 @@ def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
 def pack_a(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
 ) -> None:
-    """Pack A of a weight gradient: rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles whose rows are b's
-    columns: [width / 16][steps][16][16] pairs. `cols` as for packing.py's pack_b; what exceeds it is zero-padded."""
+    """Pack A of a weight gradient: rows [0, depth) (tokens) and columns [col, col + width) of b, row stride `stride` elements, as
+    tiles whose rows are b's columns: [width / 16][steps][16][16] pairs of tokens, in bf16. `cols` as for packing.py's pack_b; what
+    exceeds it, and tokens beyond `depth`, are zero-padded."""
     steps = k.ceil_div(depth, TILE_K)
     interleave = [x for i in range(SIDE) for x in (i, SIDE + i)]
 
-    def squares(s: Value, *, tail: bool) -> None:
+    def pack_step(s: Value, *, tail: bool) -> None:
+        """The tiles of TILE_K tokens; `tail`: some of them lie beyond `depth`."""
         with k.loop(0, width, SIDE) as c:
             rows = []
             for i in range(TILE_K):
@@ -290,9 +297,9 @@ def pack_a(
 
     whole = depth // TILE_K
     with k.loop(0, whole) as s:
-        squares(s, tail=False)
+        pack_step(s, tail=False)
     with k.when(whole < steps):
-        squares(whole, tail=True)
+        pack_step(whole, tail=True)
 
 
 def intrinsic(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import added, shape_of
+from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
@@ -78,7 +78,7 @@ def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
     tiling = tiling_of(k)
     lanes, bits = k.lanes, 32 // tiling.steps
     with k.parallel_for(ceil_div(N, tiling.columns)) as panel:
-        to = panels.bytes(panel * (W * tiling.word_bytes))
+        dst = panels.bytes(panel * (W * tiling.word_bytes))
         with k.loop(0, tiling.columns, lanes) as column:
             rows = [b.at(k.min(panel * tiling.columns + column + i, N - 1) * W) for i in range(lanes)]
             with k.loop(0, W) as w:
@@ -86,7 +86,7 @@ def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
                 for i, row in enumerate(rows):
                     word = k.op("i32", f"load i32, ptr {row.at(w).ref}, align 4")
                     words = k.op(k.ivec, f"insertelement {words.typed}, {word.typed}, i64 {i}")
-                at = to.bytes(w * tiling.word_bytes)
+                at = dst.bytes(w * tiling.word_bytes)
                 if tiling.name == "words":
                     k.line(f"store {words.typed}, ptr {at.bytes(column * 4).ref}, align 4")
                 for step in range(tiling.steps if tiling.name != "words" else 0):
@@ -96,10 +96,12 @@ def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
 
 
 class Tile:
-    """The micro-kernel's tile of the result: `form.rows` rows of a, from `first` on, and one panel."""
+    """The micro-kernel's tile of the result: `tiling.rows` rows of a, from `first` on, and the columns of one panel. The counts of
+    different bits are in scratch, [row][column] of i16 or i32, and for a few words in registers."""
 
     def __init__(self, k: KernelBuilder, a: Pointer, first: Value, last: Value, *, W: int, short: bool) -> None:
-        """`last` is the last row of all: rows behind it count as it does, and are not stored."""
+        """`last` is the last row of all: rows behind it count as it does, and are not stored. `W`: words of a row; `short`: sums
+        fit into 16 bits."""
         self.k, self.tiling, self.W = k, tiling_of(k), W
         self.rows = [a.at(k.min(first + r, last) * W) for r in range(self.tiling.rows)]
         self.tables, self.sums = k.thread_scratch(), k.thread_scratch().bytes(TABLES)
@@ -115,7 +117,8 @@ class Tile:
                 self.k.line(f"store {self.wide} zeroinitializer, ptr {self.sum_at(r, v)}, align 4")
 
     def count(self, panel: Pointer, begin: Value, end: Value) -> None:
-        """Add the differences in words [begin, end) to the sums."""
+        """Add the numbers of different bits in words [begin, end) of the rows and of the panel's columns to the sums: counted in
+        registers, bytes (words: i32), so that end - begin is FLUSH at most, and then added to scratch."""
         k, tiling = self.k, self.tiling
         counts = [[k.var(k.const(0, tiling.type)) for _ in range(tiling.vectors)] for _ in range(tiling.rows)]
         with k.loop(begin, end) as w:
@@ -138,6 +141,7 @@ class Tile:
                 k.line(f"store {(before + count).typed}, ptr {where}, align 4")
 
     def _step(self, word: Value, step: int, columns: list[Value], counts: list[Var]) -> None:
+        """counts[v] += popcount(bits of step `step` of a row's `word` xor those of the panel's columns[v])."""
         k, tiling = self.k, self.tiling
         if tiling.name == "nibbles":
             # The address of the nibble's table: 16 bytes each.
@@ -146,37 +150,38 @@ class Tile:
             table = k.op("<16 x i8>", f"load <16 x i8>, ptr {self.tables.bytes(wide).ref}, align 16")
             table = k.shuffle(table, None, [i % 16 for i in range(tiling.lanes)])
             name = "llvm.x86.avx2.pshuf.b" if tiling.lanes == 32 else "llvm.x86.avx512.pshuf.b.512"
-            found = [k.call(name, tiling.type, table, column) for column in columns]
+            popcounts = [k.call(name, tiling.type, table, column) for column in columns]
         else:
-            one = word if tiling.name == "words" else k.op("i8", f"trunc {(word >> (8 * step)).typed} to i8")
-            first = k.op(tiling.type, f"insertelement {tiling.type} poison, {one.typed}, i64 0")
-            same = k.shuffle(first, None, [0] * tiling.lanes)
+            bits = word if tiling.name == "words" else k.op("i8", f"trunc {(word >> (8 * step)).typed} to i8")
+            first = k.op(tiling.type, f"insertelement {tiling.type} poison, {bits.typed}, i64 0")
+            splat = k.shuffle(first, None, [0] * tiling.lanes)
             name = f"llvm.ctpop.v{tiling.lanes}{'i32' if tiling.name == 'words' else 'i8'}"
-            found = [k.call(name, tiling.type, same ^ column) for column in columns]
-        for count, more in zip(counts, found, strict=True):
-            together = count.value + more
-            count.value = together if tiling.name == "words" else self._held(together)
+            popcounts = [k.call(name, tiling.type, splat ^ column) for column in columns]
+        for count, more in zip(counts, popcounts, strict=True):
+            total = count.value + more
+            count.value = total if tiling.name == "words" else self._pin(total)
 
-    def _held(self, count: Value) -> Value:
-        """The value itself, behind an assembly text without an instruction. LLVM would add the counts of several steps to each
-        other first, which shortens a chain that is not the limit, and spills a dozen registers."""
+    def _pin(self, count: Value) -> Value:
+        """The value itself, through an empty inline assembly, which LLVM does not look into. It would add the counts of several
+        steps to each other first, which shortens a chain that is not the limit, and spills a dozen registers."""
         isa = self.k.isa
         register = "w" if "neon" in isa.features else "v" if isa.masked else "x"
         return self.k.op(self.tiling.type, f'call {self.tiling.type} asm "", "={register},0"({count.typed})')
 
     def store(self, y: Pointer, first: Value, end: Value, column: Value, *, N: int, columns: int, mode: str) -> None:
-        """columns - 2 sums to y (rows, N), as far as there are rows and columns. Only a panel that reaches beyond the last column
-        is stored under masks: those of AVX2 take ten times as long."""
+        """y (rows, N) = columns - 2 sums for rows from `first` on, below `end`, and the panel's columns, from `column` on, below N.
+        `columns`: signs of a row. Only a panel that reaches beyond the last column is stored with masks: those of AVX2 take ten
+        times as long."""
         k, tiling = self.k, self.tiling
         whole = column + tiling.columns <= N
         for r in range(tiling.rows):
             with k.when(first + r < end):
-                to = y.at((first + r) * N + column)
+                dst = y.at((first + r) * N + column)
 
-                def row(masked: bool, r: int = r, to: Pointer = to) -> None:
+                def row(masked: bool, r: int = r, dst: Pointer = dst) -> None:
                     for c in range(0, tiling.columns, k.lanes):
                         mask = k.mask_first(N - column - c) if masked else None
-                        to.store(added(k, to, c, mask, self._value(r, c, columns), mode), c, mask)
+                        dst.store(accumulate(k, dst, c, mask, self._value(r, c, columns), mode), c, mask)
 
                 with k.when(whole):
                     row(False)
@@ -185,7 +190,7 @@ class Tile:
                         row(True)
 
     def _value(self, r: int, c: int, columns: int) -> Value:
-        """The next vector of a row of the result."""
+        """columns - 2 sums of a vector of the tile: row r, `lanes` columns from c on, as fp32."""
         k = self.k
         part = f"<{k.lanes} x {self.item[0]}>"
         ones = k.op(
@@ -197,8 +202,10 @@ class Tile:
 
 
 def count_signs(k: KernelBuilder, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
+    """y (rows, N) = columns - 2 popcount(a (rows, W) xor b), b packed as `panels`: the GEMM of `columns` signs a row. A work item
+    is ROWS rows of one panel."""
     tiling = tiling_of(k)
-    if tiling.name == "nibbles":
+    if tiling.name == "nibbles":  # table of nibble n: popcount(n xor i) for each i
         for nibble in range(16):
             table = ", ".join(f"i8 {(nibble ^ i).bit_count()}" for i in range(16))
             k.line(f"store <16 x i8> <{table}>, ptr {k.thread_scratch().bytes(16 * nibble).ref}, align 16")
@@ -211,9 +218,9 @@ def count_signs(k: KernelBuilder, y, a, panels, *, N, W, columns, dims, inner, m
         with k.loop(block * ROWS, end, tiling.rows) as first:
             tile = Tile(k, a, first, end - 1, W=W, short=tiling.name != "words" and columns < SHORT)
             tile.clear()
-            turn = W if tiling.name == "words" else FLUSH
-            with k.loop(0, W, turn) as begin:
-                tile.count(packed, begin, k.min(begin + turn, W))
+            words = W if tiling.name == "words" else FLUSH
+            with k.loop(0, W, words) as begin:
+                tile.count(packed, begin, k.min(begin + words, W))
             tile.store(y, first, end, panel * tiling.columns, N=N, columns=columns, mode=mode)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.block_tile import Tiling, accumulate, broadcast, isa_of, new_tile
+from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
 from barellm.cpu.kernels.gemm.packing import pack_b
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.lang import Value
@@ -29,13 +29,15 @@ NEAR = 256  # KC: steps of both strips that stay in the L1
 
 
 def strip_units(tiling: Tiling) -> int:
-    """Units from a strip to the next: one cache line of padding, for at a power of two strips would conflict in the caches."""
+    """32-bit units from a strip to the next: one cache line of padding, for at a power of two strips would conflict in the
+    caches."""
     return tiling.steps(CHUNK) * tiling.nr + 16
 
 
 def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
-    """Up to CHUNK tokens of x (tokens, width) as strips [strip][step][column], or the `left` operand of AMX tiles as
-    [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip by strip it took a fifth longer."""
+    """packed = up to CHUNK tokens of x (tokens, width), from `row_begin` on, as strips (block_tile.py), [strip][step][column]; with
+    `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip by strip it
+    took a fifth longer."""
     k.use(isa_of(k.isa, block))
     tiling = Tiling.of(k.isa, x.dtype, block)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
@@ -45,21 +47,21 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
         some = k.min(tokens - t, per)
         if tiling.tiles:
             with k.loop(0, width // amx.NR) as strip:
-                to, source, col = (
+                dst, source, col = (
                     packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr),
                     x.at(t * width),
                     strip * amx.NR,
                 )
                 if left:
-                    amx.pack_a(k, to, source, col, some, stride=width, width=amx.NR, cols=None)
+                    amx.pack_a(k, dst, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
-                    pack_b(k, to, source, col, some, stride=width, width=amx.NR, cols=None, columns_next=True).run()
-                    amx.pad_panel(k, to, some)
+                    pack_b(k, dst, source, col, some, stride=width, width=amx.NR, cols=None, columns_next=True).run()
+                    amx.pad_panel(k, dst, some)
             return
         with k.loop(0, some, tiling.pair) as r, k.loop(0, width // block * tiling.strips) as strip:
-            to = packed.at(strip * strip_units(tiling) + (t + r) // tiling.pair * tiling.nr)
+            dst = packed.at(strip * strip_units(tiling) + (t + r) // tiling.pair * tiling.nr)
             pack_b(
-                k, to, x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair), stride=width, width=tiling.nr,
+                k, dst, x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair), stride=width, width=tiling.nr,
                 cols=None,
             ).run()  # fmt: skip
 
@@ -70,9 +72,8 @@ def block_sparse_wgrad(
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     k.use(isa_of(k.isa, block))
     tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)
-    tokens = k.min(
-        k.num_elements(dims, inner) - row_begin, CHUNK
-    )  # below 0 in a planned chunk that this run does not reach
+    # Rows of this chunk: below 0 in a planned chunk that this run does not reach.
+    tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
     steps = tiling.steps(tokens)
     tiles = ceil_div(tiling.nr, tiling.rows)
     edges = [tiling.nr * i // tiles for i in range(tiles + 1)]
@@ -87,15 +88,15 @@ def block_sparse_wgrad(
             again, at = _again(k, row_begin, keep), dweight.at(number * (block * block) + i * (tiling.nr * block))
             tiles_of_x = amx.TileA(left, amx.LINE, 2 * amx.TILE_BYTES, amx.TILE_BYTES)
             with k.loop(0, tiling.strips) as j:
-                to = at.at(j * tiling.nr)
-                amx.load_accumulators(k, to, again, row=4 * block)
+                dst = at.at(j * tiling.nr)
+                amx.load_accumulators(k, dst, again, row=4 * block)
                 amx.accumulate_steps(k, tiles_of_x, strip(dy, column, j), k.ceil_div(tokens, amx.TILE_K))
-                amx.store_accumulators(k, to, row=4 * block)
+                amx.store_accumulators(k, dst, row=4 * block)
             return
         with k.loop(0, steps, NEAR) as u, k.loop(0, tiling.strips) as j:
             some, right = k.min(steps - u, NEAR), strip(dy, column, j).at(u * tiling.nr)
             again = _again(k, u + row_begin, keep)
-            to = dweight.at(number * (block * block) + i * (tiling.nr * block) + j * tiling.nr)
+            dst = dweight.at(number * (block * block) + i * (tiling.nr * block) + j * tiling.nr)
             for top, bottom in pairwise(edges):
                 acc = new_tile(k, bottom - top, tiling.vectors)
                 places_of = [
@@ -105,11 +106,11 @@ def block_sparse_wgrad(
                 ]
                 with k.when(again):
                     for var, at in places_of:
-                        var.value = to.load(at)
+                        var.value = dst.load(at)
                 lines = [left.at(u * tiling.nr + r) for r in range(top, bottom)]
-                accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
+                multiply_accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
                 for var, at in places_of:
-                    to.store(var.value, at)
+                    dst.store(var.value, at)
 
 
 def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
@@ -120,6 +121,7 @@ def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
+    """In chunks of CHUNK rows: pack those of x and dy into strips, then add their products to the blocks of dweight."""
     layout = op.layout
     block, tiling = layout.block, Tiling.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}

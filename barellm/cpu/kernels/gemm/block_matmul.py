@@ -14,10 +14,10 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.block_tile import Tiling, accumulate, broadcast, isa_of, new_tile
+from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
 from barellm.cpu.kernels.gemm.microkernel import prefetch_row
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
-from barellm.cpu.kernels.loops import added, shape_of
+from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.block_layouts import Lists
 from barellm.program.dtypes import PLANES
@@ -50,12 +50,12 @@ def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -
     with k.parallel_for(count) as number:
         source = weight.at(number * (block * block))
         for i in range(tiling.strips):
-            to, col = packed.at((number * tiling.strips + i) * strip), k.int(i * tiling.nr)
+            dst, col = packed.at((number * tiling.strips + i) * strip), k.int(i * tiling.nr)
             shape = {"stride": block, "cols": block}
             if transposed:
-                packing = pack_b_transposed(k, to, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
+                packing = pack_b_transposed(k, dst, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
             else:
-                packing = pack_b(k, to, source, col, block, width=tiling.nr, **shape)
+                packing = pack_b(k, dst, source, col, block, width=tiling.nr, **shape)
             packing.run()
 
 
@@ -85,9 +85,9 @@ def block_sparse_gemm(
     wide, held = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
     own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
 
-    def put(to: Pointer, values: list[Value], mode: str) -> None:
+    def put(dst: Pointer, values: list[Value], mode: str) -> None:
         for v, value in enumerate(values):
-            to.store(added(k, to, v * k.lanes, None, value, mode), v * k.lanes)
+            dst.store(accumulate(k, dst, v * k.lanes, None, value, mode), v * k.lanes)
 
     sums = own.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
@@ -100,18 +100,20 @@ def block_sparse_gemm(
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
         count = k.min(tokens - row, height)
+        # Copy the rows of x of this tile of tokens, unless the item before had the same.
         with k.when(held.value.differs(number)), k.loop(0, count) as t:
             held.value = number
             for c, mask in k.columns(C):
-                source, to = x.at((row + t) * C), own.at(t * stride)
+                source, dst = x.at((row + t) * C), own.at(t * stride)
                 if wide:
-                    to.store(source.load(c, mask), c, mask)
+                    dst.store(source.load(c, mask), c, mask)
                 else:
-                    to.store_raw(source.load_raw(c, mask), c, mask)
+                    dst.store_raw(source.load_raw(c, mask), c, mask)
+        # Each strip of nr columns of the target block, for each register tile of rows.
         with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
-            to = out.at((row + t) * K + target * block + i * tiling.nr)
+            dst = out.at((row + t) * K + target * block + i * tiling.nr)
             for r in range(rows):
-                prefetch_row(k, to.at(r * K), tiling.nr, write=True)
+                prefetch_row(k, dst.at(r * K), tiling.nr, write=True)
             acc = [] if tiling.tiles else new_tile(k, rows, tiling.vectors)
             if tiling.tiles:
                 amx.load_accumulators(k, sums, None, row=SUMS_ROW)
@@ -123,11 +125,12 @@ def block_sparse_gemm(
                     amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
                     operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
-                    accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
+                    multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
 
-            def finish(r: Any, values: list[Value], to: Pointer = to, t: Value = t, i: Value = i) -> None:
+            def finish(r: Any, values: list[Value], dst: Pointer = dst, t: Value = t, i: Value = i) -> None:
+                """Row r of the tile goes to out, or as a partial sum to the segment's slot."""
                 with k.when(slot < 0) if slots else nullcontext():
-                    put(to.at(r * K), values, mode)
+                    put(dst.at(r * K), values, mode)
                 if slots:
                     with k.when(slot >= 0):
                         at = (row + t + r) * (slots * block) + slot * block + i * tiling.nr
@@ -151,13 +154,15 @@ def add_partials(
     with k.parallel_for(tokens) as row, k.loop(0, cuts) as i:
         target, first, last = (table.get(segments * 4 + i * 3 + j) for j in range(3))
         for c, mask in k.columns(block):
-            to, total = out.at(row * K + target * block), k.var_vec(0.0)
+            dst, total = out.at(row * K + target * block), k.var_vec(0.0)
             with k.loop(first, last) as slot:
                 total.value = total.value + partials.at(row * (slots * block) + slot * block).load(c, mask)
-            to.store(added(k, to, c, mask, total.value, mode), c, mask)
+            dst.store(accumulate(k, dst, c, mask, total.value, mode), c, mask)
 
 
 def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+    """Append the calls for the output `out` = `given` times the block-sparse weight, or its transpose: pack the blocks, multiply
+    along `lists` (whose `table` the kernel reads), and sum the partial results of the lists that are cut."""
     layout, tiling = op.layout, Tiling.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
     packed = c.workspace("packed", len(layout) * tiling.strips * block // tiling.pair * tiling.nr * 4)

@@ -26,9 +26,11 @@ class Codes:
     """Packed codes (tiles, `blocks`, 128) of a scheme. Vectors are of `lanes` columns, which all lie in one tile."""
 
     def __init__(self, k: KernelBuilder, p: Pointer, how: Scheme, blocks: int) -> None:
+        """`blocks`: of a column, its depth / 8. Tables are in registers where there is a byte look-up, else in stack memory."""
         self.k, self.p, self.how, self.blocks = k, p, how, blocks
         self.block_bytes = TILE * BLOCK if how.codes == "i8" else TILE * BLOCK // 2
         self.bytes = f"<{4 * k.lanes} x i8>"
+        # With AVX, and with NEON, which alone has 4 lanes and 32 registers.
         self.vector_look_up = k.lanes > 4 or k.isa.registers == 32
         if how.table and self.vector_look_up:
             words = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in how.table]
@@ -63,7 +65,7 @@ class Codes:
         for upper in (False, True):
             codes = both >> 4 if upper else both & 15
             low, high = (self._look_up(table, codes) for table in (self.low, self.high))
-            for half in (0, 8):
+            for half in (0, 8):  # punpcklbw, punpckhbw: low and high bytes interleaved in groups of 16
                 order = [
                     g + half + i + j for g in range(0, 4 * k.lanes, 16) for i in range(8) for j in (0, 4 * k.lanes)
                 ]

@@ -28,16 +28,18 @@ class Epilogue:
         other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
         bias_in_registers: bool, scale: Value | None = None, factor: float = 1.0, nontemporal: Value | None = None,
     ) -> None:  # fmt: skip
-        """`strides`: row strides in elements, where not `cols`. `bias_in_registers`: bias and masks are loaded once. `nontemporal`
-        (i1): rows are stored past the caches; only where `store_row` may store whole cache lines."""
+        """out, second, other: (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where
+        not `cols`. `bias_in_registers`: bias and masks are loaded once. `nontemporal` (i1; None: never): rows are stored
+        non-temporally, only by `store_row`, whose rows must be whole cache lines."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
         self.nr, self.nontemporal = tile.nr(k.isa), nontemporal
-        there = {"out": out, "second": second, "other": other}
-        self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
+        matrices = {"out": out, "second": second, "other": other}
+        self.stride = {name: strides.get(name, cols) for name, p in matrices.items() if p is not None}
         self.bias_in_registers = [self._bias_and_mask(v) for v in range(tile.vectors)] if bias_in_registers else []
 
     def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
+        """Of vector v of the panel: its bias, and the mask of the columns that exist (None: all)."""
         first = self.col + v * self.k.lanes
         mask = self.k.mask_first(self.cols - first) if self.cols % self.nr else None
         return None if self.bias is None else self.bias.load(first, mask), mask
@@ -59,20 +61,21 @@ class Epilogue:
             for v, x in enumerate(sums):
                 self.put(row, v, x)
             return
-        before: list[Value] = []
-        after = []
+        pre_activations: list[Value] = []
+        finished = []
         for v, x in enumerate(sums):
             at, (bias, mask) = self._at(row, v), self._bias_and_mask(v)
             for name in self.epilogues:
-                x = self._apply(name, x, at, bias, mask, before)
-            after.append(x)
+                x = self._apply(name, x, at, bias, mask, pre_activations)
+            finished.append(x)
         at = self._at(row, 0)
-        if before:
-            store_all(self.k, self.second, before, at["second"], self.nontemporal)
-        store_all(self.k, self.out, after, at["out"], self.nontemporal)
+        if pre_activations:
+            store_all(self.k, self.second, pre_activations, at["second"], self.nontemporal)
+        store_all(self.k, self.out, finished, at["out"], self.nontemporal)
 
     def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
-        """The index in each operand of a row's vector v of the panel, or of the panel's first column."""
+        """The element index, in each operand, of a row's vector v of the panel, or of the panel's first column. Operands of the
+        same stride share it: fewer instructions."""
         at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
         if v is not None:
             skipped = v * self.k.lanes
@@ -80,15 +83,11 @@ class Epilogue:
         return {name: at[stride] for name, stride in self.stride.items()}
 
     def _apply(
-        self,
-        name: str,
-        x: Value,
-        at: dict[str, Value],
-        bias: Value | None,
-        mask: Value | None,
-        before: list | None = None,
-    ) -> Value:
-        """x after an epilogue. An activation adds its input to the list `before`, or stores it where there is none."""
+        self, name: str, x: Value, at: dict[str, Value], bias: Value | None, mask: Value | None,
+        pre_activations: list | None = None,
+    ) -> Value:  # fmt: skip
+        """The vector x after epilogue `name` (the class's docstring has them); `at`: its index in each operand. An activation
+        stores its input to `second`, or only appends it to `pre_activations` where that is given."""
         if name == "bias":
             return x + bias
         if name == "rescale":
@@ -103,14 +102,15 @@ class Epilogue:
         assert emitter is not None, name
         if name in SLOPES:
             return x * emitter.slope(self.k, self.other.load(at["other"], mask), self.out.dtype)
-        if before is None:
+        if pre_activations is None:
             self.second.store(x, at["second"], mask)
         else:
-            before.append(x)
+            pre_activations.append(x)
         return emitter.value(self.k, x, self.out.dtype)
 
     def prefetch(self, row: Value) -> None:
-        """Prefetch the lines of a row that `put` will read or write; not those of non-temporal stores."""
+        """Prefetch the lines of a row of the panel that `put` or `store_row` will read or write; not those of non-temporal
+        stores."""
         at = self._at(row)
         if self.other is not None:
             prefetch_row(self.k, self.other.at(at["other"]), self.nr, write=False)

@@ -25,10 +25,11 @@ from barellm.runtime.lowering import weight_operand
 
 
 def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
-    by = scale.get(0)
+    """y = x / scale, rounded to the 8-bit dtype of y. `per_target` (gradients): the scale is multiplied by inv_targets."""
+    divisor = scale.get(0)
     if per_target:
-        by = by * k.to(k.scalar("inv_targets"), "float")
-    divisor = k.splat(by)
+        divisor = divisor * k.to(k.scalar("inv_targets"), "float")
+    divisor = k.splat(divisor)
     elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
 
 
@@ -38,33 +39,37 @@ def lower_quantise(op: Op, c: Lowering) -> None:
     c.call(quantise, operands, {"per_target": op.per_target, **flat(op.y)}, writes="y")
 
 
-def factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:
-    """The dequantization factor of an accumulator: the product of both scales."""
+def dequantization_factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:
+    """What accumulators are multiplied with, in all lanes: the product of both operands' scales."""
     by = one.get(0) * other.get(0)
     return k.splat(by * k.to(k.scalar("inv_targets"), "float") if per_target else by)
 
 
 def scaled_product(k: KernelBuilder, out, a, weight, scale, other, *, per_target, **how) -> None:
-    by = factor(k, scale, other, per_target=per_target)
-    rows = k.int(0), k.int(ALL_ROWS)
-    gemm.gemm(k, out, None, a, weight, None, None, *rows, epilogues=("times",), scale=by, **how)
+    """out = a @ weight times both scales, `scale` and `other`; the constants `how` are those of `gemm`."""
+    by = dequantization_factor(k, scale, other, per_target=per_target)
+    rows = {"row_begin": k.int(0), "row_limit": k.int(ALL_ROWS)}
+    gemm.gemm(
+        k, out, second=None, a=a, weight=weight, bias=None, other=None, **rows, epilogues=("times",), scale=by, **how
+    )  # fmt: skip
 
 
 def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how) -> None:
-    by = factor(k, scale, other, per_target=True)
+    """dweight = dy^T @ x times both scales, `scale` and `other`; the constants `how` are those of `weight_gradient`."""
+    by = dequantization_factor(k, scale, other, per_target=True)
     weight_gradient.weight_gradient(k, dweight, dy, x, k.int(0), k.int(ALL_ROWS), scale=by, **how)
 
 
-def multiplied(isa: ISA) -> str:
-    """The dtype of the emulated GEMM."""
+def emulation_dtype(isa: ISA) -> str:
+    """The dtype of the emulated GEMM's operands: bf16 where the ISA multiplies it."""
     return "bf16" if uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
 
 
-def decoded(c: Lowering, name: str, codes: Tensor) -> Tensor:
-    """Operands converted to `multiplied`, in a workspace; other dtypes as they are."""
+def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
+    """Append the conversion of an FP8 operand to `emulation_dtype`, in a workspace, which is returned; other dtypes as they are."""
     if codes.dtype not in LARGEST:
         return codes
-    t = Tensor(f"{c.op.name}.{name}", codes.shape, multiplied(c.isa), "scratch")
+    t = Tensor(f"{c.op.name}.{name}", codes.shape, emulation_dtype(c.isa), "scratch")
     c.scratch_tensors.append(t)
     c.call(cast, {"y": t, "x": codes}, {"columns": None, "mode_y": "store", **shape_of(t), **flat(t)}, writes="y")
     return t
@@ -73,7 +78,8 @@ def decoded(c: Lowering, name: str, codes: Tensor) -> Tensor:
 def append_gemm(
     c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool, mode: str
 ) -> None:
-    x, w = decoded(c, "x", a), decoded(c, "weight", weight)
+    """Append out = a @ weight with the `scales` of both, fprop (`transposed`: weight (N, K) is read as (cols, depth)) or dgrad."""
+    x, w = append_decode(c, "x", a), append_decode(c, "weight", weight)
     N, K = (int(n) for n in w.shape)
     cols, depth = (N, K) if transposed else (K, N)
     config = select_config(
@@ -99,7 +105,7 @@ def scaled_matmul_dx(op: Op, c: Lowering) -> None:
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
 def scaled_matmul_dw(op: Op, c: Lowering) -> None:
-    x, dy = decoded(c, "x", op.x), decoded(c, "dy", op.dy)
+    x, dy = append_decode(c, "x", op.x), append_decode(c, "dy", op.dy)
     N, K = (int(n) for n in op.dweight.shape)
     tokens = tokens_of(x, (0, ALL_ROWS))
     config = select_config(c.isa, "weight_gradient", x.dtype, K, tokens, N, c.threads)

@@ -51,9 +51,11 @@ class VectorGemm(GemmMainloop):
         self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
 
     def multiply_panel(self, panel: Pointer) -> None:
+        """All rows of the item: full tiles of MR rows, which overlap the packing of the next panel, then smaller tiles. A deferred
+        epilogue runs one tile late, so the last full tile's is left after the loop."""
         k, tile = self.k, self.tile
         if self.overlap_packing:
-            self.pack_next(self.full_end - self.row_begin)
+            self.pack_next(self.full_end - self.row_begin)  # one call a row: `prefetch` of the micro-kernel
         self.panel, self.a_rows = panel, self.a.at(self.k_block * self.kc)
         with k.loop(self.row_begin, self.full_end, tile.mr) as row:
             self._full_tile(row)
@@ -86,28 +88,22 @@ class VectorGemm(GemmMainloop):
         self._epilogue_of_rows(row, count)
 
     def _microkernel(self, row: Value, tile: Tile, count: Value | None) -> list[list[Value]]:
+        """The accumulators of `tile` from row `row` on: tile.mr rows of vectors, this KC block's sums included. `count`: how many
+        of the rows exist (None: all, and only then other work is overlapped); those beyond read the last one again."""
         k = self.k
         rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
-        left, tail = broadcast_a(
+        load_a, tail = broadcast_a(
             k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride
         )
-        units = self.depth_here // 2 if self.vnni else self.depth_here
-        begun = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
+        k_units = self.depth_here // 2 if self.vnni else self.depth_here
+        c_init = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
         overlapped = (
             partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
         )
         return microkernel(
-            k,
-            tile,
-            left,
-            self.panel,
-            units,
-            self.vnni,
-            tail=tail,
-            prefetch=overlapped,
-            c_init=begun,
+            k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
             is_last_k=self.is_last_k,
-        )
+        )  # fmt: skip
 
     def _overlapped(self, row: Value, r: Value) -> None:
         """Overlapped with piece r of the micro-kernel at `row`: prefetch, the epilogue of the tile before, packing."""
@@ -126,7 +122,8 @@ class VectorGemm(GemmMainloop):
             self.b_panels.step()
 
     def _accumulator_row(self, row: Value, r: Any) -> Pointer:
-        """Where the accumulators of row `row` + r are kept."""
+        """Where the accumulators of row `row` + r of the current panel are in memory: NR fp32. With several KC blocks there are
+        those of a whole work item, [panel][row][NR], else of one tile."""
         assert self.accumulators is not None
         if self.k_blocks == 1:
             return self.accumulators.at(self.k.int(r) * self.nr)
@@ -154,6 +151,7 @@ class VectorGemm(GemmMainloop):
             self._epilogue_of_row(row, r)
 
     def _epilogue_of_row(self, row: Value, r: Any) -> None:
+        """The epilogue of row `row` + r, from accumulators in memory."""
         k = self.k
 
         def put(v: Any) -> None:
@@ -172,6 +170,7 @@ class AmxGemm(GemmMainloop):
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
     def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
+        """Scratch: two B panels, a zero-padded tile of A's rows, the accumulators."""
         super().__init__(k, *operands, **sizes)
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
@@ -182,6 +181,7 @@ class AmxGemm(GemmMainloop):
         amx.release(self.k)
 
     def multiply_panel(self, panel: Pointer) -> None:
+        """All rows of the item, in tiles of MR; the full ones overlap the packing of the next panel, a call a step of TILE_K."""
         k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.depth_here)
         self.pack_next((self.full_end - self.row_begin) // rows * (k.int(self.depth_here) // amx.TILE_K))
@@ -196,19 +196,20 @@ class AmxGemm(GemmMainloop):
         k = self.k
         a = self.a.at(row * self.stride + self.k_block * self.kc)
         sums = self._accumulators_of(row)
-        rest = self.depth - (self.k_blocks - 1) * self.kc
-        how: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
+        last_kc = self.depth - (self.k_blocks - 1) * self.kc
+        options: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
         if count is None:
-            how["overlap"] = partial(self._overlapped_step, row)
+            options["overlap"] = partial(self._overlapped_step, row)
 
         def multiply(depth: int) -> None:
-            amx.multiply_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **how)
+            amx.multiply_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **options)
 
-        if self.is_last_k is None or rest == self.kc:
+        # The depth of a block is a constant of the code: a shorter last block gets code of its own.
+        if self.is_last_k is None or last_kc == self.kc:
             multiply(self.kc if self.k_blocks > 1 else self.depth)
         else:
             with k.when(self.is_last_k):
-                multiply(rest)
+                multiply(last_kc)
             with k.otherwise(self.is_last_k):
                 multiply(self.kc)
         with (
@@ -219,11 +220,11 @@ class AmxGemm(GemmMainloop):
 
     def _overlapped_step(self, row: Value, step: Value) -> None:
         """What overlaps a step of the tile at `row`: packing, and in the last KC block prefetches of C."""
-        k, each = self.k, self.tile.mr * amx.TILE_K // self.kc
+        k, rows_per_step = self.k, self.tile.mr * amx.TILE_K // self.kc
         self.b_panels.step()
         with nullcontext() if self.is_last_k is None else k.when(self.is_last_k):
-            for i in range(max(each, 1)):
-                self.epilogue.prefetch(row + step * each + i)
+            for i in range(max(rows_per_step, 1)):
+                self.epilogue.prefetch(row + step * rows_per_step + i)
 
     def _accumulators_of(self, row: Value) -> Pointer:
         """The accumulators of a tile of rows; one set for each panel where they wait for the next K group."""
@@ -238,9 +239,11 @@ def gemm(
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
     config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py); "scaled" and "times" use `scale`, "rescale"
-    uses `factor`. Rows are [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`, pointers to the first of
-    them. `strides`: row strides, in elements, of operands that are views. A run with fewer rows than `least` does nothing."""
+    """out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and `other`
+    (rows, cols) and write `second` (rows, cols); "scaled" and "times" use `scale`, "rescale" uses `factor`. Rows are [row_begin,
+    row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; pointers are to the first of them. `transposed`: weight is
+    (cols, depth), else (depth, cols). `strides`: (name, row stride in elements) of operands that are views. `least`: a run with
+    fewer rows does nothing, since the skinny GEMM does them."""
     assert a.dtype == weight.dtype, "both operands of a GEMM have the program's compute dtype"
     planned = k.num_elements(dims, inner)
     rows = k.min(planned - row_begin, row_limit)
@@ -261,8 +264,9 @@ def multiply(
     *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int],
     scale: Value | None = None, factor: float = 1.0, rows: Value | None = None,
 ) -> None:  # fmt: skip
-    """Calls `run(kind, make_epilogue, **sizes)` with the kind, VectorGemm or AmxGemm, that this ISA has for the dtype of a. `rows`:
-    given where results are rows of (rows, cols) that begin on a cache line."""
+    """Select the main loop and its epilogue: calls `run(kind, make_epilogue, **sizes)` with one of `kinds` (on vector registers, on
+    AMX tiles), what this ISA has for the dtype of a. `rows`: how many rows results have, given where they begin on a cache line, so
+    that large results may be stored non-temporally. Other parameters as in `gemm`."""
     kc = kc_of(k.isa, a.dtype, depth, config)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
@@ -274,15 +278,10 @@ def multiply(
             nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
 
     def make_epilogue(col: Value) -> Epilogue:
-        bias_in_registers = not use_amx and not through_memory and kc == depth
-        how: dict[str, Any] = {
-            "cols": cols,
-            "epilogues": epilogues,
-            "mode": mode,
-            "bias_in_registers": bias_in_registers,
-        }
-        how |= {"scale": scale, "strides": strides, "factor": factor, "nontemporal": nontemporal}
-        return Epilogue(k, col, config.tile, out, second, bias, other, **how)
+        return Epilogue(
+            k, col, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale, strides=strides,
+            bias_in_registers=not use_amx and not through_memory and kc == depth, factor=factor, nontemporal=nontemporal,
+        )  # fmt: skip
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "kc": kc, "config": config}
     sizes["stride"] = strides.get("a", depth)

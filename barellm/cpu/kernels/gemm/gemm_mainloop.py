@@ -63,6 +63,7 @@ class GemmMainloop(ABC):
         """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
+        """The loops of the module's docstring. The context managers of loops that run once are left out (`nullcontext`)."""
         k = self.k
         self.b_panels = PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
         with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
@@ -93,65 +94,71 @@ class GemmMainloop(ABC):
         return k.loop(self.k_begin, k.min(self.k_begin + self.k_group, self.k_blocks))
 
     def pack_next(self, calls: Value) -> None:
-        """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls: that of the next KC block of the
-        group, or the next panel, or the next group's first, or the next item's."""
+        """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls of `b_panels.step`. Its id is panel
+        index * k_blocks + KC block. The innermost loop that goes on decides, so it selects last."""
         k = self.k
-        _, after = self._block_of(self.item + 1)
-        wanted = self.item + 1 < self.m_blocks * self.n_groups
-        after = after * self.panels // self.n_groups * self.k_blocks
-        if self.k_groups > 1:
-            more = self.k_begin + self.k_group < self.k_blocks
-            wanted = wanted | more
-            after = k.select(more, self.first_panel * self.k_blocks + self.k_begin + self.k_group, after)
-        same = self.panel_index + 1 < self.last_panel
-        wanted, after = wanted | same, k.select(same, (self.panel_index + 1) * self.k_blocks + self.k_begin, after)
-        if self.k_group > 1:
-            within = self.k_block + 1 < k.min(self.k_begin + self.k_group, self.k_blocks)
-            wanted, after = wanted | within, k.select(within, self.panel_id + 1, after)
-        self.b_panels.pack_next(after, wanted, calls)
+        # The next item's first panel: this thread takes that item most likely (if not, the panel is packed again).
+        _, next_group = self._block_of(self.item + 1)
+        exists = self.item + 1 < self.m_blocks * self.n_groups
+        next_id = next_group * self.panels // self.n_groups * self.k_blocks
+        if self.k_groups > 1:  # the first panel of the next group of KC blocks
+            more_groups = self.k_begin + self.k_group < self.k_blocks
+            exists = exists | more_groups
+            next_id = k.select(more_groups, self.first_panel * self.k_blocks + self.k_begin + self.k_group, next_id)
+        more_panels = self.panel_index + 1 < self.last_panel
+        exists = exists | more_panels
+        next_id = k.select(more_panels, (self.panel_index + 1) * self.k_blocks + self.k_begin, next_id)
+        if self.k_group > 1:  # the same panel's next KC block
+            more_blocks = self.k_block + 1 < k.min(self.k_begin + self.k_group, self.k_blocks)
+            exists, next_id = exists | more_blocks, k.select(more_blocks, self.panel_id + 1, next_id)
+        self.b_panels.pack_next(next_id, exists, calls)
 
     def _block_of(self, item: Value) -> tuple[Value, Value]:
+        """(block of MC rows, group of panels) of a work item."""
         return block_of_item(item, self.config, self.m_blocks, self.n_groups)
 
     def _kc_of(self, is_last_k: Value | None) -> Any:
         """The depth of a KC block; the last may be shorter."""
-        rest = self.depth - (self.k_blocks - 1) * self.kc
-        return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(rest), self.kc)
+        last_kc = self.depth - (self.k_blocks - 1) * self.kc
+        return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
     def _pack(self, into: Pointer, panel_id: Value) -> PackTask:
-        """Packs KC block panel_id % k_blocks of panel panel_id // k_blocks."""
+        """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks from the weight."""
         k, k_blocks, kc = self.k, self.k_blocks, self.kc
-        col, p = panel_id // k_blocks * self.nr, panel_id % k_blocks
-        length = self._kc_of((p + 1).equals(k_blocks) if k_blocks > 1 else None)
+        col, k_block = panel_id // k_blocks * self.nr, panel_id % k_blocks
+        depth = self._kc_of((k_block + 1).equals(k_blocks) if k_blocks > 1 else None)
         if self.transposed:
-            even = kc % 8 == 0 and self.depth % 8 == 0
-            sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "nr": self.nr}
-            fetch = partial(self._prefetch, col + self.nr, p) if self.use_amx else None
-            return pack_b_transposed(k, into, self.weight.at(p * kc), col, fetch=fetch, **sizes)
+            even = kc % 8 == 0 and self.depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
+            sizes = {"cols": self.cols, "stride": self.depth, "depth": depth, "even": even, "nr": self.nr}
+            fetch = partial(self._prefetch, col + self.nr, k_block) if self.use_amx else None
+            return pack_b_transposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.nr else None
-        w = self.weight.at(p * (kc * self.cols))
-        return pack_b(k, into, w, col, length, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
+        w = self.weight.at(k_block * (kc * self.cols))
+        return pack_b(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
-    def _prefetch(self, col: Value, p: Value, i: Value) -> None:
-        """With chunk i of the packing of KC block p: prefetch into the L2 lines of the next panel, from column `col` on, packed a
-        group later. In memory order, so that the hardware prefetcher sees a stream."""
-        k, each = self.k, self.k_group * self.kc * self.weight.itemsize // LINE
-        at = (p % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
-        piece = self.weight.at((col + at // each) * self.depth + p // self.k_group * (self.k_group * self.kc))
+    def _prefetch(self, col: Value, k_block: Value, i: Value) -> None:
+        """With chunk i of the packing of KC block `k_block`: prefetch into the L2 four lines of the next panel, from column `col`
+        on, packed a group later. In memory order, so that the hardware prefetcher sees a stream."""
+        k, row_lines = self.k, self.k_group * self.kc * self.weight.itemsize // LINE  # of a group, of one column
+        # Which line of the group's panel, counted column after column.
+        at = (k_block % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
+        piece = self.weight.at(
+            (col + at // row_lines) * self.depth + k_block // self.k_group * (self.k_group * self.kc)
+        )
         for line in range(4):
-            k.prefetch(piece.bytes((at % each + line) * LINE), near=False)
+            k.prefetch(piece.bytes((at % row_lines + line) * LINE), near=False)
 
 
-def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, min_items: int) -> Value:
-    """The number of panel groups, the N side of work items: even, of at most `most` panels, a multiple of the thread count, and
-    `min_items` items a thread."""
-    if most == 1:
+def panel_groups(k: KernelBuilder, panels: int, max_panels: int, m_blocks: Value, min_items: int) -> Value:
+    """The number of groups into which `panels` are divided, the N side of work items: groups of at most `max_panels` panels, at
+    least `min_items` items a thread together with `m_blocks`, and a multiple of the thread count."""
+    if max_panels == 1:
         return k.int(panels)
-    wanted = k.max(k.ceil_div(k.threads * min_items, k.max(blocks, 1)), ceil_div(panels, most))
+    wanted = k.max(k.ceil_div(k.threads * min_items, k.max(m_blocks, 1)), ceil_div(panels, max_panels))
     return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 
 def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
-    """MC for `blocks` blocks as even as can be: a multiple of MR."""
-    many = k.max(blocks, 1) * tile.mr
-    return (rows + (many - 1)) // many * tile.mr
+    """MC such that `blocks` blocks of rows are as even as can be: a multiple of MR."""
+    tile_rows = k.max(blocks, 1) * tile.mr  # rows of one tile of each block
+    return (rows + (tile_rows - 1)) // tile_rows * tile.mr

@@ -21,11 +21,11 @@ from barellm.program.integers import ceil_div, round_up
 
 def multiply(
     k: KernelBuilder, dy: Pointer, x: Pointer, tokens: Value, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
-    put: Callable[[Value, Value, Value, Value, Pointer], None],
+    store: Callable[[Value, Value, Value, Value, Pointer], None],
 ) -> None:  # fmt: skip
-    """dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) with row strides `dy_row` and `x_row`. The epilogue
-    `put(t, row, count, col, sums)` gets the sums (count, amx.NR) at (row, col) of the result, of the chunk that starts at t, chunk
-    after chunk."""
+    """dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) with row strides `dy_row` and `x_row` in elements. The
+    epilogue `store(t, row, count, col, sums)` gets the sums (count, amx.NR) of rows `row`... and columns `col`... of the result, of
+    the chunk of tokens that starts at t; chunks come in order."""
     mc, nc, nr, mr, chunk = config.mc, config.nc, amx.NR, amx.MR, token_chunk(k.isa)
     nbytes = panel_bytes(k.isa, dy.dtype, amx.KC, nr)
     scratch = k.thread_scratch("i32")
@@ -37,7 +37,7 @@ def multiply(
     packed = k.var(-1)
 
     def pack(into: Pointer, number: Value) -> PackTask:
-        """Packs the B panel: nc number % K of x, KC tokens from number // K on."""
+        """The task that packs B panel `number`, t * K + col: columns [col, col + NR) of x, KC tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None
         depth = k.min(tokens - t, amx.KC)
@@ -55,25 +55,28 @@ def multiply(
             with k.when(packed.value.differs(t * m_blocks + m_block)):
                 packed.value = t * m_blocks + m_block
                 amx.pack_a(k, a_at, dy.at(t * dy_row), n0, end - t, stride=dy_row, width=width, cols=ragged_n)
-            below = k.ceil_div(end - t, amx.TILE_K) * amx.TILE_BYTES
+            below = k.ceil_div(end - t, amx.TILE_K) * amx.TILE_BYTES  # from a tile to the one of the next 16 rows
+            # Several KC blocks: the sums of all rows wait in scratch between them. With one, the place of one tile is enough.
             several = end - t > amx.KC
             with k.loop(k0, k1, nr) as col, k.loop(t, end, amx.KC) as p:
                 panel = b_panels.acquire(p * K + col)
                 amx.pad_panel(k, panel, k.min(end - p, amx.KC))
                 steps, is_last_k = k.ceil_div(k.min(end - p, amx.KC), amx.TILE_K), p + amx.KC >= end
-                more, wanted = t + chunk < tokens, item + 1 < m_blocks * n_blocks
-                after = k.select(more, (t + chunk) * K + k0, next_n * nc)
-                after = k.select(col + nr < k1, t * K + col + nr, after)
-                after = k.select(is_last_k, after, (p + amx.KC) * K + col)
-                wanted = wanted | more | (col + nr < k1) | (p + amx.KC < end)
-                b_panels.pack_next(after, wanted, k.ceil_div(n1 - n0, mr) * steps)
+                more_chunks, exists = t + chunk < tokens, item + 1 < m_blocks * n_blocks
+                # Which panel is next: of the next KC block, else of the next columns, else of the next chunk, else of the next
+                # item.
+                next_id = k.select(more_chunks, (t + chunk) * K + k0, next_n * nc)
+                next_id = k.select(col + nr < k1, t * K + col + nr, next_id)
+                next_id = k.select(is_last_k, next_id, (p + amx.KC) * K + col)
+                exists = exists | more_chunks | (col + nr < k1) | (p + amx.KC < end)
+                b_panels.pack_next(next_id, exists, k.ceil_div(n1 - n0, mr) * steps)
                 with k.loop(n0, n1, mr) as row:
                     sums = sums_at.at(k.select(several, (row - n0) * nr, 0))
                     at = ((row - n0) // amx.SIDE) * below + ((p - t) // amx.TILE_K) * amx.TILE_BYTES
                     left = amx.TileA(a_at.bytes(at), amx.LINE, amx.TILE_BYTES, below)
                     amx.multiply(k, sums, panel, [(left, steps)], begun=p > t, overlap=lambda step: b_panels.step())
                     with k.when(is_last_k):
-                        put(t, row, k.min(n1 - row, mr), col, sums)
+                        store(t, row, k.min(n1 - row, mr), col, sums)
                 b_panels.commit()
     amx.release(k)
 

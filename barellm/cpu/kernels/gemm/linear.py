@@ -45,31 +45,28 @@ def append_gemm(
     second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
     factor: float | None = None,
 ) -> None:  # fmt: skip
-    """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does. A program that
-    may have few rows gets two calls, of a skinny and a usual GEMM; a run needs one."""
+    """Append the GEMM call(s) of out (rows, cols) = a (rows, depth) @ weight with `epilogues` (epilogue.py has them, and `second`,
+    `bias`, `other`, `factor`). An operand is a Tensor or (Region, dtype). weight (N, K) is read `transposed` (fprop: cols = N) or
+    not (dgrad: cols = K). `like`: the activation whose run-time sizes count the rows; `rows`: (first, count) of them that this call
+    does. A program that may have few rows gets two calls, of a skinny and a usual GEMM, of which a run does one."""
     N, K = (int(n) for n in weight.shape)
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
     kind = gemm_kind(transposed, epilogues)
     operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other}
     constants = {
-        "cols": cols,
-        "depth": depth,
-        "epilogues": epilogues,
-        "mode": mode,
-        **shape_of(like),
-        **views_of(out=out, second=second, a=a, other=other),
-        **({} if factor is None else {"factor": factor}),
-    }
-    most = tokens_of(like, rows)
+        "cols": cols, "depth": depth, "epilogues": epilogues, "mode": mode, **shape_of(like),
+        **views_of(out=out, second=second, a=a, other=other), **({} if factor is None else {"factor": factor}),
+    }  # fmt: skip
+    max_rows = tokens_of(like, rows)
     if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
         c.thread_scratch(skinny_gemm_scratch_bytes(c.isa, depth))
-        few = select_skinny_config(c.isa, skinny_kind(epilogues), a_dtype, cols, depth, c.threads)
-        c.call(skinny_gemm, operands, constants | {"config": few}, writes="out second")
-        if most <= FEW:
+        skinny_config = select_skinny_config(c.isa, skinny_kind(epilogues), a_dtype, cols, depth, c.threads)
+        c.call(skinny_gemm, operands, constants | {"config": skinny_config}, writes="out second")
+        if max_rows <= FEW:
             return
-        constants |= {"least": FEW + 1}
-    config = select_config(c.isa, kind, a_dtype, cols, depth, most, c.threads)
+        constants |= {"least": FEW + 1}  # the usual GEMM leaves runs with fewer rows to the skinny one
+    config = select_config(c.isa, kind, a_dtype, cols, depth, max_rows, c.threads)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, a_dtype, depth, config))
     operands |= {"row_begin": rows[0], "row_limit": rows[1]}
     constants |= {"transposed": transposed, "config": config}
@@ -77,16 +74,10 @@ def append_gemm(
 
 
 def append_weight_gradient(
-    c: Lowering,
-    dweight: Tensor,
-    dy: Any,
-    x: Any,
-    like: Tensor,
-    mode: str,
-    rows=(0, ALL_ROWS),
-    squares: Tensor | None = None,
-) -> None:
-    """`squares` gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
+    c: Lowering, dweight: Tensor, dy: Any, x: Any, like: Tensor, mode: str, rows=(0, ALL_ROWS), squares: Tensor | None = None
+) -> None:  # fmt: skip
+    """Append the wgrad call dweight (N, K) = dy (tokens, N).T @ x (tokens, K). `like` and `rows` as in `append_gemm`. `squares`
+    gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
     config = select_config(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)

@@ -25,10 +25,11 @@ def microkernel(
     prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
     c_init: tuple[Value, Pointer] | None = None, is_last_k: Value | None = None,
 ) -> list[list[Value]]:  # fmt: skip
-    """The accumulators (mr rows of vectors): A (mr, k_units) @ panel (k_units, nr). `tail` loads A for an odd last step, done where
-    `is_last_k`. `c_init`: (whether, from where) accumulators are loaded, not zeroed, for a later KC block. Software pipelining:
-    `prefetch(r)` is called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own
-    loads need), `overlap()` `overlap_calls` times, to pack."""
+    """A (mr, k_units) @ panel (k_units, nr): the accumulators, mr rows of vectors. A k unit is an element of the depth, with `vnni`
+    a pair of bf16. `tail` loads A for the odd last element, done where `is_last_k` (None: always). `c_init`: (condition, pointer to
+    nr-wide rows); where true, accumulators are loaded, not zeroed, for a later KC block. Software pipelining: `prefetch(r)` is
+    called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own loads need),
+    `overlap()` `overlap_calls` times, to pack."""
     lanes = k.lanes
     acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
     if c_init is not None:
@@ -43,17 +44,17 @@ def microkernel(
         with k.loop(0, k_units) as u:
             step(u, load_a)
     else:
-        turn = (k_units + (tile.mr - 1)) // tile.mr
+        segment = (k_units + (tile.mr - 1)) // tile.mr  # units between two prefetches
         with k.loop(0, tile.mr) as r:
-            start = r * turn
+            start = r * segment
             prefetch(r)
             if overlap is None:
-                with k.loop(start, k.min(start + turn, k_units)) as u:
+                with k.loop(start, k.min(start + segment, k_units)) as u:
                     step(u, load_a)
-            else:
-                with k.loop(start, start + turn, OVERLAP_UNITS) as first:
+            else:  # the loop runs to the segment's end, also beyond k_units: so `overlap_calls` are made whatever k_units is
+                with k.loop(start, start + segment, OVERLAP_UNITS) as first:
                     overlap()
-                    with k.loop(first, k.min(k.min(first + OVERLAP_UNITS, start + turn), k_units)) as u:
+                    with k.loop(first, k.min(k.min(first + OVERLAP_UNITS, start + segment), k_units)) as u:
                         step(u, load_a)
     if tail is not None:
         with k.when(is_last_k) if is_last_k is not None else nullcontext():
@@ -81,27 +82,28 @@ def overlap_calls(k: KernelBuilder, tile: Tile, k_units: Value) -> Value:
 def broadcast_a(
     k: KernelBuilder, a: Pointer, rows: list[Any], vnni: bool, *, depth: int, stride: int
 ) -> tuple[BroadcastA, BroadcastA | None]:
-    """A read unpacked from row-major memory with row stride `stride`: (load of whole steps, load of an odd last one)."""
+    """Loads of A from row-major memory, unpacked, for `microkernel`: of `rows` (indices) of a, row stride `stride` elements.
+    Returns the load of a whole k unit and, where VNNI pairs leave an odd last element, that of the element alone."""
     bases = [a.at(row * stride) for row in rows]
     if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None
 
-    def whole(r: int, u: Value) -> Value:
-        p = bases[r].bytes(u << 2)
+    def load_pair(r: int, u: Value) -> Value:
+        p = bases[r].bytes(u << 2)  # a pair of bf16 has 4 bytes
         return k.splat(k.op("i32", f"load i32, ptr {p.ref}, align 2"))
 
-    def half(r: int, u: Value) -> Value:
-        p = bases[r].bytes(u << 2)
+    def load_last(r: int, u: Value) -> Value:
+        p = bases[r].bytes(u << 2)  # the upper half of the pair is zero
         return k.splat(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
 
-    return whole, half if depth % 2 else None
+    return load_pair, load_last if depth % 2 else None
 
 
-def block_of_item(unit: Value, config: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
-    """(row block, column block) of a work item."""
+def block_of_item(item: Value, config: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a work item. Order "rows": consecutive items share a row block."""
     if config.order == "rows":
-        return unit // column_blocks, unit % column_blocks
-    return unit % row_blocks, unit // row_blocks
+        return item // column_blocks, item % column_blocks
+    return item % row_blocks, item // row_blocks
 
 
 def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:

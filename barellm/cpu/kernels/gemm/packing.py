@@ -19,8 +19,8 @@ from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up
 
 LINE = 64  # bytes of a cache line
-NEAR, FAR = 4, 64  # prefetch distances in chunks, into the L1 and the L2
-LEFT_NEAR = 8  # the same of A, several units of which are packed at a time
+NEAR, FAR = 4, 64  # prefetch distances in chunks (of A: in units), into the L1 and the L2
+LEFT_NEAR = 8  # into the L1 of A, several units of which are packed at a time
 
 
 def uses_vnni(isa: ISA, dtype: str) -> bool:
@@ -55,6 +55,7 @@ class PackTask:
         self.done, self.per_call = self.k.var(0), (self.count + calls - 1) // self.k.max(calls, 1)
 
     def step(self) -> None:
+        """Pack the next `per_call` chunks, as long as there are any."""
         k = self.k
         first = self.done.value
         self.done.value = k.min(first + self.per_call, self.count)
@@ -69,14 +70,17 @@ def can_overlap_packing(isa: ISA, dtype: str) -> bool:
 
 class PanelBuffers:
     """Double-buffered packed panels in a thread's scratch: the micro-kernel reads one while the thread packs the other, piecewise.
-    Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). No other thread reads them: no barrier.
-    `pack(to, number)` packs panel `number`; -1: none."""
+    Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). No other thread reads them: no
+    barrier."""
 
     def __init__(self, k: KernelBuilder, at: Pointer, nbytes: int, pack: Callable[[Pointer, Value], PackTask]) -> None:
+        """Two buffers of `nbytes` from `at` on. pack(pointer, number) is the task that packs panel `number` there."""
         self.k, self.at, self.nbytes, self.pack = k, at, nbytes, pack
+        # Byte offset of the current buffer (0 or nbytes); numbers of the panels in it and in the other buffer, -1: none.
         self.offset, self.current, self.ready = k.var(0), k.var(-1), k.var(-1)
 
     def _other(self) -> Pointer:
+        """The buffer that the micro-kernel does not read."""
         return self.at.bytes(self.nbytes - self.offset.value)
 
     def acquire(self, number: Value) -> Pointer:
@@ -99,66 +103,65 @@ class PanelBuffers:
         self.packing.step()
 
     def commit(self) -> None:
+        """The panel of `pack_next` is complete: packs its partial chunk, after all calls of `step`."""
         with self.k.when(self.wanted):
             self.packing.pack_tail()
             self.ready.value = self.next
 
 
 def pack_b_transposed(
-    k: KernelBuilder,
-    panel: Pointer,
-    w: Pointer,
-    col: Value,
-    *,
-    cols: int,
-    stride: int,
-    depth: Any,
-    even: bool,
-    nr: int,
+    k: KernelBuilder, panel: Pointer, w: Pointer, col: Value, *, cols: int, stride: int, depth: Any, even: bool, nr: int,
     fetch: Callable[[Value], None] | None = None,
-) -> PackTask:
-    """Pack a B panel from a transposed B: columns `col`... of w (cols, stride), `depth` of each; `even`: only whole chunks. A chunk
-    is 4 units (fp32 or VNNI pairs) of `lanes` columns, transposed 4 x 4 in each 128-bit group. Columns beyond the last repeat
-    it and are never stored. `fetch(i)` prefetches what is packed later, with chunk i."""
+) -> PackTask:  # fmt: skip
+    """The task that packs a B panel (depth, nr) from a transposed B: `depth` elements of rows [col, col + nr) of w (cols, stride),
+    which are B's columns. A chunk is 4 units (fp32 or VNNI pairs) of `lanes` columns, transposed 4 x 4 in each 128-bit group;
+    chunks go along the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue
+    never stores them. `fetch(i)`, with chunk i, prefetches what is packed later (None: chunks NEAR and FAR ahead)."""
     pair = uses_vnni(k.isa, w.dtype)
-    lanes, elements = k.lanes, 8 if pair else 4
+    lanes, elements = k.lanes, 8 if pair else 4  # of a column in a chunk
     hangs_over = cols % nr != 0
     out = panel.as_dtype("i32")
-    each = depth // elements
+    depth_chunks = depth // elements
 
-    def row(i: Any) -> Pointer:
+    def column_of_b(i: Any) -> Pointer:
         return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
 
     def fetch_ahead(i: Value) -> None:
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
-            later = w.at((col + j // each * lanes + i % 4 * (lanes // 4)) * stride + j % each * elements)
+            later = w.at(
+                (col + j // depth_chunks * lanes + i % 4 * (lanes // 4)) * stride + j % depth_chunks * elements
+            )
             for r in range(lanes // 4):  # a line has four chunks: each prefetches a quarter of the lines
                 k.prefetch(later.at(r * stride), near=near)
 
     def chunk(i: Value) -> None:
-        c, d = i // each * lanes, i % each * elements
+        c, d = i // depth_chunks * lanes, i % depth_chunks * elements
         (fetch or fetch_ahead)(i)
-        four = [k.concat([_units(k, row(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
+        # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
+        four = [
+            k.concat([_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)
+        ]
         for u, vector in enumerate(transpose_groups(k, four)):
             out.store_raw(vector, (d // (elements // 4) + u) * nr + c)
 
-    def rest() -> None:
+    def pack_tail() -> None:
+        """The units of a partial chunk, one by one; the last of an odd depth is paired with zero."""
         if even:
             return
-        with k.loop(0, nr) as c, k.loop(each * elements, depth, 2 if pair else 1) as d:
-            p = row(c).at(d)
+        with k.loop(0, nr) as c, k.loop(depth_chunks * elements, depth, 2 if pair else 1) as d:
+            p = column_of_b(c).at(d)
             if not pair:
                 value = k.op("i32", f"bitcast float {p.get().ref} to i32")
             else:
-                half = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
+                unit = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
                 with k.when(d + 1 < depth):
-                    half.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
-                value = half.value
+                    unit.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
+                value = unit.value
             target = out.at((d // (2 if pair else 1)) * nr + c)
             k.line(f"store {value.typed}, ptr {target.ref}, align 4")
 
-    return PackTask(k, each * (nr // lanes), chunk, rest)
+    return PackTask(k, depth_chunks * (nr // lanes), chunk, pack_tail)
 
 
 def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
@@ -173,9 +176,10 @@ def pack_b(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
     columns_next: bool = False,
 ) -> PackTask:  # fmt: skip
-    """Pack a B panel from row-major B: rows 0... of b (depth, stride), columns `col`... + width. A chunk is a row, or with VNNI
-    an interleaved pair of rows. `cols`: the number of columns where the panel may exceed it (zero-padded), else None.
-    `columns_next`: the next columns are packed after these, not the next rows."""
+    """The task that packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, row
+    stride `stride` elements. A chunk is a row, or with VNNI an interleaved pair of rows. `cols`: the number of b's columns where
+    the panel may exceed it (zero-padded), else None. `columns_next`: the panel of the next columns follows, not that of the next
+    rows, so the far prefetch goes there."""
     pair = uses_vnni(k.isa, b.dtype)
     lanes = k.lanes
     depth = k.int(depth)
@@ -187,35 +191,38 @@ def pack_b(
         p = b.at(row * stride + col)
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
-    def fetch(row: Value) -> None:
+    def prefetch_rows(row: Value) -> None:
+        """Prefetch the panel's row NEAR rows ahead to L1, and to L2 what is needed later."""
         far = row * stride + col + width if columns_next else (row + FAR) * stride + col
         for at, near in (((row + NEAR) * stride + col, True), (far, False)):
             for line in range(0, width * b.itemsize, LINE):
                 k.prefetch(b.at(at).bytes(line), near=near)
 
-    def put(d: Value, v: int, even: Value, odd: Value) -> None:
+    def store_pair(d: Value, v: int, even: Value, odd: Value) -> None:
+        """Vector v of the interleaved rows d and d + 1."""
         vnni = k.bitcast(k.shuffle(even, odd, interleave), k.ivec)
         block.as_dtype("i32").store_raw(vnni, (d >> 1) * width + v)
 
     def chunk(i: Value) -> None:
         if not pair:
-            fetch(i)
+            prefetch_rows(i)
             for v in vectors:
                 block.as_dtype("fp32").store(load(i, v), i * width + v)
             return
         d = i << 1
-        fetch(d)
-        fetch(d + 1)
+        prefetch_rows(d)
+        prefetch_rows(d + 1)
         for v in vectors:
-            put(d, v, load(d, v), load(d + 1, v))
+            store_pair(d, v, load(d, v), load(d + 1, v))
 
-    def rest() -> None:
+    def pack_tail() -> None:
+        """The last row of an odd depth, paired with zeros."""
         if pair:
             with k.when((depth & 1).differs(0)):
                 for v in vectors:
-                    put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+                    store_pair(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
 
-    return PackTask(k, depth >> 1 if pair else depth, chunk, rest)
+    return PackTask(k, depth >> 1 if pair else depth, chunk, pack_tail)
 
 
 class PackedA:
@@ -224,24 +231,22 @@ class PackedA:
     packed together, as a group; the next group is packed while the micro-kernel first reads the current one."""
 
     def __init__(
-        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, cols: int, stride: int, most: Value, inside: bool,
+        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, cols: int, stride: int, max_depth: Value, inside: bool,
         block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
     ) -> None:  # fmt: skip
-        """`rows`: MR; `most`: the greatest depth of a block. `block(number)`: (b, first column, last, depth) of block `number`.
-        `inside`: no tile hangs over the last of the `cols` columns; else it is zero-padded."""
+        """`rows`: MR; `max_depth`: of any block. `block(number)`: (b, first column, last column + 1, depth) of block `number`.
+        `stride`: row stride of b in elements. `inside`: no tile hangs over the last of the `cols` columns; else it is
+        zero-padded."""
         self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
         self.cols, self.stride = cols, stride
         self.pair = uses_vnni(k.isa, dtype)
-        self.slot = (most + 1) >> 1 if self.pair else most
-        self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside
-        self.current, self.group, self.unit = (
-            k.var(-1),
-            k.var(0),
-            k.var(0),
-        )  # packed groups, and packed units of the next one
+        self.max_units = (max_depth + 1) >> 1 if self.pair else max_depth  # of a column, so of 32-bit words
+        self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside  # tiles of a group
+        # The current block's number, -1: none; its packed groups; packed units of the next group.
+        self.current, self.group, self.unit = k.var(-1), k.var(0), k.var(0)
 
     def acquire(self, number: Value, calls: Value) -> None:
-        """Make block `number` current; `step` is called `calls` times in each micro-kernel."""
+        """Make block `number` current; `step` is called `calls` times in each micro-kernel. What is packed of it stays."""
         k = self.k
         with k.when(self.current.value.differs(number)):
             self.current.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
@@ -255,29 +260,30 @@ class PackedA:
         k = self.k
         with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
             self._pack_until(self.whole)
-        return self.at.at(column * self.slot)
+        return self.at.at(column * self.max_units)
 
     def step(self) -> None:
+        """Pack the next `per_call` units of the next group, if there is one."""
         k = self.k
         with k.when(self.group.value < self.groups):
             self._pack_until(k.min(self.unit.value + self.per_call, self.whole))
 
     def _pack_until(self, end: Value) -> None:
-        """Pack the next group's units up to `end`."""
+        """Pack the next group's units [unit, `end`), which completes the group where `end` is its last whole unit."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
-        hangs = columns[-1] + self.rows > self.cols
+        hangs_over = columns[-1] + self.rows > self.cols
         if not self.inside:
-            with k.when(hangs), k.loop(self.unit.value, end) as u:
+            with k.when(hangs_over), k.loop(self.unit.value, end) as u:
                 self._pack(columns, u, masked=True)
-        with nullcontext() if self.inside else k.otherwise(hangs), k.loop(self.unit.value, end) as u:
+        with nullcontext() if self.inside else k.otherwise(hangs_over), k.loop(self.unit.value, end) as u:
             self._pack(columns, u)
-        ends = end.equals(self.whole)
+        complete = end.equals(self.whole)
         if self.pair:
-            with k.when(ends & (self.depth & 1).differs(0)):
+            with k.when(complete & (self.depth & 1).differs(0)):
                 for col in columns:
-                    self._put(col, self.whole, masked=not self.inside, half=True)
-        self.group.value, self.unit.value = k.select(ends, group + 1, group), k.select(ends, 0, end)
+                    self._pack_unit(col, self.whole, masked=not self.inside, half=True)
+        self.group.value, self.unit.value = k.select(complete, group + 1, group), k.select(complete, 0, end)
 
     def _columns(self, group: Value) -> list[Value]:
         """Where in b the tiles of a group start; beyond the last tile the last one is packed once more."""
@@ -289,22 +295,23 @@ class PackedA:
         """Pack unit u of a group's tiles and prefetch later ones. A group may begin inside a cache line and end in another: the L2
         has the first from the group before, so only the last is prefetched at distance FAR. After the last unit come those of the
         next group: a few hundred tokens are not many times FAR."""
-        k, each = self.k, 2 if self.pair else 1
+        k, unit_rows = self.k, 2 if self.pair else 1
         first, last, near, far = columns[0], columns[-1] + (self.rows - 1), u + LEFT_NEAR, u + FAR
         beyond = far >= self.whole
         far = k.select(beyond, far - self.whole, far)
-        there = k.select(beyond, last + self.tiles * self.rows, last)
-        for unit, col in ((near, first), (near, last), (far, there)):
-            for r in range(each):
-                k.prefetch(self.b.at((unit * each + r) * self.stride + col), near=unit is near)
+        far_col = k.select(beyond, last + self.tiles * self.rows, last)
+        for unit, col in ((near, first), (near, last), (far, far_col)):
+            for r in range(unit_rows):
+                k.prefetch(self.b.at((unit * unit_rows + r) * self.stride + col), near=unit is near)
         for col in columns:
-            self._put(col, u, masked=masked)
+            self._pack_unit(col, u, masked=masked)
 
-    def _put(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
-        """Pack unit u of the tile at `col`; `masked`: it may hang over; `half`: the first row of a pair without a second."""
+    def _pack_unit(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
+        """Pack unit u of the tile at column `col`: `rows` 32-bit words. `masked`: it may hang over the last column and is
+        zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
         k, b, rows = self.k, self.b, self.rows
         item = "i16" if b.itemsize == 2 else "float"
-        tile = self.at.at((col - self.first) * self.slot + u * rows)
+        tile = self.at.at((col - self.first) * self.max_units + u * rows)
 
         for v in range(0, rows, k.lanes):
             n = min(rows - v, k.lanes)

@@ -35,23 +35,20 @@ def quantized_skinny_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str,
     dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
-    """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more."""
-    rows, apart = k.num_elements(dims, inner), dict(strides)
+    """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more.
+    `weights`: the name of the quantization scheme; other parameters as in gemm.py's `gemm`."""
+    rows, row_strides = k.num_elements(dims, inner), dict(strides)
 
-    def finish(col: Value) -> Epilogue:
-        how: dict[str, Any] = {
-            "cols": cols,
-            "epilogues": epilogues,
-            "mode": mode,
-            "bias_in_registers": False,
-            "strides": apart,
-        }
-        return Epilogue(k, col, Tile(1, TILE // k.lanes), out, second, bias, other, **how)
+    def make_epilogue(col: Value) -> Epilogue:
+        return Epilogue(
+            k, col, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
+            bias_in_registers=False, strides=row_strides,
+        )  # fmt: skip
 
     with k.when(rows <= FEW):
-        sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": apart.get("a", depth)}
-        kind = IntegerSkinnyGemm if uses_integer_dot(k.isa, weights) else QuantizedSkinnyGemm
-        kind(k, x, codes, scales, rows, **sizes).run(finish)
+        sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": row_strides.get("a", depth)}
+        kernel = IntegerSkinnyGemm if uses_integer_dot(k.isa, weights) else QuantizedSkinnyGemm
+        kernel(k, x, codes, scales, rows, **sizes).run(make_epilogue)
 
 
 class DequantizingPack:
@@ -59,37 +56,40 @@ class DequantizingPack:
 
     quantized: tuple[Codes, Scales]
 
-    def _pack(self: Any, into: Pointer, number: Value) -> PackTask:
-        """Dequantizes KC block number % k_blocks of panel number // k_blocks. A chunk is a block of a vector of columns."""
+    def _pack(self: Any, into: Pointer, panel_id: Value) -> PackTask:
+        """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR). A
+        chunk is BLOCK elements of the depth of a vector of columns."""
         k, nr, pair = self.k, self.nr, uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
-        last, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
-        col, p = number // self.k_blocks * nr, number % self.k_blocks
-        length = self._kc_of((p + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
-        first, out = p * (self.kc // BLOCK), into.as_dtype("i32")
-        blocks = k.int(length) // BLOCK
+        last_tile, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
+        col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
+        depth = self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
+        first, out = k_block * (self.kc // BLOCK), into.as_dtype("i32")
+        blocks = k.int(depth) // BLOCK
 
-        def write(block: Value, v: Value, elements: int) -> None:
+        def dequantize(block: Value, v: Value, elements: int) -> None:
+            """The first `elements` rows of a block, of vector v of the columns. Columns behind the last tile repeat it."""
             column = col + v * k.lanes
-            tile, within = k.min(column // TILE, last), column % TILE
+            tile, within = k.min(column // TILE, last_tile), column % TILE
             at = first + block
             group = at * BLOCK // (codes.how.group or codes.blocks * BLOCK)
             scale = scales.load(tile, group, within) * scales.powers(tile, within)
             numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
-            for i, vector in enumerate(_pairs(k, numbers) if pair else numbers):
+            for i, vector in enumerate(_vnni_pairs(k, numbers) if pair else numbers):
                 out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * nr + v * k.lanes)
 
-        def rest() -> None:
+        def pack_tail() -> None:
+            """The partial block at the end of the depth."""
             if self.depth % BLOCK:
-                ends = (p + 1).equals(self.k_blocks)
-                with k.when(ends), k.loop(0, vectors) as v:
-                    write(blocks, v, self.depth % BLOCK)
+                is_last_k = (k_block + 1).equals(self.k_blocks)
+                with k.when(is_last_k), k.loop(0, vectors) as v:
+                    dequantize(blocks, v, self.depth % BLOCK)
 
-        return PackTask(k, blocks * vectors, lambda i: write(i // vectors, i % vectors, BLOCK), rest)
+        return PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
 
 
-def _pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
-    """VNNI pairs: neighbours rounded to bf16 in one 32-bit lane; an odd last one with zero."""
+def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
+    """VNNI pairs of fp32 vectors: neighbours rounded to bf16 in one 32-bit lane; an odd last one with zero."""
     halves = [k.to(k.op(k.ivec, f"zext {k.round_bf16(x).typed} to {k.ivec}"), k.ivec) for x in numbers]
     odd = [*halves[1::2], k.const(0, k.ivec)][: len(halves[::2])]
     return [a | (b << 16) for a, b in zip(halves[::2], odd, strict=True)]
@@ -108,16 +108,18 @@ def quantized_gemm(
     weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
-    """The usual GEMM for rows [row_begin, row_begin + row_limit) of a run that has at least `least` rows."""
+    """The usual GEMM, out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of
+    a run that has at least `least` rows. `weights`: the name of the quantization scheme; other parameters as in gemm.py's
+    `gemm`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
-    reader = Codes(k, codes, how, ceil_div(depth, BLOCK)), Scales(k, scales, how.groups(depth))
+    quantized = Codes(k, codes, how, ceil_div(depth, BLOCK)), Scales(k, scales, how.groups(depth))
 
     def run(kind: Any, *operands: Any, **sizes: Any) -> None:
-        product = kind(k, x, codes, rows, *operands, transposed=True, **sizes)
-        product.quantized = reader
-        product.run()
+        mainloop = kind(k, x, codes, rows, *operands, transposed=True, **sizes)
+        mainloop.quantized = quantized
+        mainloop.run()
 
     gemm.multiply(
         k, (VectorGemm, AmxGemm), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
@@ -130,8 +132,9 @@ def append_quantized_gemm(
     epilogues: tuple[str, ...] = (), second: Any = None, bias: Any = None, other: Any = None, mode: str = "store",
     rows: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `linear.append_gemm`, for quantized weights. `rows`: the (first, count) that a call does, which then does few
-    rows too; without it there are two calls, of which a run needs one."""
+    """Append the call(s) of out (rows, cols) = x (rows, depth) @ weight with `epilogues`; parameters as in `linear.append_gemm`,
+    with `codes`, `scales` and the scheme's name `weights` for the weight. None for `rows`: two calls, a skinny and a usual GEMM, of
+    which a run does one. `rows` (first, count): one call of the usual GEMM, which then does few rows too."""
     dtype = x[1] if isinstance(x, tuple) else x.dtype
     constants = {
         "cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),
@@ -139,12 +142,12 @@ def append_quantized_gemm(
     }  # fmt: skip
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
-        c.thread_scratch(_private(c.isa, weights, dtype, depth))
+        c.thread_scratch(_skinny_scratch_bytes(c.isa, weights, dtype, depth))
         c.call(quantized_skinny_gemm, operands, constants, writes="out second")
-    most = tokens_of(like, rows or (0, 1 << 40))
-    if rows is None and most <= FEW:
+    max_rows = tokens_of(like, rows or (0, ALL_ROWS))
+    if rows is None and max_rows <= FEW:
         return
-    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, most, c.threads)
+    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, max_rows, c.threads)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
@@ -152,8 +155,8 @@ def append_quantized_gemm(
     c.call(quantized_gemm, operands, constants, writes="out second")
 
 
-def _private(isa: ISA, weights: str, dtype: str, depth: int) -> int:
-    """Scratch bytes of a thread, for x."""
+def _skinny_scratch_bytes(isa: ISA, weights: str, dtype: str, depth: int) -> int:
+    """Scratch bytes of a thread of the skinny GEMM, for x: as digits, or zero-padded fp32."""
     if uses_integer_dot(isa, weights):
         return digits_scratch_bytes(scheme(weights), dtype, depth)
     return FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4

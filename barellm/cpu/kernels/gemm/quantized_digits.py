@@ -23,10 +23,8 @@ from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
 WHOLE_ROW = 64  # elements of a group of x where the weight has a scale for a whole row
-BITS = {
-    2: 14,
-    3: 22,
-}  # of a number's magnitude, by its digits: rounded up to the next power of two it has as many digits still
+# Digits of a fixed-point number -> bits of its magnitude: one less than they hold, for rounding may reach the next power of 2.
+BITS = {2: 14, 3: 22}
 BASE = 256
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
 LANE = 4  # bytes that the instruction adds up
@@ -99,116 +97,126 @@ class IntegerSkinnyGemm(QuantizedSkinnyGemm):
         """x as digits, in this thread's scratch."""
         k = self.k
         self.whole, self.count, self.group = whole(self.how), digits_of(self.x.dtype), group_of(self.how)
-        self.parts = ceil_div(self.depth, self.group)
-        self.plane = self.parts * self.group  # bytes of one digit of a row
-        self.begins = self.count * self.plane  # where the powers of two lie, and behind them what sums begin with
+        # A row in scratch: the digits, `count` planes of a byte an element; of each group its scale (fp32); of each digit and group
+        # the integer with which sums begin.
+        self.x_groups = ceil_div(self.depth, self.group)
+        self.plane = self.x_groups * self.group  # bytes of one digit of a row
+        self.scales_at = self.count * self.plane
         self.row_bytes = row_bytes(self.how, self.x.dtype, self.depth)
-        self.held = k.thread_scratch()
+        self.digits = k.thread_scratch()
         self.bytes = f"<{LANE * k.lanes} x i8>"
         if self.whole.table:
             self.tables = [self.codes._table([n // BASE**d % BASE for n in self.whole.table]) for d in range(2)]
-        with k.loop(0, self.rows) as row, k.loop(0, self.parts) as part:
-            self._digits(self.x.at(row * self.stride), self.held.bytes(row * self.row_bytes), part)
+        with k.loop(0, self.rows) as row, k.loop(0, self.x_groups) as group:
+            self._quantize_group(self.x.at(row * self.stride), self.digits.bytes(row * self.row_bytes), group)
 
-    def _digits(self, x: Pointer, held: Pointer, part: Value) -> None:
-        """One group of a row."""
+    def _quantize_group(self, x: Pointer, row: Pointer, group: Value) -> None:
+        """Quantize group `group` of a row x (depth) to fixed point and store it to `row` in scratch: digits, scale (NaN where a
+        number is infinite or NaN) and -offset * sum(digits), with which the integer sums begin."""
         k, bits = self.k, BITS[self.count]
-        first = part * self.group
+        first = group * self.group
         numbers = []
         for v in range(0, self.group, k.lanes):
             mask = k.mask_first(self.depth - (first + v)) if self.depth % self.group else None
             numbers.append(x.load(first + v, mask))
-        sizes = [k.bitcast(x, k.ivec) & 0x7FFFFFFF for x in numbers]
-        most = sizes[0]
-        for size in sizes[1:]:
-            most = k.max(most, size)
-        field = k.maximum(most) >> 23
-        exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)
+        # The largest magnitude gives the group's exponent: the integer order of fp32 bits is that of magnitudes.
+        magnitudes = [k.bitcast(x, k.ivec) & 0x7FFFFFFF for x in numbers]
+        largest = magnitudes[0]
+        for magnitude in magnitudes[1:]:
+            largest = k.max(largest, magnitude)
+        field = k.maximum(largest) >> 23  # fp32's biased exponent; 255: infinity or NaN
+        exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)  # biased, of the fixed-point unit
         infinite = field > 254
         scale = k.op("float", f"bitcast i32 {(exponent << 23).ref} to float") * self.whole.unit
-        k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(held, part).ref}, align 4")
-        times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << 23).ref} to float"))
+        k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(row, group).ref}, align 4")
+        times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << 23).ref} to float"))  # 1 / the unit
         sums: list[Value | None] = [None] * self.count
         for v, number in enumerate(numbers):
             rest = k.op(k.ivec, f"fptosi {k.call(f'llvm.rint.v{k.lanes}f32', k.vec, number * times).typed} to {k.ivec}")
             for d in range(self.count):
-                digit = rest if d + 1 == self.count else _arithmetic(k, rest << 24, 24)
-                rest = _arithmetic(k, rest - digit, 8)
+                # The low byte, signed; what is left is then divisible by 256.
+                digit = rest if d + 1 == self.count else _arithmetic_shift(k, rest << 24, 24)
+                rest = _arithmetic_shift(k, rest - digit, 8)
                 before = sums[d]
                 sums[d] = digit if before is None else before + digit
                 small = k.op(f"<{k.lanes} x i8>", f"trunc {digit.typed} to <{k.lanes} x i8>")
-                at = held.bytes(first + (d * self.plane + v * k.lanes))
+                at = row.bytes(first + (d * self.plane + v * k.lanes))
                 k.line(f"store {small.typed}, ptr {at.ref}, align 1")
         for d, total in enumerate(sums):
             assert total is not None
             begin = k.sum(total) * -self.whole.offset
-            k.line(f"store {begin.typed}, ptr {self._begin(held, part, d).ref}, align 4")
+            k.line(f"store {begin.typed}, ptr {self._begin(row, group, d).ref}, align 4")
 
-    def _scale(self, held: Pointer, part: Value) -> Pointer:
-        return held.bytes(part * 4 + self.begins)
+    def _scale(self, row: Pointer, group: Value) -> Pointer:
+        return row.bytes(group * 4 + self.scales_at)
 
-    def _begin(self, held: Pointer, part: Value, digit: int) -> Pointer:
-        return held.bytes(part * 4 + (self.begins + (digit + 1) * 4 * self.parts))
+    def _begin(self, row: Pointer, group: Value, digit: int) -> Pointer:
+        return row.bytes(group * 4 + (self.scales_at + (digit + 1) * 4 * self.x_groups))
 
     def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
+        """The finished sums of 16 columns, a vector, of each row: [row][0]."""
         k = self.k
         totals = [k.var_vec(0.0) for _ in range(rows)]
-        each, rest = self.group // BLOCK, self.blocks % (self.group // BLOCK)
-        held = [self._held(r) for r in range(rows)]
-        with k.loop(0, self.blocks // each) as part:
-            self._part(tile, part, each, held, totals)
+        group_blocks = self.group // BLOCK
+        rest = self.blocks % group_blocks
+        x_rows = [self._digits_of_row(r) for r in range(rows)]
+        with k.loop(0, self.blocks // group_blocks) as group:
+            self._multiply_group(tile, group, group_blocks, x_rows, totals)
         if rest:
-            self._part(tile, k.int(self.blocks // each), rest, held, totals)
+            self._multiply_group(tile, k.int(self.blocks // group_blocks), rest, x_rows, totals)
         power = self.scales.powers(tile, 0)
         if self.how.group:
             return [[total.value * power] for total in totals]
         scale = self.scales.load(tile, k.int(0), 0)
         return [[total.value * scale * power] for total in totals]
 
-    def _held(self, row: int) -> Pointer:
-        """The digits of a row. Rows that are not there are the last one."""
+    def _digits_of_row(self, row: int) -> Pointer:
+        """The quantized row of x in scratch. Rows that do not exist are the last one."""
         k = self.k
-        return self.held.bytes((k.int(row) if row == 0 else k.min(self.rows - 1, row)) * self.row_bytes)
+        return self.digits.bytes((k.int(row) if row == 0 else k.min(self.rows - 1, row)) * self.row_bytes)
 
-    def _part(self, tile: Value, part: Value, blocks: int, held: list[Pointer], totals: list[Var]) -> None:
-        """Adds the products of so many `blocks` of a group of x."""
+    def _multiply_group(self, tile: Value, group: Value, blocks: int, x_rows: list[Pointer], totals: list[Var]) -> None:
+        """totals[r] += x @ weight over `blocks` blocks of a group of x, for the 16 columns of a tile. There is an integer sum for
+        each power of 256, the sum of the places of a digit of the weight and one of x; at the end they are combined by Horner's
+        scheme."""
         k, places = self.k, self.count + self.whole.digits - 1
         sums = []
-        for p in held:
+        for p in x_rows:
             begins = [k.const(0, k.ivec)] * (self.whole.digits - 1)
             for d in range(self.count):
-                at = self._begin(p, part, d)
+                at = self._begin(p, group, d)
                 begins.append(k.splat(k.op("i32", f"load i32, ptr {at.ref}, align 4")))
             sums.append([k.var(begin) for begin in begins])
-        first = part * (self.group // BLOCK)
+        first = group * (self.group // BLOCK)
         for b in range(blocks):
-            self._products(self.codes.block(tile, first + b), first + b, held, sums)
-        scale = self.scales.load(tile, part, 0) if self.how.group else None
-        for p, of_row, total in zip(held, sums, totals, strict=True):
-            value = k.to(of_row[places - 1].value, k.vec)
+            self._multiply_block(self.codes.block(tile, first + b), first + b, x_rows, sums)
+        scale = self.scales.load(tile, group, 0) if self.how.group else None
+        for p, row_sums, total in zip(x_rows, sums, totals, strict=True):
+            value = k.to(row_sums[places - 1].value, k.vec)
             for place in reversed(range(places - 1)):
-                value = k.fma(value, k.const(float(BASE), k.vec), k.to(of_row[place].value, k.vec))
-            power = k.splat(k.op("float", f"load float, ptr {self._scale(p, part).ref}, align 4"))
+                value = k.fma(value, k.const(float(BASE), k.vec), k.to(row_sums[place].value, k.vec))
+            power = k.splat(k.op("float", f"load float, ptr {self._scale(p, group).ref}, align 4"))
             if scale is None:
                 total.value = k.fma(value, power, total.value)
             else:
                 total.value = k.fma(value * power, scale, total.value)
 
-    def _products(self, p: Pointer, block: Value, held: list[Pointer], sums: list[list[Var]]) -> None:
-        """Those of one block."""
+    def _multiply_block(self, p: Pointer, block: Value, x_rows: list[Pointer], sums: list[list[Var]]) -> None:
+        """sums[row][place] += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns."""
         k = self.k
         for line in range(0, self.codes.block_bytes, LINE):
             k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
-        for half, codes in enumerate(self._quads(p)):
-            for row, of_row in zip(held, sums, strict=True):
+        for half, codes in enumerate(self._load_digits(p)):
+            for row, row_sums in zip(x_rows, sums, strict=True):
                 for d in range(self.count):
                     at = row.bytes(block * BLOCK + (d * self.plane + half * LANE))
                     x = k.splat(k.op("i32", f"load i32, ptr {at.ref}, align 4"))
                     for place, digit in enumerate(codes):
-                        of_row[place + d].value = multiply_bytes(k, of_row[place + d].value, digit, x)
+                        row_sums[place + d].value = multiply_bytes(k, row_sums[place + d].value, digit, x)
 
-    def _quads(self, p: Pointer) -> list[list[Value]]:
-        """The digits of elements 0 to 3 of the tile's columns, a column a lane, and those of elements 4 to 7."""
+    def _load_digits(self, p: Pointer) -> list[list[Value]]:
+        """A block of the weight, its codes at p: [half][digit] vectors of unsigned bytes, a lane of 4 bytes a column: elements 0 to
+        3, then 4 to 7."""
         k = self.k
         if not self.how.table:
             order = [row * TILE + column for column in range(TILE) for row in range(LANE)]
@@ -228,12 +236,12 @@ class IntegerSkinnyGemm(QuantizedSkinnyGemm):
 
 
 def multiply_bytes(k: KernelBuilder, total: Value, unsigned: Value, signed: Value) -> Value:
-    """total + the four products of bytes of each lane."""
+    """total (i32 lanes) + the sum of the four products of unsigned and signed bytes of each lane: vpdpbusd."""
     quads = f"<{LANE * k.lanes} x i8>"
     operands = [k.bitcast(v, quads) for v in (unsigned, signed)]
     return k.call("llvm.x86.avx512.vpdpbusd.512", k.ivec, total, *operands)
 
 
-def _arithmetic(k: KernelBuilder, v: Value, places: int) -> Value:
-    """Shifted to the right, with copies of the sign."""
+def _arithmetic_shift(k: KernelBuilder, v: Value, places: int) -> Value:
+    """v shifted to the right by `places` bits, with copies of the sign."""
     return k.op(v.type, f"ashr {v.typed}, {k.const(places, v.type).ref}")

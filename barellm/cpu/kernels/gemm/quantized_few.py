@@ -31,7 +31,7 @@ class QuantizedSkinnyGemm:
         self, k: KernelBuilder, x: Pointer, codes: Pointer, scales: Pointer, rows: Value, *, cols: int, depth: int,
         weights: str, stride: int,
     ) -> None:  # fmt: skip
-        """`stride`: elements from a row of x to the next."""
+        """out = x (rows, depth) @ weight (cols, depth)^T of scheme `weights`. `stride`: elements from a row of x to the next."""
         self.k, self.rows, self.cols, self.how = k, rows, cols, scheme(weights)
         self.blocks, self.groups = ceil_div(depth, BLOCK), self.how.groups(depth)
         self.vectors = TILE // k.lanes
@@ -59,61 +59,63 @@ class QuantizedSkinnyGemm:
                 copied.store(self.x.at(row * self.stride).load(c, mask), row * length + c, mask)
         self.x, self.stride = copied, length
 
-    def run(self, finish: Any) -> None:
-        """`finish(column)` makes the epilogue of a tile."""
+    def run(self, make_epilogue: Any) -> None:
+        """For each tile of 16 columns: the sums of 1, 2 or 4 rows, then the epilogue make_epilogue(first column)."""
         k, tiles = self.k, ceil_div(self.cols, TILE)
         grain = max(1, ITEM_BYTES // (self.blocks * self.codes.block_bytes))
         with k.parallel_range(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
             for fewer, rows in zip((0, *ROWS), ROWS, strict=False):
                 with k.when((self.rows > fewer) & (self.rows <= rows)):
                     sums = self._tile(tile, rows)
-                    epilogue = finish(tile * TILE)
+                    epilogue = make_epilogue(tile * TILE)
                     for r, values in enumerate(sums):
                         with k.when(self.rows > r) if r > fewer else nullcontext():
                             for v, x in enumerate(values):
                                 epilogue.put(k.int(r), v, x)
 
     def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
-        """The finished sums of 16 columns: a vector for each `lanes` of them, of each row."""
+        """The finished sums of 16 columns: [row][vector], a vector for each `lanes` of them."""
         k = self.k
         totals = [[k.var_vec(0.0) for _ in range(self.vectors)] for _ in range(rows)]
-        each = (self.how.group or self.blocks * BLOCK) // BLOCK  # blocks of a group
-        whole, rest = self.blocks // each, self.blocks % each
+        group_blocks = (self.how.group or self.blocks * BLOCK) // BLOCK
+        whole, rest = self.blocks // group_blocks, self.blocks % group_blocks
         with k.loop(0, whole) as group:
-            self._group(tile, group, each, totals)
+            self._multiply_group(tile, group, group_blocks, totals)
         if rest:
-            self._group(tile, k.int(whole), rest, totals)
+            self._multiply_group(tile, k.int(whole), rest, totals)
         powers = [self.scales.powers(tile, v * k.lanes) for v in range(self.vectors)]
         return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
 
-    def _group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
-        """Adds the products of a group of so many `blocks`."""
+    def _multiply_group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
+        """totals[row][vector] += scale of the group * (x @ codes) over its `blocks` blocks."""
         k, rows = self.k, len(totals)
-        ways = max(1, CHAINS // (self.vectors * rows))
-        sums = [[[k.var_vec(0.0) for _ in range(ways)] for _ in range(self.vectors)] for _ in range(rows)]
+        num_chains = max(1, CHAINS // (self.vectors * rows))  # of an element
+        sums = [[[k.var_vec(0.0) for _ in range(num_chains)] for _ in range(self.vectors)] for _ in range(rows)]
         first = group * ((self.how.group or 0) // BLOCK)
         unroll = UNROLL if self.vectors <= 2 else 1
         with k.loop(0, blocks - blocks % unroll, unroll) as b:
             for i in range(unroll):
-                self._block(tile, first + (b + i), sums)
+                self._multiply_block(tile, first + (b + i), sums)
         for i in range(blocks - blocks % unroll, blocks):
-            self._block(tile, first + i, sums)
+            self._multiply_block(tile, first + i, sums)
         for v in range(self.vectors):
             scale = self.scales.load(tile, group, v * k.lanes)
             for r in range(rows):
                 total = reduce(lambda a, b: a + b, [chain.value for chain in sums[r][v]])
                 totals[r][v].value = k.fma(total, scale, totals[r][v].value)
 
-    def _block(self, tile: Value, block: Value, sums: list[list[list[Var]]]) -> None:
+    def _multiply_block(self, tile: Value, block: Value, sums: list[list[list[Var]]]) -> None:
+        """sums[row][vector][chain] += x @ codes over one block, 8 elements (or 4 pairs of bf16) of 16 columns; consecutive elements
+        go to different chains."""
         k = self.k
         p = self.codes.block(tile, block)
         for line in range(0, self.codes.block_bytes, LINE):
             k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
         read = self.codes.pairs if self.pair else self.codes.values
         for i, right in enumerate(zip(*(read(p, v * k.lanes) for v in range(self.vectors)), strict=True)):
-            for r, of_row in enumerate(sums):
+            for r, row_sums in enumerate(sums):
                 left = self._broadcast(r, block, i)
-                for chains, w in zip(of_row, right, strict=True):
+                for chains, w in zip(row_sums, right, strict=True):
                     chain = chains[i % len(chains)]
                     chain.value = k.dot(chain.value, left, w) if self.pair else k.fma(left, w, chain.value)
 

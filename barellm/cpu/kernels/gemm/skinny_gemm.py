@@ -52,13 +52,14 @@ class Tiling:
     @classmethod
     def of(cls, isa: ISA, dtype: str) -> Tiling:
         if isa.registers == 32:
-            halves = dtype == "bf16" and not isa.dot and not isa.masked  # which wait in registers of their own
-            return cls(8, 4, 4 if halves else 6, isa.lanes)
+            widened = dtype == "bf16" and not isa.dot and not isa.masked  # operands need registers of their own as fp32
+            return cls(8, 4, 4 if widened else 6, isa.lanes)
         n = 6 if isa.fma else 4  # without fma the product needs a register
         return cls(n, 2, n, isa.lanes)
 
     @property
     def nr(self) -> int:
+        """Columns of a panel: whole micro-tiles and whole vectors."""
         return round_up(MIN_PANEL, lcm(self.columns, self.wide, self.lanes))
 
 
@@ -69,10 +70,17 @@ def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGe
     unrolls = (
         skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
     )
-    most = max(1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8)
-    ways = [SkinnyGemmConfig(n, t, f) for n in (1, 2, 4) if n <= most for t in unrolls for f in PREFETCH_LEVELS]
-    first = SkinnyGemmConfig(1, unrolls[0], 0 if isa.tiles else 2 if isa.masked else 1)
-    return [first, *(way for way in ways if way != first)]
+    # At least eight work items remain.
+    max_panels = max(1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8)
+    configs = [
+        SkinnyGemmConfig(panels, unroll, level)
+        for panels in (1, 2, 4)
+        if panels <= max_panels
+        for unroll in unrolls
+        for level in PREFETCH_LEVELS
+    ]
+    default = SkinnyGemmConfig(1, unrolls[0], 0 if isa.tiles else 2 if isa.masked else 1)
+    return [default, *(config for config in configs if config != default)]
 
 
 def skinny_gemm_scratch_bytes(isa: ISA, depth: int) -> int:
@@ -102,9 +110,10 @@ def _copies_bytes(isa: ISA) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of KC block `k_block`, [first, last) of the depth: their addresses, and the index of the first in its panel.
-    `tiles`: how many tiles of rows use it. `ahead`: the first byte to prefetch, of the next block, whose columns have `run`
-    bytes each, `apart` bytes between them."""
+    """A block of B: some columns of the result (rows of the weight) over KC block `k_block`, elements [first, last) of the depth.
+    `columns`: their addresses at element `first`; `column`: index of the first in its panel; `tiles`: how many tiles of rows use
+    the block. `next`: the first byte of the next block, which is prefetched meanwhile; its columns are `run` contiguous bytes each,
+    with `gap` bytes between them (run 0: all contiguous)."""
 
     columns: list[Pointer]
     column: Value
@@ -112,9 +121,9 @@ class Block:
     first: Value
     last: Value
     tiles: Value
-    ahead: Pointer
+    next: Pointer
     run: int = 0
-    apart: int = 0
+    gap: int = 0
 
 
 class SkinnyGemm:
@@ -124,7 +133,7 @@ class SkinnyGemm:
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int,
         config: SkinnyGemmConfig,
     ) -> None:  # fmt: skip
-        """`stride`: elements from a row of a to the next."""
+        """out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.tiling, self.dot = Tiling.of(k.isa, a.dtype), uses_vnni(k.isa, a.dtype)
@@ -144,23 +153,25 @@ class SkinnyGemm:
         k_blocks = max(1, round(self.tiling.wide * depth * self.itemsize / KC_BYTES))
         self.kc = round_up(ceil_div(depth, k_blocks), self.unit)
         self.k_blocks = ceil_div(depth, self.kc)
-        # Columns a multiple of a page apart conflict in the L1, and rows of x do too. Copies are contiguous.
+        # Columns a multiple of a page apart conflict in the L1, and rows of x do too. Copies are a cache line more apart.
         self.pitch = self.kc * self.itemsize + LINE
-        apart = depth * self.itemsize % PAGE == 0
-        self.copies = [copies.bytes(i * self.pitch).as_dtype(a.dtype) for i in range(self.tiling.wide)] if apart else []
+        conflict = depth * self.itemsize % PAGE == 0
+        copies_at = [copies.bytes(i * self.pitch) for i in range(self.tiling.wide)] if conflict else []
+        self.copies = [p.as_dtype(a.dtype) for p in copies_at]
 
-    def run(self, finish: Callable[[Value], Epilogue]) -> None:
-        """`finish(column)` makes the epilogue of a panel."""
+    def run(self, make_epilogue: Callable[[Value], Epilogue]) -> None:
+        """For each panel of NR columns: the sums (rows, NR) to scratch, then the epilogue make_epilogue(first column) of all
+        rows."""
         k, nr, tiles = self.k, self.nr, self.tiles
         if tiles:
             tiles.begin()
-        with k.parallel_range(ceil_div(self.cols, nr), self.config.panels) as (begin, end), k.loop(begin, end) as at:
-            column = at * nr
+        with k.parallel_range(ceil_div(self.cols, nr), self.config.panels) as (begin, end), k.loop(begin, end) as panel:
+            column = panel * nr
             if tiles:
                 tiles.multiply(column, self.sums, self.width)
             else:
                 self._multiply_vectors(column)
-            epilogue = finish(column)
+            epilogue = make_epilogue(column)
             with k.loop(0, self.rows) as row:
                 for v in range(nr // k.lanes):
                     epilogue.put(row, v, self.sums.load(row * self.width + v * k.lanes))
@@ -168,19 +179,23 @@ class SkinnyGemm:
             tiles.end()
 
     def _multiply_vectors(self, column: Value) -> None:
-        one = self.rows.equals(1)
-        with self.k.when(one):
+        """The sums of the panel from `column` on, on vector registers."""
+        is_gemv = self.rows.equals(1)
+        with self.k.when(is_gemv):
             self._gemv(column)
-        with self.k.otherwise(one):
+        with self.k.otherwise(is_gemv):
             self._blocks(column)
 
     def _gemv(self, column: Value) -> None:
+        """M = 1: `config.unroll` columns at a time over the whole depth, while the next ones are prefetched."""
         k, wide = self.k, self.config.unroll
         with k.loop(0, self.tiling.nr, wide) as c:
             columns = self._columns(column + c, wide, k.int(0))
-            ahead = columns[0].at(wide * self.depth)
+            following = columns[0].at(wide * self.depth)
             chains = self._chains(1, wide)
-            block = Block(columns, c, k.int(0), k.int(0), k.int(self.depth), k.int(1), ahead)
+            block = Block(
+                columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following
+            )
             self._multiply([self.a], block, columns, chains, k.int(0))
             self._reduce_lanes(chains[0], self.sums.at(c))
 
@@ -193,29 +208,33 @@ class SkinnyGemm:
             first = p * self.kc
             columns = self._columns(column + c, tiling.wide, first)
             last = k.min(first + self.kc, self.depth)
-            block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c, p))
-            near = self._copied(block) if self.copies else columns
+            block = Block(columns, c, p, first, last, tiles, **self._next_block(columns[0], c, p))
+            read_from = self._copy_columns(block) if self.copies else columns
             with k.loop(0, high, tiling.rows) as row:
-                self._micro_tile(block, near, row, tiling.rows, row // tiling.rows)
+                self._micro_tile(block, read_from, row, tiling.rows, row // tiling.rows)
             if tiling.rows > LOW:
                 with k.when(high < self.rows):
-                    self._micro_tile(block, near, high, LOW, tiles - 1)
+                    self._micro_tile(block, read_from, high, LOW, tiles - 1)
 
-    def _next(self, at: Pointer, c: Value, p: Value) -> dict[str, Any]:
-        """Where to prefetch during the block at column c and KC block p, whose first column is `at`: the next columns, or the
-        first ones of the next KC block, or of the next panel."""
+    def _next_block(self, at: Pointer, c: Value, p: Value) -> dict[str, Any]:
+        """`next`, `run` and `gap` of the block at column c of the panel and KC block p, whose first column is at `at`. Next come
+        the columns beside it, after the panel's last ones the first of the next KC block, after the last of these the next
+        panel."""
         k, tiling = self.k, self.tiling
-        beside = tiling.wide * self.depth
+        to_next_columns = tiling.wide * self.depth  # distances in elements
         if self.k_blocks == 1:
-            return {"ahead": at.at(beside)}
-        back = k.select(
-            p.equals(self.k_blocks - 1), beside - p * self.kc, self.kc - (tiling.nr - tiling.wide) * self.depth
+            return {"next": at.at(to_next_columns)}
+        from_last_columns = k.select(
+            p.equals(self.k_blocks - 1),
+            to_next_columns - p * self.kc,
+            self.kc - (tiling.nr - tiling.wide) * self.depth,
         )
-        ahead = at.at(k.select(c.equals(tiling.nr - tiling.wide), back, beside))
-        return {"ahead": ahead, "run": self.kc * self.itemsize, "apart": (self.depth - self.kc) * self.itemsize}
+        following = at.at(k.select(c.equals(tiling.nr - tiling.wide), from_last_columns, to_next_columns))
+        return {"next": following, "run": self.kc * self.itemsize, "gap": (self.depth - self.kc) * self.itemsize}
 
-    def _copied(self, block: Block) -> list[Pointer]:
-        """Where to read a block's columns: from copies without L1 conflicts, if there are enough rows to pay for copying."""
+    def _copy_columns(self, block: Block) -> list[Pointer]:
+        """Copy a block's columns to where they do not conflict in the L1, if there are enough rows to pay for it. Returns the
+        addresses to read from: of the copies or, with few rows, of the columns themselves. A partial last unit is not copied."""
         k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
         whole = (block.last - block.first) // self.unit * self.unit
         with k.when(many), k.loop(0, whole, self.unit) as d:
@@ -227,28 +246,31 @@ class SkinnyGemm:
         return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
 
     def _micro_tile(self, block: Block, columns: list[Pointer], row: Value, rows: int, tile_number: Value) -> None:
-        """The micro-kernel of tile number `turn`, `rows` rows from `row` on; rows beyond the last recompute it."""
+        """The micro-kernel of one tile, number `tile_number` of the block's: `rows` rows of a from `row` on, the block's columns,
+        which are read from the addresses `columns`. Rows beyond the last recompute it. Accumulators are loaded from scratch after
+        the first KC block, stored there before the last, and reduced to `sums` after the last."""
         k, tiling = self.k, self.tiling
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
         chains = self._chains(rows, tiling.wide)
         kept = self.accumulators.at((block.column * FEW + row * tiling.wide) * k.lanes)
-        each = [chain for of_row in chains for chain in of_row]
+        flat = [chain for row_chains in chains for chain in row_chains]
         if self.k_blocks > 1:
             with k.when(block.k_block > 0):
-                for i, chain in enumerate(each):
+                for i, chain in enumerate(flat):
                     chain.value = kept.load(i * k.lanes)
         left = [self.a.at(r * self.stride + block.first) for r in numbers]
         self._multiply(left, block, columns, chains, tile_number)
-        ends = block.k_block.equals(self.k_blocks - 1)
+        is_last_k = block.k_block.equals(self.k_blocks - 1)
         if self.k_blocks > 1:
-            with k.otherwise(ends):
-                for i, chain in enumerate(each):
+            with k.otherwise(is_last_k):
+                for i, chain in enumerate(flat):
                     kept.store(chain.value, i * k.lanes)
-        with k.when(ends):
-            for r, of_row in zip(numbers, chains, strict=True):
-                self._reduce_lanes(of_row, self.sums.at(r * self.width + block.column))
+        with k.when(is_last_k):
+            for r, row_chains in zip(numbers, chains, strict=True):
+                self._reduce_lanes(row_chains, self.sums.at(r * self.width + block.column))
 
     def _chains(self, rows: int, columns: int) -> list[list[Var]]:
+        """Accumulators of a micro-tile, zero: [row][column], a vector each."""
         return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
 
     def _columns(self, first: Value, count: int, depth: Value) -> list[Pointer]:
@@ -260,28 +282,30 @@ class SkinnyGemm:
     def _multiply(
         self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], tile_number: Value
     ) -> None:
-        """Adds the products of rows, each given where the block's part of the depth begins, with the block's columns to the chains.
-        Meanwhile so many bytes of the next block are fetched that all tiles, of which this is number `turn`, fetch it all. Whole
-        units are read from `columns`."""
+        """chains[r][c] += row r of a * column c, lane by lane, over the block's KC elements of the depth. `left`: addresses of the
+        rows at the block's first element; `columns`: of the columns, read in whole units (a partial last one: from
+        `block.columns`). Of the next block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes
+        with each unit."""
         k, unit, size = self.k, self.unit, block.last - block.first
-        whole, each = size // unit * unit, len(columns) * unit * self.itemsize
-        step = k.int(each) // block.tiles
+        whole, unit_bytes = size // unit * unit, len(columns) * unit * self.itemsize
+        step = k.int(unit_bytes) // block.tiles
         begin, run = tile_number * (whole // unit) * step, block.run
-        place = k.var(begin // run * (run + block.apart) + begin % run if run else begin)
-        left_over = k.var(run - begin % run) if run else None
+        # Byte offset in the next block, whose columns are `gap` bytes apart, and how many bytes of the current column are left.
+        offset = k.var(begin // run * (run + block.gap) + begin % run if run else begin)
+        run_left = k.var(run - begin % run) if run else None
         with k.loop(0, whole, unit) as d:
             if self.config.prefetch:
-                self._prefetch(block.ahead.bytes(place.value), each, step, one=len(left) == 1)
-                place.value = place.value + step
-                if left_over:
-                    rest = left_over.value - step
+                self._prefetch(block.next.bytes(offset.value), unit_bytes, step, one=len(left) == 1)
+                offset.value = offset.value + step
+                if run_left:
+                    rest = run_left.value - step
                     ends = rest <= 0
-                    place.value = k.select(ends, place.value + block.apart, place.value)
-                    left_over.value = k.select(ends, rest + run, rest)
+                    offset.value = k.select(ends, offset.value + block.gap, offset.value)
+                    run_left.value = k.select(ends, rest + run, rest)
             self._multiply_unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
         if not self.depth % unit:
             return
-        with k.when(block.last.equals(self.depth)):
+        with k.when(block.last.equals(self.depth)):  # the partial unit at the end of the depth
             rest = self.depth % unit
             for u in range(0, rest, k.lanes):
                 mask, at = None if rest - u >= k.lanes else k.mask_first(rest - u), whole + u
@@ -290,13 +314,15 @@ class SkinnyGemm:
                     self._fma_column(xs, w.load(at, mask), chains, c)
 
     def _multiply_unit(self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]]) -> None:
+        """chains[r][c] += left[r] * right[c] over one unit: `lanes` elements, of bf16 twice as many. Without a dot product for bf16
+        the even elements are multiplied, then the odd ones, as fp32."""
         k = self.k
         if self.dot:
             xs = [_load_pairs(k, x) for x in left]
             for c, w in enumerate(right):
                 y = _load_pairs(k, w)
-                for x, of_row in zip(xs, chains, strict=True):
-                    of_row[c].value = k.dot(of_row[c].value, x, y)
+                for x, row_chains in zip(xs, chains, strict=True):
+                    row_chains[c].value = k.dot(row_chains[c].value, x, y)
         elif self.a.dtype == "bf16":
             for half in (_even_elements, _odd_elements):
                 xs = [half(k, x) for x in left]
@@ -307,23 +333,24 @@ class SkinnyGemm:
             for c, w in enumerate(right):
                 self._fma_column(xs, w.load(), chains, c)
 
-    def _prefetch(self, at: Pointer, most: int, count: Value, *, one: bool) -> None:
-        """Prefetch `count` bytes (at most `most`) from `at` on, or up to twice as many lines: a well-predicted branch costs
-        less than a loop. All `most` for a GEMV (`one`)."""
+    def _prefetch(self, at: Pointer, max_bytes: int, nbytes: Value, *, one: bool) -> None:
+        """Prefetch `nbytes` bytes (at most `max_bytes`) from `at` on, or up to twice as many lines: 1, 2, 4, ... lines at a time
+        behind branches, for a well-predicted branch costs less than a loop. For a GEMV (`one`) all `max_bytes`."""
         k, first = self.k, 0
-        while first * LINE < most:
-            last = min(max(1, 2 * first), ceil_div(most, LINE))
-            with nullcontext() if one or not first else k.when(count > first * LINE):
+        while first * LINE < max_bytes:
+            last = min(max(1, 2 * first), ceil_div(max_bytes, LINE))
+            with nullcontext() if one or not first else k.when(nbytes > first * LINE):
                 for line in range(first, last):
                     k.prefetch(at.bytes(line * LINE), near=self.config.prefetch == 1)
             first = last
 
     def _fma_column(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:
-        for x, of_row in zip(xs, chains, strict=True):
-            of_row[column].value = self.k.fma(x, w, of_row[column].value)
+        """chains[r][column] += xs[r] * w."""
+        for x, row_chains in zip(xs, chains, strict=True):
+            row_chains[column].value = self.k.fma(x, w, row_chains[column].value)
 
     def _reduce_lanes(self, chains: list[Var], out: Pointer) -> None:
-        """Reduce the lanes of each accumulator and store the sums."""
+        """out[c] = the sum of the lanes of chains[c]. Stores whole vectors: what lies behind the last sum is overwritten."""
         k = self.k
         values = [chain.value for chain in chains]
         for first in range(0, len(values), k.lanes):
@@ -343,8 +370,8 @@ def _even_elements(k: KernelBuilder, p: Pointer) -> Value:
 
 
 def _odd_elements(k: KernelBuilder, p: Pointer) -> Value:
-    """Elements 1, 3, 5, ...: a mask. They are loaded as lanes of 16 bits, so that LLVM does not see that `_lower` loads the same
-    bytes: it would keep them in a register that is not there."""
+    """Elements 1, 3, 5, ...: a mask. They are loaded as lanes of 16 bits, so that LLVM does not see that `_even_elements` loads the
+    same bytes: it would keep them in a register that is not there."""
     half = f"<{2 * k.lanes} x i16>"
     raw = k.op(half, f"load {half}, ptr {p.ref}, align {p.itemsize}")
     mask = Value(k, half, "<" + ", ".join(["i16 0, i16 -1"] * k.lanes) + ">")
@@ -355,20 +382,17 @@ def skinny_gemm(
     k: KernelBuilder, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
     epilogues: tuple[str, ...], mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more."""
-    rows, apart = k.num_elements(dims, inner), dict(strides)
+    """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more.
+    Parameters as in gemm.py's `gemm`."""
+    rows, row_strides = k.num_elements(dims, inner), dict(strides)
     vectors = panel_width(k.isa, a.dtype, cols, depth) // k.lanes
 
-    def finish(col: Value) -> Epilogue:
-        how: dict[str, Any] = {
-            "cols": cols,
-            "epilogues": epilogues,
-            "mode": mode,
-            "bias_in_registers": False,
-            "strides": apart,
-        }
-        return Epilogue(k, col, Tile(1, vectors), out, second, bias, other, factor=factor, **how)
+    def make_epilogue(col: Value) -> Epilogue:
+        return Epilogue(
+            k, col, Tile(1, vectors), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,
+            bias_in_registers=False, strides=row_strides,
+        )  # fmt: skip
 
     with k.when(rows <= FEW):
-        sizes = {"cols": cols, "depth": depth, "stride": apart.get("a", depth)}
-        SkinnyGemm(k, a, weight, rows, config=config, **sizes).run(finish)
+        sizes = {"cols": cols, "depth": depth, "stride": row_strides.get("a", depth)}
+        SkinnyGemm(k, a, weight, rows, config=config, **sizes).run(make_epilogue)

@@ -32,7 +32,7 @@ def scratch_bytes(isa: ISA, depth: int) -> int:
 
 
 class SkinnyGemmAmx:
-    """One thread's part of a (rows, depth; row stride `stride`) @ weight (cols, depth)^T."""
+    """One thread's part of a (rows, depth) @ weight (cols, depth)^T; `stride`: row stride of a in elements."""
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, scratch: Pointer, *, cols: int, depth: int, stride: int,
@@ -48,11 +48,11 @@ class SkinnyGemmAmx:
         k, side = self.k, amx.SIDE
         amx.configure(k)
         zero = k.const(0, k.ivec)
-        for width, wanted in self._widths():
-            with k.when(wanted):
+        for width, is_width in self._widths():
+            with k.when(is_width):
                 for first in range(0, width, side):
-                    some = self.rows > first
-                    with k.when(some), k.loop(0, self.depth, amx.TILE_K) as d:
+                    any_row = self.rows > first
+                    with k.when(any_row), k.loop(0, self.depth, amx.TILE_K) as d:
                         lines = []
                         for r in range(first, first + side):
                             at = self.a.at(k.min(self.rows - 1, r) * self.stride + d)
@@ -60,17 +60,17 @@ class SkinnyGemmAmx:
                             lines.append(k.select(self.rows > r, line, zero))
                         for i, pairs in enumerate(transpose(k, lines)):
                             self.x.store_raw(pairs, (d // 2 + i) * width + first)
-                    with k.otherwise(some), k.loop(0, self.depth // 2) as pair:
+                    with k.otherwise(any_row), k.loop(0, self.depth // 2) as pair:
                         self.x.store_raw(zero, pair * width + first)
 
     def multiply(self, column: Value, sums: Pointer, pitch: int) -> None:
-        """sums (rows, NR), `pitch` elements apart: the columns of the result from `column` on. Where they would exceed
-        it, the last ones are recomputed and stored in place."""
+        """sums (rows, NR), row stride `pitch` elements = the columns [column, column + NR) of the result. Where they would exceed
+        it, the last NR columns are computed instead, and stored so far before `sums` that each lies in its place."""
         k, side = self.k, amx.SIDE
         start = k.min(column, self.cols - NR) if self.cols % NR else column
-        for width, wanted in self._widths():
-            with k.when(wanted):
-                self._product(self.weight.at(start * self.depth), width)
+        for width, is_width in self._widths():
+            with k.when(is_width):
+                self._multiply_tiles(self.weight.at(start * self.depth), width)
                 for first in range(0, width, side):
                     with k.when(self.rows > first):
                         for half in range(0, NR, side):
@@ -79,12 +79,13 @@ class SkinnyGemmAmx:
                             for i, line in enumerate(square):
                                 sums.store(line, (first + i) * pitch + half)
 
-    def _product(self, at: Pointer, width: int) -> None:
-        """The sums of NR rows of the weight. With few tiles at a time they are read nearly as they lie, which the processor sees
-        and reads ahead. Where it is asked to, it fetches as many bytes behind them, which this thread most likely claims next."""
+    def _multiply_tiles(self, at: Pointer, width: int) -> None:
+        """self.out (NR, width) fp32 = NR rows of the weight, from `at` on, @ the packed x, `width` rows of it. With few tiles at a
+        time the weight is read nearly sequentially, which the hardware prefetcher sees. Software prefetches, where the config has
+        them, fetch the NR rows behind these, most likely the thread's next work item."""
         k, side = self.k, amx.SIDE
         high, wide = (self.config.unroll, 1) if width == side else (2, 2)  # tiles of the weight, and of x
-        behind = NR * 2 * self.depth
+        next_panel = NR * 2 * self.depth  # bytes
         for top in range(0, NR, high * side):
             for first in range(0, width, wide * side):
                 for tile in range(high * wide):
@@ -92,7 +93,7 @@ class SkinnyGemmAmx:
                 with k.loop(0, self.depth // amx.TILE_K) as s:
                     if first == 0 and self.config.prefetch:
                         fetched = high * amx.TILE_BYTES
-                        ahead = at.bytes(behind + top * 2 * self.depth + s * fetched)
+                        ahead = at.bytes(next_panel + top * 2 * self.depth + s * fetched)
                         for line in range(0, fetched, amx.LINE):
                             k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)
                     b = self.x.bytes(s * (amx.LINE * width) + 4 * first)
@@ -102,10 +103,11 @@ class SkinnyGemmAmx:
                         )
                     for i in range(high):
                         a = at.bytes((top + i * side) * 2 * self.depth + s * amx.LINE)
-                        which = 4 + i % (4 - wide)
-                        amx.intrinsic(k, "tileloadd64", which, ("ptr", a.ref), ("i64", str(2 * self.depth)))
+                        # Tile registers: 0 to 3 are accumulators, from 7 downwards x, those between the weight.
+                        register = 4 + i % (4 - wide)
+                        amx.intrinsic(k, "tileloadd64", register, ("ptr", a.ref), ("i64", str(2 * self.depth)))
                         for j in range(wide):
-                            amx.intrinsic(k, "tdpbf16ps", i * wide + j, which, 7 - j)
+                            amx.intrinsic(k, "tdpbf16ps", i * wide + j, register, 7 - j)
                 for i in range(high):
                     for j in range(wide):
                         where = self.out.bytes(4 * ((top + i * side) * width + first + side * j))
@@ -115,6 +117,6 @@ class SkinnyGemmAmx:
         amx.release(self.k)
 
     def _widths(self) -> list[tuple[int, Value]]:
-        """(width of packed x, whether it is that wide)."""
+        """(width of the packed x, whether this run's x has it): the smallest of WIDTHS that holds all rows."""
         bounds = zip((0, *WIDTHS), WIDTHS, strict=False)
         return [(width, (self.rows > below) & (self.rows <= width)) for below, width in bounds]

@@ -50,8 +50,8 @@ def weight_gradient(
         """Whether the chunk of tokens that starts at t is added to dweight."""
         return t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
 
-    def put(add: bool, row: Value, col: Value, sums: list[Value], masks: list[Value | None]) -> list[Value]:
-        """The epilogue of a row's vectors: scale, accumulate, store; returns what is stored."""
+    def store_row(add: bool, row: Value, col: Value, sums: list[Value], masks: list[Value | None]) -> list[Value]:
+        """The epilogue of a row's vectors: scale, accumulate (`add`), store; returns what is stored."""
         stored = []
         for v, value in enumerate(sums):
             at = row * K + col + v * k.lanes
@@ -67,13 +67,14 @@ def weight_gradient(
 
     if amx.uses_tiles(k.isa, dy.dtype):
 
-        def put_rows(t: Value, row: Value, count: Value, col: Value, sums: Pointer) -> None:
-            add, masks = accumulates(t), masks_of(col)
+        def store_rows(t: Value, row: Value, count: Value, col: Value, sums: Pointer) -> None:
+            """The epilogue of an AMX tile: of its first `count` rows, from `sums` (rows, nr) in memory."""
+            adds, masks = accumulates(t), masks_of(col)
             block = None if squares is None else BlockSum(k)
-            for adds, chosen in ((True, k.when), (False, k.otherwise)):
-                with chosen(add), k.loop(0, count) as r:
+            for add, branch in ((True, k.when), (False, k.otherwise)):  # code of its own without the load
+                with branch(adds), k.loop(0, count) as r:
                     values = [sums.load(r * nr + v * k.lanes) for v in range(tile.vectors)]
-                    stored = put(adds, row + r, col, values, masks)
+                    stored = store_row(add, row + r, col, values, masks)
                     if block is not None:
                         inside = zip(stored, masks, strict=True)
                         block.add_row([x if mask is None else k.select(mask, x, 0.0) for x, mask in inside])
@@ -81,23 +82,23 @@ def weight_gradient(
                 block.put(squares, block_number(row, col, K))
 
         sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "config": config}
-        gradient_tiles.multiply(k, dy, x, tokens, put=put_rows, **sizes)
+        gradient_tiles.multiply(k, dy, x, tokens, store=store_rows, **sizes)
         return
     assert squares is None, "blocks of squares are those of AMX tiles"
     pair = uses_vnni(k.isa, dy.dtype)
     scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, dy.dtype, chunk, nr)
     m_blocks, n_blocks = ceil_div(N, mc), ceil_div(K, nc)
     heights = [min(mc, N - n) for n in range(0, N, mc)]
-    rests = sorted({n % tile.mr for n in heights} - {0})  # rows of a block beyond its full tiles
+    tails = sorted({n % tile.mr for n in heights} - {0})  # rows of a block beyond its full tiles
 
     def pack(into: Pointer, number: Value) -> PackTask:
-        """Packs the B panel: columns number % K of x, tokens from number // K on."""
+        """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None
         return pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=nr, cols=ragged)
 
     def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
-        """The block of A: rows number % m_blocks of dweight, tokens from number // m_blocks on."""
+        """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""
         t, first = number // m_blocks, number % m_blocks * mc
         return dy.at(t * dy_row), first, k.min(first + mc, N), k.min(tokens - t, chunk)
 
@@ -106,7 +107,7 @@ def weight_gradient(
     b_panels = PanelBuffers(k, scratch, nbytes, pack)
     inside = all(i * mc + round_up(n, tile.mr) <= N for i, n in enumerate(heights))
     packed_a = PackedA(
-        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.mr, cols=N, stride=dy_row, most=k.min(tokens, chunk),
+        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.mr, cols=N, stride=dy_row, max_depth=k.min(tokens, chunk),
         inside=inside, block=block,
     )  # fmt: skip
 
@@ -114,7 +115,7 @@ def weight_gradient(
         m_block, n_block = block_of_item(item, config, m_blocks, n_blocks)
         n0, k0 = m_block * mc, n_block * nc
         n1, k1 = k.min(n0 + mc, N), k.min(k0 + nc, K)
-        full_end = n1 - (n1 - n0) % tile.mr if rests else n1
+        full_end = n1 - (n1 - n0) % tile.mr if tails else n1
         with k.loop(0, tokens, chunk) as t:
             depth = k.min(tokens - t, chunk)
             k_units = (depth + 1) >> 1 if pair else depth
@@ -124,22 +125,22 @@ def weight_gradient(
             with k.loop(k0, k1, nr) as col:
                 number = t * K + col
                 panel = b_panels.acquire(number)
-                same, more = col + nr < k1, t + chunk < tokens
-                if overlap:
-                    _, after = block_of_item(item + 1, config, m_blocks, n_blocks)
-                    after = k.select(more, (t + chunk) * K + k0, after * nc)
-                    after = k.select(same, number + nr, after)
-                    wanted = same | more | (item + 1 < m_blocks * n_blocks)
-                    b_panels.pack_next(after, wanted, (n1 - n0) // tile.mr * calls)
+                more_panels, more_chunks = col + nr < k1, t + chunk < tokens
+                if overlap:  # which panel is next: in this chunk, in the next chunk, or the next item's first
+                    _, next_n = block_of_item(item + 1, config, m_blocks, n_blocks)
+                    next_id = k.select(more_chunks, (t + chunk) * K + k0, next_n * nc)
+                    next_id = k.select(more_panels, number + nr, next_id)
+                    exists = more_panels | more_chunks | (item + 1 < m_blocks * n_blocks)
+                    b_panels.pack_next(next_id, exists, (n1 - n0) // tile.mr * calls)
                 masks = masks_of(col)
 
                 def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
-                    """The micro-kernel and epilogue of the tile `small` at row `row`."""
+                    """The micro-kernel and epilogue of the tile `small` (of at most MR rows) at row `row`."""
                     base = packed_a.tile(row - n0)
 
                     def load_a(r: int, u: Value) -> Value:
                         type_ = "i32" if pair else "float"
-                        p = base.bytes(u * (tile.mr * 4) + 4 * r)
+                        p = base.bytes(u * (tile.mr * 4) + 4 * r)  # a unit has MR words of 4 bytes
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
                     def prefetch_c(r: Value) -> None:
@@ -155,16 +156,16 @@ def weight_gradient(
 
                     overlapped = {"prefetch": prefetch_c, "overlap": pack_step} if overlap else {}
                     sums = microkernel(k, small, load_a, panel, k_units, pair, **overlapped)
-                    for add, chosen in ((True, k.when), (False, k.otherwise)):
-                        with chosen(adds):
+                    for add, branch in ((True, k.when), (False, k.otherwise)):
+                        with branch(adds):
                             for r, values in enumerate(sums):
-                                put(add, row + r, col, values, masks)
+                                store_row(add, row + r, col, values, masks)
 
                 with k.loop(n0, full_end, tile.mr) as row:
                     multiply(row, tile)
-                for rest in rests:
-                    with k.when((n1 - full_end).equals(rest)) if len(set(heights)) > 1 else nullcontext():
-                        multiply(full_end, Tile(rest, tile.vectors))
+                for tail in tails:
+                    with k.when((n1 - full_end).equals(tail)) if len(set(heights)) > 1 else nullcontext():
+                        multiply(full_end, Tile(tail, tile.vectors))
                 if overlap:
                     b_panels.commit()
 

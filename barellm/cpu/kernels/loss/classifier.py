@@ -44,6 +44,8 @@ SOFTCAPPED = Loss(
 
 
 def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` in place their gradients, then dx and dweight
+    from these; at the end the total of the losses. A quantized head (`weight` None) has losses only."""
     x, weight = op.x, op.inputs.get("weight")
     width = int(x.shape[-1])
     V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
@@ -57,15 +59,11 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         chunk = (first, CHUNK)
         x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
         operands = {
-            "lse": None,
-            "logits": logits,
-            "targets": rows_of(op.targets, first, rows, 1),
-            "loss_scale": op.loss_scale if gradients else None,
-            "row_begin": first,
-            "row_limit": CHUNK,
-        }
-        for name, held in of_rows.items():
-            operands[name] = (part(held, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
+            "lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
+            "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK,
+        }  # fmt: skip
+        for name, t in of_rows.items():
+            operands[name] = (part(t, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
@@ -82,12 +80,13 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
 
 
 def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
-    """Multiply a chunk of rows of x with the head, numbers or codes; gives those rows."""
+    """Append the GEMM logits (CHUNK, V) = x @ head for the rows (first, count) = `chunk` of x; the head is numbers or quantized.
+    Returns the operand of those rows."""
     x, weight, width = op.x, op.inputs.get("weight"), int(op.x.shape[-1])
     x_rows = rows_of(x, *chunk, width)
     if weight is None:
-        how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
-        append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
+        head = {"codes": op.codes, "scales": op.scales, "weights": op.weights}
+        append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, cols=V, depth=width, **head)
     else:
         append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
     return x_rows

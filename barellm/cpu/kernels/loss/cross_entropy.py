@@ -11,7 +11,15 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import Vector, fold, foreach_column, foreach_vector, row_grain, shape_of, zeros
+from barellm.cpu.kernels.loops import (
+    Vector,
+    foreach_column,
+    foreach_vector,
+    new_accumulators,
+    row_grain,
+    shape_of,
+    tree_reduce,
+)
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
@@ -19,39 +27,41 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
-ALL_ROWS = 1 << 62
-CHAINS = 4
+ALL_ROWS = 1 << 62  # a `row_limit` that is none
+CHAINS = 4  # independent accumulation chains of a sum
 
 
 def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+    """How many rows a call does: of the run's `k.num_elements(dims) * inner`, those in [row_begin, row_begin + row_limit)."""
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
 def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
-    """The maximum of a row as a float."""
-    tops = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
+    """The maximum of the first `valid` elements of a row, as a float."""
+    maxima = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
 
-    def higher(c, mask, j):
+    def body(c, mask, j):
         x = logits.load(c, mask)
-        tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
+        maxima[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), maxima[j].value)
 
-    foreach_column(k, valid, higher, unroll=CHAINS)
-    return k.maximum(fold(tops, k.max))
+    foreach_column(k, valid, body, unroll=CHAINS)
+    return k.maximum(tree_reduce(maxima, k.max))
 
 
 def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
-    """The sum of term(column, mask) over the vectors of a row, as a float."""
-    sums = zeros(k, CHAINS)
+    """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of what is added."""
+    sums = new_accumulators(k, CHAINS)
 
     def body(c, mask, j):
         e = term(c, mask)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
 
     foreach_column(k, valid, body, unroll=CHAINS)
-    return k.sum(fold(sums, add))
+    return k.sum(tree_reduce(sums, add))
 
 
 def logarithm(k: KernelBuilder, x: Value) -> Value:
+    """ln of a float."""
     return k.lane(ln(k, k.splat(x)), 0)
 
 
@@ -70,8 +80,8 @@ def write_gradient(
     k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """Write one row of the gradient: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the
-    padding."""
+    """Write one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * by, softmax = exp(logits - lse); zero where
+    the target is ignored, and from `valid` on (padding). `by`: the loss scale, None: 1. dlogits may be the logits."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
     scale = k.select(counted, scale if by is None else scale * by, 0.0)
@@ -104,6 +114,7 @@ def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_li
 
 
 def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
+    """losses[row] = lse - logits[target], zero where the target is ignored; lse[row] too unless `lse` is None. Returns lse."""
     value = log_sum_exp(k, logits, valid)
     if lse is not None:
         lse.put(value, row)
@@ -119,9 +130,9 @@ def row_scores(
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, target = logits.at(row * V), targets.get(row)
-        top, at_target = highest(k, of, valid), of.get(k.max(target, 0))
-        value = sum_above(k, of, valid, top)
+        src, target = logits.at(row * V), targets.get(row)
+        top, at_target = highest(k, src, valid), src.get(k.max(target, 0))
+        value = sum_above(k, src, valid, top)
         losses.put(k.select(target >= 0, value - at_target, 0.0), row)
         margins.put(k.select(target >= 0, top - at_target, 0.0), row)
 
@@ -129,20 +140,21 @@ def row_scores(
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
+    """losses as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
     by = scale_of(k, loss_scale)
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, target = logits.at(row * V), targets.get(row)
-        lse = write_loss(k, None, losses, of, target, row, valid)
-        write_gradient(k, of, of, target, lse, by, V=V, valid=valid, mode="store")
+        src, target = logits.at(row * V), targets.get(row)
+        lse = write_loss(k, None, losses, src, target, row, valid)
+        write_gradient(k, src, src, target, lse, by, V=V, valid=valid, mode="store")
 
 
 def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
 ) -> None:
+    """dlogits from logits and lse, a row at a time (`write_gradient`)."""
     by = scale_of(k, loss_scale)
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
@@ -157,13 +169,13 @@ def row_gradients(
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
     with k.parallel_for(1):
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             sums[j].value = sums[j].value + losses.load(i, mask)
 
         foreach_vector(k, 0, k.num_elements(dims) * inner, body, unroll=CHAINS)
-        loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
+        loss.put(k.sum(tree_reduce(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 
 def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
@@ -173,15 +185,11 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 
 @lowering("cross_entropy", also={"targets": "i32"})
 def cross_entropy(op: Op, c: Lowering) -> None:
+    """Losses and lse of all rows, then their mean over the targets."""
     losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
     operands = {
-        "lse": op.lse,
-        "losses": losses,
-        "logits": op.logits,
-        "targets": op.targets,
-        "row_begin": 0,
-        "row_limit": ALL_ROWS,
-    }
+        "lse": op.lse, "losses": losses, "logits": op.logits, "targets": op.targets, "row_begin": 0, "row_limit": ALL_ROWS,
+    }  # fmt: skip
     c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
@@ -189,14 +197,9 @@ def cross_entropy(op: Op, c: Lowering) -> None:
 @lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def cross_entropy_backward(op: Op, c: Lowering) -> None:
     operands = {
-        "dlogits": op.dlogits,
-        "logits": op.logits,
-        "targets": op.targets,
-        "lse": op.lse,
-        "loss_scale": op.loss_scale,
-        "row_begin": 0,
-        "row_limit": ALL_ROWS,
-    }
+        "dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse, "loss_scale": op.loss_scale,
+        "row_begin": 0, "row_limit": ALL_ROWS,
+    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
     c.call(row_gradients, operands, constants, writes="dlogits")
 
@@ -204,12 +207,8 @@ def cross_entropy_backward(op: Op, c: Lowering) -> None:
 @lowering("token_losses", also={"targets": "i32"})
 def token_losses(op: Op, c: Lowering) -> None:
     operands = {
-        "losses": op.losses,
-        "margins": op.margins,
-        "logits": op.logits,
-        "targets": op.targets,
-        "row_begin": 0,
+        "losses": op.losses, "margins": op.margins, "logits": op.logits, "targets": op.targets, "row_begin": 0,
         "row_limit": ALL_ROWS,
-    }
+    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits)
     c.call(row_scores, operands, constants, writes="losses margins")

@@ -25,8 +25,9 @@ from barellm.runtime.lowering import part
 SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero there, and their products finite
 
 
-def bend(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
-    """s = sigmoid((x + shift) / width), and s (1 - s), where 1 - s is s exp(-u): its digits do not cancel."""
+def sigmoid_and_slope(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
+    """s = sigmoid(u), u = (x + shift) / width, and s (1 - s), computed as s^2 exp(-u): its digits do not cancel. The capped logit
+    is z = cap scale * s."""
     _, shift, width = cap
     u = k.fma(x, -LOG2E / width, k.to(-LOG2E * shift / width, k.vec))
     e = exp2_within(k, k.max(-SATURATED, k.min(SATURATED, u)))  # of a number and a NaN the second: NaN stays
@@ -35,11 +36,12 @@ def bend(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
 
 
 def exponential(k: KernelBuilder, x: Value, less: Value, cap: Cap | None) -> tuple[Value, Value]:
-    """exp(z - less) of a logit x, and the same times the slope of z, less the factor `steepness`."""
+    """exp(z - less) of the capped logit z of x, and the same times dz/dx without its constant factor `steepness`. No `cap`: z =
+    x."""
     if cap is None:
         e = exp(k, x - less)
         return e, e
-    s, slope = bend(k, x, cap)
+    s, slope = sigmoid_and_slope(k, x, cap)
     e = exp2_within(k, k.fma(s, cap[0] * LOG2E, less * -LOG2E))
     return e, e * slope
 
@@ -65,16 +67,17 @@ def targets_of(
     k: KernelBuilder, logits: Pointer, targets: Pointer, row: Value, row_begin: Value,
     *, cap: Cap | None, predict: int, length: str | int,
 ) -> list[Target]:  # fmt: skip
-    """The row is number row_begin + row of the run, whose sequences have `length` rows."""
-    size = k.scalar(length) if isinstance(length, str) else k.int(length)
-    position, found = (row_begin + row) % size, []
+    """The `predict` targets of a row of logits, those of the next tokens, as far as the sequence reaches: the row is number
+    row_begin + row of the run, whose sequences have `length` rows."""
+    seq = k.scalar(length) if isinstance(length, str) else k.int(length)
+    position, found = (row_begin + row) % seq, []
     for ahead in range(predict):
-        inside = position + ahead < size
+        inside = position + ahead < seq
         target = k.select(inside, targets.get(k.select(inside, row + ahead, row)), -1)
         column, counted = k.max(target, 0), target >= 0
         z, slope = logits.get(column), k.to(1.0, "float")
         if cap is not None:
-            s, slope = (k.lane(v, 0) for v in bend(k, k.splat(z), cap))
+            s, slope = (k.lane(v, 0) for v in sigmoid_and_slope(k, k.splat(z), cap))
             z = s * cap[0]
         weight = k.select(counted, k.to(k.scalar(MTP[ahead]), "float"), 0.0)
         found.append(Target(column, counted, weight, z, slope))
@@ -82,17 +85,19 @@ def targets_of(
 
 
 def weights_of(found: list[Target]) -> Value:
-    return added([t.weight for t in found])
+    """The sum of the targets' weights."""
+    return sum_values([t.weight for t in found])
 
 
-def added(values: list[Value]) -> Value:
+def sum_values(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
 
 
 def log_sum_exp(
     k: KernelBuilder, logits: Pointer, kept: Pointer | None, valid: int, cap: Cap | None
 ) -> tuple[Value, Value]:
-    """ln(sum(exp(z))) of a row, and what the elements of `kept` must be divided by to be softmax times slope."""
+    """Of a row: ln(sum(exp(z))), and sum(exp(z - shift)). `kept` (V), if given, becomes exp(z - shift) times the slope of z;
+    divided by that sum it is softmax times slope. The shift is the bound of z, or without a `cap` the row's maximum."""
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
     less = k.splat(shift)
 
@@ -107,21 +112,23 @@ def log_sum_exp(
 
 
 def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
+    """losses[row] = the weighted sum of lse - z over the row's targets; nexts[row] = that of the next token alone, unweighted."""
     nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
-    losses.put(added([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
+    losses.put(sum_values([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
 
 
 def write_gradient(
     k: KernelBuilder, dlogits: Pointer, found: list[Target], lse: Value, scale: Value, elsewhere: Vector,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """Write one row of the gradient. `elsewhere(column, mask)` is its value where no target is; in the padding it is zero. Logits
-    may be overwritten."""
+    """Write one row of the gradient, (sum of weights * softmax - weights of the targets) * slope * scale. elsewhere(column, mask)
+    gives it where no target is; from `valid` on (padding) it is zero. dlogits may be the logits."""
     at_targets = []  # read before anything is overwritten
     for t in found:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
-        here = added([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
-        value = (weights_of(found) * p - here) * t.slope * scale
+        # Two of the targets may be the same column.
+        weight_here = sum_values([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
+        value = (weights_of(found) * p - weight_here) * t.slope * scale
         at_targets.append(dlogits.get(t.column) + value if mode == "add" else value)
 
     def body(c: Any, mask: Value | None, j: int) -> None:
@@ -138,7 +145,8 @@ def write_gradient(
 
 
 def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, divisor: Pointer | None = None) -> Value:
-    """The factor that every logit gradient is multiplied by; of its codes it is divided by `divisor` times inv_targets."""
+    """The factor that every logit gradient is multiplied by: inv_targets, the constant factor of dz/dx, and the loss scale. Of FP8
+    codes of the gradient, whose scale is `divisor` * inv_targets, it is divided by that."""
     if divisor is not None:
         return steepness(cap) / divisor.get(0)
     factor = k.to(k.scalar("inv_targets"), "float") * steepness(cap)
@@ -150,35 +158,35 @@ def row_losses(
     k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit,
     *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
-    """lse, losses: the weighted sum of lse - z[target] over a row's targets, and nexts: that of the first alone."""
+    """lse (None: not wanted), and losses and nexts as `write_loss` has them, for rows [row_begin, row_begin + row_limit)."""
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of = logits.at(row * V)
-        value, _ = log_sum_exp(k, of, None, valid, cap)
+        src = logits.at(row * V)
+        value, _ = log_sum_exp(k, src, None, valid, cap)
         if lse is not None:
             lse.put(value, row)
-        write_loss(k, losses, nexts, row, targets_of(k, of, targets, row, row_begin, cap=cap, **more), value)
+        write_loss(k, losses, nexts, row, targets_of(k, src, targets, row, row_begin, cap=cap, **more), value)
 
 
 def row_losses_and_gradients(
     k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
-    """Compute the losses, and write the gradient over the logits."""
+    """losses and nexts as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
     factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of = logits.at(row * V)
-        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
-        lse, total = log_sum_exp(k, of, kept, valid, cap)
+        src = logits.at(row * V)
+        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
+        lse, total = log_sum_exp(k, src, kept, valid, cap)
         write_loss(k, losses, nexts, row, found, lse)
         scale = k.splat(factor * weights_of(found) / total)
         write_gradient(
-            k, of, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
+            k, src, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
             V=V, valid=valid, mode="store",
         )  # fmt: skip
 
@@ -187,18 +195,18 @@ def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, mode, **more,
 ) -> None:  # fmt: skip
-    """dlogits, or their codes with this `scale`."""
+    """dlogits from logits and lse, or with a `scale` (1) their FP8 codes."""
     factor = factor_of(k, loss_scale, cap, scale)
     with (
         k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, value = logits.at(row * V), lse.get(row)
-        found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
-        here, less = k.splat(factor * weights_of(found)), k.splat(value)
+        src, value = logits.at(row * V), lse.get(row)
+        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
+        weight, less = k.splat(factor * weights_of(found)), k.splat(value)
 
-        def elsewhere(c, mask, of=of, here=here, less=less):
-            return exponential(k, of.load(c, mask), less, cap)[1] * here
+        def elsewhere(c, mask, src=src, weight=weight, less=less):
+            return exponential(k, src.load(c, mask), less, cap)[1] * weight
 
         write_gradient(k, dlogits.at(row * V), found, value, factor, elsewhere, V=V, valid=valid, mode=mode)
 
@@ -242,5 +250,6 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
     elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: bend(k, x.load(i, mask), cap)[0] * cap[0], mode=mode_y
-    )
+        k, k.num_elements(dims) * width, y, lambda i, mask: sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0],
+        mode=mode_y,
+    )  # fmt: skip

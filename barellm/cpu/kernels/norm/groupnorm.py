@@ -10,12 +10,19 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
-from barellm.cpu.kernels.loops import added, fold, foreach_column, put_added, row_grain, zeros
+from barellm.cpu.kernels.loops import (
+    accumulate,
+    accumulate_scalar,
+    foreach_column,
+    new_accumulators,
+    row_grain,
+    tree_reduce,
+)
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
 
-CHAINS = 4
+CHAINS = 4  # independent accumulation chains of a sum
 
 
 def shape_of(op: Op) -> dict[str, Any]:
@@ -26,80 +33,86 @@ def shape_of(op: Op) -> dict[str, Any]:
     return {"dims": dims_of(op.x), "count": count, "channels": int(C), "pixels": int(H) * int(W), "groups": groups}
 
 
-def summed(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
-    """`count` sums over M numbers: terms(index, mask) gives the vector that goes into each."""
-    chains = [zeros(k, CHAINS) for _ in range(count)]
+def sums_over(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
+    """`count` sums over M numbers, as floats: terms(index, mask) gives the vector that is added to each."""
+    chains = [new_accumulators(k, CHAINS) for _ in range(count)]
 
     def body(i: Any, mask: Value | None, j: int) -> None:
         for chain, v in zip(chains, terms(i, mask), strict=True):
             chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
 
     foreach_column(k, M, body, unroll=CHAINS)
-    return [k.sum(fold(chain, add)) for chain in chains]
+    return [k.sum(tree_reduce(chain, add)) for chain in chains]
 
 
 @kernel("group_norm", constants=lambda op: {**shape_of(op), "eps": float(op.eps)})
 def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixels, groups, eps) -> None:
-    own = channels // groups
-    M = own * pixels
+    """y = (x - mean) rstd weight + bias with the mean and rstd (N, groups) of each group of channels of each image; weight and bias
+    (channels). The variance is the mean of (x - mean)^2: three passes over a row in the cache."""
+    group_channels = channels // groups
+    M = group_channels * pixels
     with (
         k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
         k.loop(begin, end) as row,
     ):
-        of, to = x.at(row * M), y.at(row * M)
-        (total,) = summed(k, M, lambda i, mask: [of.load(i, mask)], 1)
+        src, dst = x.at(row * M), y.at(row * M)
+        (total,) = sums_over(k, M, lambda i, mask: [src.load(i, mask)], 1)
         centre = total / float(M)
 
         def square(i: Any, mask: Value | None) -> list[Value]:
-            d = of.load(i, mask) - centre
+            d = src.load(i, mask) - centre
             return [d * d]
 
-        (squares,) = summed(k, M, square, 1)
+        (squares,) = sums_over(k, M, square, 1)
         inverse = 1.0 / k.sqrt(squares / float(M) + eps)
         mean.put(centre, row)
         rstd.put(inverse, row)
-        with k.loop(0, own) as c:
-            channel = row % groups * own + c
+        with k.loop(0, group_channels) as c:
+            channel = row % groups * group_channels + c
             scale = inverse * weight.get(channel)
             shift = bias.get(channel)
-            of_c, to_c = of.at(c * pixels), to.at(c * pixels)
+            src_c, dst_c = src.at(c * pixels), dst.at(c * pixels)
 
-            def write(i: Any, mask: Value | None, j: int, of_c=of_c, to_c=to_c, scale=scale, shift=shift) -> None:
-                to_c.store(k.fma(of_c.load(i, mask) - centre, k.splat(scale), k.splat(shift)), i, mask)
+            def write(i: Any, mask: Value | None, j: int, src_c=src_c, dst_c=dst_c, scale=scale, shift=shift) -> None:
+                dst_c.store(k.fma(src_c.load(i, mask) - centre, k.splat(scale), k.splat(shift)), i, mask)
 
             foreach_column(k, pixels, write)
 
 
 @kernel("group_norm_dx", constants=shape_of)
 def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pixels, groups, mode_dx) -> None:
-    own = channels // groups
-    M = own * pixels
+    """dx = rstd (dn - mean(dn) - n mean(dn n)), dn = dy weight, n = (x - mean) rstd, the means over a group of an image. The weight
+    is constant in a channel, so it multiplies sums."""
+    group_channels = channels // groups
+    M = group_channels * pixels
     with (
         k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         centre, inverse = mean.get(row), rstd.get(row)
-        of_dn, of_dnn = k.var(0.0), k.var(0.0)
+        sum_dn, sum_dnn = k.var(0.0), k.var(0.0)
 
         def normal(p: Pointer, i: Any, mask: Value | None, centre=centre, inverse=inverse) -> Value:
             return (p.load(i, mask) - centre) * inverse
 
-        with k.loop(0, own) as c:
-            at, w = row * M + c * pixels, weight.get(row % groups * own + c)
+        with k.loop(0, group_channels) as c:
+            at, w = row * M + c * pixels, weight.get(row % groups * group_channels + c)
 
             def terms(i: Any, mask: Value | None, at=at) -> list[Value]:
                 d = dy.at(at).load(i, mask)
                 return [d, d * normal(x.at(at), i, mask)]
 
-            dn, dnn = summed(k, pixels, terms, 2)
-            of_dn.value, of_dnn.value = of_dn.value + w * dn, of_dnn.value + w * dnn
-        a, b = of_dn.value / float(M), of_dnn.value / float(M)
-        with k.loop(0, own) as c:
-            at, w = row * M + c * pixels, weight.get(row % groups * own + c)
+            dn, dnn = sums_over(k, pixels, terms, 2)
+            sum_dn.value, sum_dnn.value = sum_dn.value + w * dn, sum_dnn.value + w * dnn
+        mean_dn, mean_dnn = sum_dn.value / float(M), sum_dnn.value / float(M)
+        with k.loop(0, group_channels) as c:
+            at, w = row * M + c * pixels, weight.get(row % groups * group_channels + c)
 
-            def write(i: Any, mask: Value | None, j: int, at=at, w=w, a=a, b=b, inverse=inverse) -> None:
+            def write(
+                i: Any, mask: Value | None, j: int, at=at, w=w, a=mean_dn, b=mean_dnn, inverse=inverse
+            ) -> None:  # fmt: skip
                 v = inverse * (dy.at(at).load(i, mask) * w - a - normal(x.at(at), i, mask) * b)
-                dx.at(at).store(added(k, dx.at(at), i, mask, v, mode_dx), i, mask)
+                dx.at(at).store(accumulate(k, dx.at(at), i, mask, v, mode_dx), i, mask)
 
             foreach_column(k, pixels, write)
 
@@ -108,20 +121,21 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
 def group_norm_dparams(
     k, dweight, dbias, dy, x, mean, rstd, *, dims, count, channels, pixels, groups, mode_dweight, mode_dbias
 ) -> None:
-    """A channel belongs to one thread, which adds its images up in order."""
-    own = channels // groups
+    """dweight (channels) = sum of dy n, dbias = sum of dy (None: not wanted), over images and pixels. A channel is one work item,
+    which adds its images up in order."""
+    group_channels = channels // groups
     with k.parallel_for(channels) as channel:
         of_weight, of_bias = k.var(0.0), k.var(0.0)
         with k.loop(0, k.num_elements(dims, count)) as n:
-            at, row = (n * channels + channel) * pixels, n * groups + channel // own
+            at, row = (n * channels + channel) * pixels, n * groups + channel // group_channels
             centre, inverse = mean.get(row), rstd.get(row)
 
             def terms(i: Any, mask: Value | None, at=at, centre=centre, inverse=inverse) -> list[Value]:
                 d = dy.at(at).load(i, mask)
                 return [d * ((x.at(at).load(i, mask) - centre) * inverse), d]
 
-            weighted, plain = summed(k, pixels, terms, 2)
+            weighted, plain = sums_over(k, pixels, terms, 2)
             of_weight.value, of_bias.value = of_weight.value + weighted, of_bias.value + plain
-        for to, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
-            if to is not None:
-                put_added(k, to, channel, value, mode)
+        for dst, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
+            if dst is not None:
+                accumulate_scalar(k, dst, channel, value, mode)

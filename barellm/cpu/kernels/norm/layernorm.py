@@ -12,15 +12,15 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
     ROW_UNROLL,
-    added,
-    fold,
+    accumulate,
+    exceeds_caches,
     foreach_column,
-    past_caches,
+    new_accumulators,
     row_grain,
     shape_of,
     store_all,
+    tree_reduce,
     write_row,
-    zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Pointer, Value
@@ -33,8 +33,9 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
-    """Two sums over a row: of u * v and, with `of_u`, of u, where factors(c, mask, j) gives u and v; u is zero off the mask."""
-    products, sums = zeros(k, CHAINS), zeros(k, CHAINS) if of_u else []
+    """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v; u must be
+    zero off the mask. `unrolled` as in `foreach_column`."""
+    products, sums = new_accumulators(k, CHAINS), new_accumulators(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
         u, v = factors(c, mask, j)
@@ -43,38 +44,39 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
         products[j].value = k.fma(u, v, products[j].value)
 
     foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
-    return [k.sum(fold(chains, add)) for chains in (products, sums) if chains]
+    return [k.sum(tree_reduce(chains, add)) for chains in (products, sums) if chains]
 
 
 def row_constants(op: Op) -> dict[str, Any]:
+    """Constants of a kernel over rows: C columns, and what counts the rows."""
     return {"C": int(op.x.shape[-1]), **shape_of(op.x)}
 
 
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
-    """Memory is read once: the row stays in registers, or in the first cache where it is long. Sums are shifted by the row's
-    first element: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
-    in_registers = k.lanes * (k.isa.registers - 12) >= C
-
+    """y = (x - mean) rstd weight + bias, with the mean and the rstd = 1 / sqrt(variance + eps) of each row. Memory is read once:
+    the row stays in registers, or in the L1 where it is long. Sums are shifted by the row's first element: E[x^2] - E[x]^2 loses
+    all digits when |mean| is 3000 times the deviation, the shifted form never does."""
+    in_registers = k.lanes * (k.isa.registers - 12) >= C  # 12: accumulators and what a step needs
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * C), y.at(row * C)
-        first = of.get(0)
+        src, dst = x.at(row * C), y.at(row * C)
+        first = src.get(0)
         shift = k.splat(first)
         cached: dict[int, Value] = {}
 
         def shifted(c, mask):
-            v = of.load(c, mask) - shift
+            v = src.load(c, mask) - shift
             return v if mask is None else k.select(mask, v, 0.0)
 
-        def twice(c, mask, j):
+        def square_factors(c, mask, j):
             v = shifted(c, mask)
             if in_registers:
                 cached[c] = v
             return v, v
 
-        square, total = row_sums(k, C, twice, unrolled=in_registers)
+        square, total = row_sums(k, C, square_factors, unrolled=in_registers)
         offset = total * (1.0 / C)
         variance = k.max(0.0, square * (1.0 / C) - offset * offset)
         inverse = 1.0 / k.sqrt(variance + eps)
@@ -82,23 +84,23 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         rstd.put(inverse, row)
         centre, scale = k.splat(offset), k.splat(inverse)
 
-        def finish(c, mask):
+        def normalised(c, mask):
             n = ((cached[c] if in_registers else shifted(c, mask)) - centre) * scale
             w = weight.load(c, mask)
             return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
 
-        write_row(k, to, C, finish, past=past, unrolled=in_registers)
+        write_row(k, dst, C, normalised, nontemporal=nontemporal, unrolled=in_registers)
 
 
 class Normalised:
-    """A row as the norm gave it, but for the weight."""
+    """A row normalised, before the weight: (x - mean) rstd, or x rstd where `mean` is None. Computed again as it is loaded."""
 
-    def __init__(self, k: KernelBuilder, row: Value, of: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
-        self.of, self.scale = of, k.splat(rstd.get(row))
+    def __init__(self, k: KernelBuilder, row: Value, src: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
+        self.src, self.scale = src, k.splat(rstd.get(row))
         self.centre = None if mean is None else k.splat(mean.get(row))
 
     def load(self, c: Any, mask: Value | None) -> Value:
-        x = self.of.load(c, mask)
+        x = self.src.load(c, mask)
         return (x if self.centre is None else x - self.centre) * self.scale
 
 
@@ -119,7 +121,8 @@ class GradientOfRow:
         return g, dn, self.normalised.load(c, mask)
 
     def means(self, also: Callable[..., None] | None = None) -> list[Value]:
-        """The first pass: means of dn n and, where the row is centred, of dn; and also(c, mask, j, dy, n) for each vector."""
+        """The first pass: [mean(dn n)] or, where the row is centred, [mean(dn n), mean(dn)], in all lanes. also(c, mask, j, dy, n)
+        is called for each vector on the way."""
 
         def factors(c, mask, j):
             g, dn, n = self.factors(c, mask)
@@ -131,6 +134,7 @@ class GradientOfRow:
         return [self.k.splat(total * (1.0 / self.C)) for total in sums]
 
     def dx(self, dn: Value, n: Value, means: list[Value]) -> Value:
+        """A vector of dx from those of dn and n and the row's means."""
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
@@ -143,27 +147,30 @@ class GradientOfRow:
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
+    """dx of LayerNorm, or with `mean` None of RMSNorm (`GradientOfRow` has the formula)."""
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
+    nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
-        means = of.means()
+        gradient, dst = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
+        means = gradient.means()
 
         def vector(c, mask):
-            _, dn, n = of.factors(c, mask)
-            new = of.dx(dn, n, means)
-            return added(k, to, c, mask, new, mode_dx)
+            _, dn, n = gradient.factors(c, mask)
+            new = gradient.dx(dn, n, means)
+            return accumulate(k, dst, c, mask, new, mode_dx)
 
-        write_row(k, to, C, vector, past=past)
+        write_row(k, dst, C, vector, nontemporal=nontemporal)
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
+    """partials (chunks, count, C) = sums over the rows of each chunk of dy n (dweight) and, if `count` is 2, of dy (dbias)."""
+
     def terms(row):
-        of, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
+        normalised, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
 
         def vectors(c, mask):
             g = d.load(c, mask)
-            return [g * of.load(c, mask), g][:count]
+            return [g * normalised.load(c, mask), g][:count]
 
         return vectors
 
@@ -182,46 +189,49 @@ def norm_dparams(op: Op, c: Lowering) -> None:
 def norm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
-    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy at once.
-    What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
+    """dx, in bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names: dweight,
+    dbias, and dx_sum (of dx). All that reads dy or dx is in one kernel. Results that leave the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
     store_group = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
-    results = [(dx, past_caches(k, rows, C, dx) if mode_dx == "store" else None)]
+    results = [(dx, exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
-        results.append((rounded, past_caches(k, rows, C, rounded)))
+        results.append((rounded, exceeds_caches(k, rows, C, rounded)))
 
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
-        of = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
-        to = [out.at(row * C) for out, _ in results]
+        gradient = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
+        dst = [out.at(row * C) for out, _ in results]
         cached: list[Value] = []
 
-        def add_to(name: str, c, mask, add: Callable[[Value], Value]) -> None:
+        def add_to_sum(name: str, c, mask, add: Callable[[Value], Value]) -> None:
+            """The row of partials of sum `name`, if it is wanted: replaced by add(it)."""
             if name in sums:
                 at = sums.index(name) * C + c
                 to_sums.store(add(to_sums.load(at, mask)), at, mask)
 
         def first(c, mask, j, g, n):
-            add_to("dweight", c, mask, lambda total: k.fma(g, n, total))
-            add_to("dbias", c, mask, lambda total: total + g)
+            """The first pass: all that needs no mean. g: dy, n: the normalized x of a vector of columns."""
+            add_to_sum("dweight", c, mask, lambda total: k.fma(g, n, total))
+            add_to_sum("dbias", c, mask, lambda total: total + g)
             if mode_dx != "store":
-                of.prefetch(to[0], c, j)
+                gradient.prefetch(dst[0], c, j)
 
-        means = of.means(first)
+        means = gradient.means(first)
 
         def body(c, mask, j):
-            _, dn, n = of.factors(c, mask)
-            new = added(k, to[0], c, mask, of.dx(dn, n, means), mode_dx)
+            """dx of a vector of columns. `store_group` vectors are gathered, and stored together."""
+            _, dn, n = gradient.factors(c, mask)
+            new = accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)
             if len(cached) == store_group:
-                for out, (_, past) in zip(to, results, strict=True):
+                for out, (_, nontemporal) in zip(dst, results, strict=True):
                     if store_group > 1:
-                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, past)
+                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, nontemporal)
                     else:
                         out.store(new, c, mask)
                 cached.clear()
-            add_to("dx_sum", c, mask, lambda total: total + new)
-            of.prefetch(of.x.at(C), c, j)
-            of.prefetch(of.dy.at(C), c, j)
+            add_to_sum("dx_sum", c, mask, lambda total: total + new)
+            gradient.prefetch(gradient.x.at(C), c, j)
+            gradient.prefetch(gradient.dy.at(C), c, j)
 
         foreach_column(k, C, body)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import add
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import added, past_caches, row_grain, shape_of, write_row
+from barellm.cpu.kernels.loops import accumulate, exceeds_caches, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
 from barellm.cpu.lang import Pointer, Value
@@ -20,6 +20,7 @@ EXP_REGISTERS = (
 
 
 def in_registers(k: KernelBuilder, C: int) -> bool:
+    """Whether a row of C columns fits into the registers that exp leaves."""
     return k.lanes * (k.isa.registers - EXP_REGISTERS) >= C
 
 
@@ -29,19 +30,18 @@ def finite(k: KernelBuilder, top: Value) -> Value:
 
 
 def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
-    """A row is read once from memory: it stays in registers, or its exponentials in the second cache. A row that is longer than
-    that is read twice, and its exponentials are computed twice: first for a running sum, which shrinks whenever a block has a
-    new maximum, then for the result."""
+    """y = softmax(scale x) of each row. A row is read once from memory: it stays in registers (`short_row`), or its exponentials in
+    the L2 (`kept_row`). A longer one is read twice (`long_row`, online softmax)."""
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, y)
+    nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, to = x.at(row * C), y.at(row * C)
+        src, dst = x.at(row * C), y.at(row * C)
         if in_registers(k, C):
-            short_row(k, to, of, C, scale, past)
+            short_row(k, dst, src, C, scale, nontemporal)
         elif C <= CACHED_COLUMNS:
-            kept_row(k, to, of, C, scale, past)
+            kept_row(k, dst, src, C, scale, nontemporal)
         else:
-            long_row(k, to, of, C, scale, past)
+            long_row(k, dst, src, C, scale, nontemporal)
 
 
 def power(k: KernelBuilder, x: Value, top: Value, scale: float) -> Value:
@@ -49,52 +49,56 @@ def power(k: KernelBuilder, x: Value, top: Value, scale: float) -> Value:
     return exp(k, (x - top) if scale == 1 else (x - top) * scale)
 
 
-def short_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, past: Value | None) -> None:
-    held: dict[int, Value] = {}
-    most: Value | None = None
+def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+    """dst = softmax(scale src), a row that stays in registers: {column: vector}, masked lanes -inf."""
+    row: dict[int, Value] = {}
+    maxima: Value | None = None
     for c, mask in k.columns(C):
-        v = of.load(c, mask)
-        held[c] = v if mask is None else k.select(mask, v, float("-inf"))
-        most = held[c] if most is None else k.max(held[c], most)
-    assert most is not None
-    top = k.splat(k.maximum(most))
-    held = {c: power(k, v, top, scale) for c, v in held.items()}
-    chains = list(held.values())
-    while len(chains) > 1:
-        chains = [*map(add, chains[::2], chains[1::2]), *chains[len(chains) & -2 :]]
-    by = k.splat(1.0 / k.sum(chains[0]))
-    write_row(k, to, C, lambda c, mask: held[c] * by, past=past, unrolled=True)
+        v = src.load(c, mask)
+        row[c] = v if mask is None else k.select(mask, v, float("-inf"))
+        maxima = row[c] if maxima is None else k.max(row[c], maxima)
+    assert maxima is not None
+    top = k.splat(k.maximum(maxima))
+    row = {c: power(k, v, top, scale) for c, v in row.items()}
+    sums = list(row.values())
+    while len(sums) > 1:  # pairwise; an odd last one waits
+        sums = [*map(add, sums[::2], sums[1::2]), *sums[len(sums) & -2 :]]
+    by = k.splat(1.0 / k.sum(sums[0]))
+    write_row(k, dst, C, lambda c, mask: row[c] * by, nontemporal=nontemporal, unrolled=True)
 
 
-def kept_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, past: Value | None) -> None:
-    top, kept = k.splat(highest(k, of, C)), k.thread_scratch()
+def kept_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+    """dst = softmax(scale src), with the exponentials kept in the thread's scratch (C) until their sum is known."""
+    top, kept = k.splat(highest(k, src, C)), k.thread_scratch()
 
     def term(c, mask):
-        e = power(k, of.load(c, mask), top, scale)
+        e = power(k, src.load(c, mask), top, scale)
         kept.store(e, c, mask)
         return e
 
     by = k.splat(1.0 / sum_of(k, C, term))
-    write_row(k, to, C, lambda c, mask: kept.load(c, mask) * by, past=past)
+    write_row(k, dst, C, lambda c, mask: kept.load(c, mask) * by, nontemporal=nontemporal)
 
 
-def long_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, past: Value | None) -> None:
+def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+    """dst = softmax(scale src), online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far and the sum
+    of exponentials less it, which shrinks when the maximum grows; a second pass computes the exponentials again."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
-    def block(at: Pointer, size: int) -> None:
-        before, here = top.value, highest(k, at, size)
-        now = k.max(before, here)
+    def add_block(at: Pointer, size: int) -> None:
+        before, block_top = top.value, highest(k, at, size)
+        now = k.max(before, block_top)
         shift = k.splat(finite(k, now))
         shrunk = total.value * k.lane(power(k, k.splat(before), shift, scale), 0)
         total.value = shrunk + sum_of(k, size, lambda c, mask: power(k, at.load(c, mask), shift, scale))
         top.value = now
 
     with k.loop(0, C - C % BLOCK, BLOCK) as c:
-        block(of.at(c), BLOCK)
+        add_block(src.at(c), BLOCK)
     if C % BLOCK:
-        block(of.at(C - C % BLOCK), C % BLOCK)
+        add_block(src.at(C - C % BLOCK), C % BLOCK)
     shift, by = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)
-    write_row(k, to, C, lambda c, mask: power(k, of.load(c, mask), shift, scale) * by, past=past)
+    write_row(k, dst, C, lambda c, mask: power(k, src.load(c, mask), shift, scale) * by, nontemporal=nontemporal)
 
 
 @lowering("softmax")
@@ -106,16 +110,16 @@ def lower_softmax(op: Op, c: Lowering) -> None:
 
 @kernel("softmax_dx", constants=lambda op: {"C": int(op.y.shape[-1]), "scale": op.scale, **shape_of(op.y)})
 def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
-    """The second pass finds the row in a cache, unless it is longer than those."""
+    """dx = scale y (dy - sum(dy y)) of each row. The second pass finds the row in a cache, unless it is longer than those."""
     rows = k.num_elements(dims) * inner
-    past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
+    nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, result, to = dy.at(row * C), y.at(row * C), dx.at(row * C)
-        (total,) = row_sums(k, C, lambda c, mask, j: (of.load(c, mask), result.load(c, mask)), of_u=False)
-        mean = k.splat(total)
+        dy_row, y_row, dst = dy.at(row * C), y.at(row * C), dx.at(row * C)
+        (total,) = row_sums(k, C, lambda c, mask, j: (dy_row.load(c, mask), y_row.load(c, mask)), of_u=False)
+        dot = k.splat(total)
 
         def vector(c, mask):
-            new = (of.load(c, mask) - mean) * result.load(c, mask)
-            return added(k, to, c, mask, new if scale == 1 else new * scale, mode_dx)
+            new = (dy_row.load(c, mask) - dot) * y_row.load(c, mask)
+            return accumulate(k, dst, c, mask, new if scale == 1 else new * scale, mode_dx)
 
-        write_row(k, to, C, vector, past=past)
+        write_row(k, dst, C, vector, nontemporal=nontemporal)

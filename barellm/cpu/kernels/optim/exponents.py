@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import flat, fold, foreach_vector, zeros
+from barellm.cpu.kernels.loops import flat, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
@@ -28,20 +28,21 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
 
 
 def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
-    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
+    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x: how many elements have each biased exponent of
+    fp32; of the finite ones the sum, the sum of magnitudes, of squares, and the largest magnitude."""
     n = k.num_elements(dims) * width
-    per = elements_per_chunk(k, n)
-    with k.parallel_for(k.ceil_div(n, per)) as chunk:
+    chunk_elements = elements_per_chunk(k, n)
+    with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
         tables = k.thread_scratch("i32")
         bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
         foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
-        total, size, square = (zeros(k, UNROLL) for _ in range(3))
-        largest = zeros(k, UNROLL)
+        total, size, square = (new_accumulators(k, UNROLL) for _ in range(3))
+        largest = new_accumulators(k, UNROLL)
 
         def body(i, mask, j):
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
-            e = (bits >> 23) & NOT_FINITE
+            e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
             finite = e < NOT_FINITE
             v = k.select(finite, v, 0.0)
             a = k.bitcast(k.bitcast(v, k.ivec) & 0x7FFFFFFF, k.vec)
@@ -49,14 +50,16 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             size[j].value = size[j].value + a
             square[j].value = k.fma(v, v, square[j].value)
             largest[j].value = k.max(a, largest[j].value)
-            to = bins.at(j * k.lanes)
-            to.store(e if mask is None else k.select(mask, e, BINS))
+            dst = bins.at(j * k.lanes)
+            # Masked lanes count in bin BINS, which nobody reads.
+            dst.store(e if mask is None else k.select(mask, e, BINS))
+            # Neighbouring lanes count in tables of their own: equal exponents would wait for each other's store.
             for lane in range(k.lanes):
-                counter = tables.at(to.get(lane) + lane % TABLES * WIDTH)
+                counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)
                 counter.put(counter.get() + 1)
 
-        begin = chunk * per
-        foreach_vector(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
+        begin = chunk * chunk_elements
+        foreach_vector(k, begin, k.min(begin + chunk_elements, n), body, unroll=UNROLL)
 
         def merge_tables(i, mask, j):
             count = tables.load(i, mask)
@@ -66,8 +69,8 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
 
         foreach_vector(k, 0, BINS, merge_tables)
         for place, chains in enumerate((total, size, square)):
-            sums.put(k.sum(fold(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
-        sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
+            sums.put(k.sum(tree_reduce(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
+        sums.put(k.maximum(tree_reduce(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
 def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
@@ -99,6 +102,7 @@ def result_region(out: Tensor) -> tuple[Region, str]:
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Op, c: Lowering) -> None:
+    """One call for a small tensor; else one row of results for each chunk, and a call that combines the rows."""
     outs: dict[str, Any] = {name: result_region(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
     c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))

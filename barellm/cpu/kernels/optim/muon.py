@@ -12,9 +12,9 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
-from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
+from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.numbers import bits, number
-from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATED
+from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
 from barellm.cpu.kernels.optim.optimizer import sweep_pairs
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value
@@ -35,12 +35,14 @@ def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
 
 
 def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
-    """A work item is the CHUNK of one partial sum."""
+    """m = momentum m + (1 - momentum) g, with the clipped gradient g; u = the new m, or with `nesterov` momentum m + (1 - momentum)
+    g again; partials (chunks) = sums of squares of u. A norm that is not finite leaves m, and u is 0. A work item is the CHUNK of
+    one partial sum."""
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = zeros(k, CHAINS)
+        sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             old, g = m.load(i, mask), grad.load(i, mask) * fresh
@@ -52,7 +54,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
             sums[j].value = k.fma(lookahead, lookahead, sums[j].value)
 
         foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
-        partials.put(k.sum(fold(sums, add)), chunk)
+        partials.put(k.sum(tree_reduce(sums, add)), chunk)
 
 
 @lowering("muon_momentum")
@@ -63,7 +65,8 @@ def lower_momentum(op: Op, c: Lowering) -> None:
 
 
 def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -> None:
-    """The sum of the few partial sums is found by each thread, in order."""
+    """x (n) = u / (margin |u| + eps), where |u|^2 is the sum of partials (count). Each thread adds up the few partial sums, in
+    order."""
     total = k.var(k.const(0.0, "double"))
     with k.loop(0, count) as i:
         total.value = total.value + k.to(partials.get(i), "double")
@@ -104,14 +107,14 @@ def lower_apply(op: Op, c: Lowering) -> None:
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (rows) of the squares of x (rows, C)."""
     with k.parallel_range(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
-        sums, at = zeros(k, CHAINS), x.at(row * C)
+        sums, at = new_accumulators(k, CHAINS), x.at(row * C)
 
         def body(c, mask, j):
             value = at.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
 
         foreach_column(k, C, body, unroll=CHAINS)
-        means.put(k.sum(fold(sums, add)) / float(C), row)
+        means.put(k.sum(tree_reduce(sums, add)) / float(C), row)
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
@@ -129,7 +132,8 @@ def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
 
 
 def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
-    """scales (n) that leave the norm of x; a mean is of `each` elements. Sums are few: one thread adds them, in double."""
+    """NorMuon's factors of rows or columns: second (n) = beta2 second + (1 - beta2) means, scales (n) = 1 / sqrt(second), times one
+    number such that scaling leaves the norm of x. `means`: of squares of `each` elements. They are few: one thread, in double."""
     finite = clip.get(1).equals(clip.get(1))
     with k.parallel_for(1):
         before, after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
@@ -166,14 +170,16 @@ def muon_update(
     k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
     cautious
 ) -> None:  # fmt: skip
-    """param = param - decay - scale x, in one pass. `scales`: one for each row of x, or `by_column`. `rate` names the scalar."""
+    """param = (1 - lr weight_decay) param - lr scale x, in one pass, lr = the run-time scalar `rate` times lr_scale. `squared`: the
+    decay is lr^2 scale weight_decay; `cautious`: it acts only where it has the update's direction. `scales`: a factor for each row
+    of x, or `by_column`; None: 1."""
     lr = k.scalar(rate) * lr_scale
     lost = lr * lr * (weight_decay * scale) if squared else lr * weight_decay
     shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(lr * scale)
-    weights, ok = Weight(k, param, param_lo), clip.get(1)
+    weights, clip_scale = Weight(k, param, param_lo), clip.get(1)
 
-    def step(begin: Value, end: Value, factor) -> None:
-        """Elements [begin, end), x times factor(index, mask)."""
+    def update_range(begin: Value, end: Value, factor) -> None:
+        """Update elements [begin, end) by x times factor(index, mask)."""
 
         def body(i, mask, vectors):
             updated = []
@@ -190,17 +196,17 @@ def muon_update(
         sweep_pairs(k, begin, end, body)
 
     # NaN says that the gradient's norm is not finite: no work items.
-    with k.parallel_range(k.select(ok.equals(ok), rows, 0), max(1, UPDATED // C)) as (begin, end):
+    with k.parallel_range(k.select(clip_scale.equals(clip_scale), rows, 0), max(1, UPDATE_GRAIN // C)) as (begin, end):
         if scales is None:
-            step(begin * C, end * C, lambda at, mask: size)
+            update_range(begin * C, end * C, lambda at, mask: size)
             return
         with k.loop(begin, end) as row:
             first = row * C
             if by_column:
-                step(first, first + C, lambda at, mask: scales.load(at - first, mask) * size)
+                update_range(first, first + C, lambda at, mask: scales.load(at - first, mask) * size)
             else:
-                of_row = k.splat(scales.get(row)) * size
-                step(first, first + C, lambda at, mask: of_row)
+                row_factor = k.splat(scales.get(row)) * size
+                update_range(first, first + C, lambda at, mask: row_factor)
 
 
 @lowering("muon_update", also={"param": PLANES})

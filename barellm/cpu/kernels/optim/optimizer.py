@@ -28,9 +28,10 @@ def adamw(
     k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, first, *,
     beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16,
 ) -> None:  # fmt: skip
-    """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps); the step's factors are computed in double. With a `stream` 16-bit moments are
-    rounded stochastically, by the random bits from element `first` on. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second
-    bias in lr, then p - u - (lr^2 wd p where u makes p smaller). `bf16`: the new weight is rounded to it."""
+    """AdamW (Loshchilov and Hutter 2019) of `n` elements: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time
+    scalar times `lr_scale`; the step's factors are computed in double. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second bias
+    correction in lr, then p - u - (lr^2 wd p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically,
+    by the random bits from element `first` on. `bf16`: the new weight is rounded to it. clip[1] multiplies the gradient."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
@@ -40,12 +41,12 @@ def adamw(
         rate, unbias, shrink = k.splat(step_size), k.splat(1.0 / root), k.splat(1.0 - lr * weight_decay)
     scale = clip.get(1)
     weights, means, squares = Weight(k, param, param_lo, bf16), Moment(k, m, "e6m9"), Moment(k, v, "ue6m10")
-    # What the gradient is multiplied with: the clipping goes with the betas.
+    # What the gradient is multiplied with: clipping and (1 - beta) in one; the second before it is squared.
     for_mean, for_square = k.splat(scale * (1.0 - beta1)), k.splat(scale * (1.0 - beta2) ** 0.5)
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
 
-    def stepped(p: Value, numerator: Value, root: Value) -> Value:
-        """The new weight."""
+    def new_weight(p: Value, numerator: Value, root: Value) -> Value:
+        """The weight p after the step, from lr m^ and sqrt(v)."""
         if not cautious:
             return k.fma(p, shrink, -(numerator / k.fma(root, unbias, k.to(eps, k.vec))))
         update = numerator / (root + eps)
@@ -60,7 +61,7 @@ def adamw(
             root = g * for_square
             first.append(k.fma(means.load(at, mask), beta1, g * for_mean))
             second.append(k.fma(root, root, squares.load(at, mask) * beta2))
-            updated.append(stepped(weights.load(at, mask), rate * first[j], k.sqrt(second[j])))
+            updated.append(new_weight(weights.load(at, mask), rate * first[j], k.sqrt(second[j])))
         random_bits = None not in dithers
         means.store_all(first, i, mask, dither=[bits & 0x3FFF for bits in dithers] if random_bits else None)
         squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
@@ -86,16 +87,18 @@ def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., 
 def sweep_dithered(
     k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value, body: Callable[..., None]
 ) -> None:
-    """The same with the shared random word of each lane. Elements go in blocks that a call of the generator serves, and `begin` is
-    the start of one, as is `origin`, the element of the whole tensor at which these begin. The next block's words are found
-    between the vectors of this one: they are a chain of 80 operations."""
+    """As `sweep_pairs`, but body's third argument has random words: [word, word] for a pair of vectors, [word] for one, i32 lanes.
+    Elements go in blocks of SHARED_WIDTH, which a call of the generator serves; `begin` is the start of one, as is `origin`, the
+    element of the whole tensor at which these begin. The next block's words, a chain of 80 operations, are computed between the
+    vectors of this one (software pipelining)."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
-    ahead = [k.var(word) for word in first_words]
+    next_words = [k.var(word) for word in first_words]
 
     def block(first: Value, *, masked: bool) -> None:
-        words = [word.value for word in ahead]
-        following = random.shared_words(k, key, (origin + first) // width + 1)
+        """The elements first .. first + width, of which those from `end` on are left out where `masked`."""
+        words = [word.value for word in next_words]
+        generator = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):
             at = first + j * k.lanes
             bits = [random.shared_word(k, words, i * k.lanes) for i in (j, j + 1)]
@@ -104,9 +107,10 @@ def sweep_dithered(
                     body(at + i * k.lanes, k.mask_first(end - at - i * k.lanes), [bits[i]])
             else:
                 body(at, None, bits)
+            # These two vectors' share of the generator's GROUPS steps.
             for _ in range(random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors):
-                found = next(following)
-        for word, new in zip(ahead, found, strict=True):
+                computed = next(generator)
+        for word, new in zip(next_words, computed, strict=True):
             word.value = new
 
     whole = begin + ((end - begin) & -width)

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
+from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
@@ -23,10 +23,11 @@ LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
-def tiled(
+def foreach_tile(
     k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]
 ) -> None:
-    """block(row, rows, column of the factor, columns) for rows [begin, end) and all columns of a factor, `tile` of them at once."""
+    """block(row, number of rows, column, number of columns) for tiles of rows [begin, end) x the `rank` columns of a factor.
+    `tile`: (rows, columns) of a full one."""
     height, width = tile
     cut = rank - rank % width
 
@@ -45,48 +46,50 @@ def tiled(
 
 
 def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
-    """y (rank, rows) = M f: sums along the rows of M = grad + error."""
+    """y (rank, rows) = (M f^T)^T, M = grad + error (rows, cols), f (rank, cols): dot products along the rows of M."""
 
     def block(i, height, j, width):
-        sums = [zeros(k, width) for _ in range(height)]
+        """`height` rows of M from i on times `width` rows of f from j on."""
+        sums = [new_accumulators(k, width) for _ in range(height)]
 
         def body(c, mask, _):
             factors = [f.load((j + b) * cols + c, mask) for b in range(width)]
-            for a, of_row in enumerate(sums):
+            for a, row_sums in enumerate(sums):
                 m = grad.load((i + a) * cols + c, mask) + error.load((i + a) * cols + c, mask)
-                for total, value in zip(of_row, factors, strict=True):
+                for total, value in zip(row_sums, factors, strict=True):
                     total.value = k.fma(m, value, total.value)
 
         foreach_column(k, cols, body, unroll=1)
-        for a, of_row in enumerate(sums):
-            for b, total in enumerate(of_row):
+        for a, row_sums in enumerate(sums):
+            for b, total in enumerate(row_sums):
                 y.put(k.sum(total.value), (j + b) * rows + i + a)
 
     tile = ACROSS[k.isa.registers]
     with k.parallel_range(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
-        tiled(k, begin, end, rank, tile, block)
+        foreach_tile(k, begin, end, rank, tile, block)
 
 
 def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
-    """partials (chunks, rank, cols) = M^T f for the rows of each chunk of M = grad + error."""
-    with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (to, begin, end):
-        assert to is not None
+    """partials (chunks, rank, cols) = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank, rows)."""
+    with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
+        assert dst is not None
 
         def block(i, height, j, width):
+            """Add to the sums j .. j + width the rows of M i .. i + height, each times its element of f."""
             factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
 
             def body(c, mask, _):
                 at = [(i + a) * cols + c for a in range(height)]
                 m = [grad.load(x, mask) + error.load(x, mask) for x in at]
-                for b, of_column in enumerate(factors):
-                    total = to.load((j + b) * cols + c, mask)
-                    for value, factor in zip(m, of_column, strict=True):
+                for b, row_factors in enumerate(factors):
+                    total = dst.load((j + b) * cols + c, mask)
+                    for value, factor in zip(m, row_factors, strict=True):
                         total = k.fma(value, factor, total)
-                    to.store(total, (j + b) * cols + c, mask)
+                    dst.store(total, (j + b) * cols + c, mask)
 
             foreach_column(k, cols, body, unroll=1)
 
-        tiled(k, begin, end, rank, DOWN[k.isa.registers], block)
+        foreach_tile(k, begin, end, rank, DOWN[k.isa.registers], block)
 
 
 def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
@@ -97,6 +100,7 @@ def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
 
 @lowering("factor", floats="fp32", also={"y": "bf16", "f": "bf16"}, spans="y f")
 def lower_factor(op: Op, c: Lowering) -> None:
+    """y = M f, or where the op is `transposed` M^T f: sums over rows, by chunks, then their sum in order."""
     rows, cols = (int(n) for n in op.grad.shape)
     operands: dict[str, Any] = {"grad": op.grad, "error": op.error, "f": op.f}
     sizes = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
@@ -110,41 +114,45 @@ def lower_factor(op: Op, c: Lowering) -> None:
     c.call(add_factors, {"y": op.y, "partials": partials}, {"rows": rows, "size": size}, writes="y")
 
 
-# --- the basis ---
+# --- the orthonormal basis ---
 
 
 def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
     """The sum of the products of elements [first, n)."""
-    sums = zeros(k, CHAINS)
+    sums = new_accumulators(k, CHAINS)
 
     def body(i, mask, j):
         sums[j].value = k.fma(a.load(i, mask), b.load(i, mask), sums[j].value)
 
     foreach_vector(k, first, n, body, unroll=CHAINS)
-    return k.sum(fold(sums, add))
+    return k.sum(tree_reduce(sums, add))
 
 
 def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
-    """x -= tau (v x) v."""
+    """A Householder reflection: x (n) -= tau (v . x) v."""
     size = k.splat(tau * dot(k, v, x, 0, n))
     foreach_vector(k, 0, n, lambda i, mask, j: x.store(x.load(i, mask) - size * v.load(i, mask), i, mask))
 
 
 def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
-    """Householder QR on one thread; other threads take other matrices. `work` (rank, n) gets the columns of x, scaled so that
-    squares neither vanish nor overflow, and then the reflections."""
+    """y (rank, n) = an orthonormal basis of the columns of x (rank, n): the Q of Householder QR (as LAPACK's geqrf and orgqr), on
+    one thread; other threads take other matrices. `work` (rank, n) gets the columns of x, scaled so that squares neither vanish nor
+    overflow, and then the reflection vectors v; `taus` (rank) their factors."""
     with k.parallel_for(1):
         with k.loop(0, rank) as j:
             column, largest = x.at(j * n), k.var_vec(0.0)
 
-            def look(i, mask, _, column=column, largest=largest):
+            def update_largest(i, mask, _, column=column, largest=largest):
                 value = column.load(i, mask)
                 largest.value = k.max(k.max(value, -value), largest.value)
 
-            foreach_vector(k, 0, n, look)
-            size = k.maximum(largest.value)
-            scale, to = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, a=column, to=to, s=scale: to.store(a.load(i, mask) * s, i, mask))
+            foreach_vector(k, 0, n, update_largest)
+            max_abs = k.maximum(largest.value)
+            scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
+            foreach_vector(
+                k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask)
+            )
+        # Factor (geqrf): the reflection of column j, as `program.ops.optim.powersgd.reflection`, applied to all later columns.
         with k.loop(0, rank) as j:
             v = work.at(j * n)
             squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
@@ -157,9 +165,10 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
             taus.put(k.select(none, 0.0, tau), j)
             with k.loop(j + 1, rank) as later:
                 reflect(k, work.at(later * n), v, taus.get(j), n)
+        # Form Q (orgqr): the reflections, last first, applied to unit vectors; number `last` changes none before its own.
         with k.loop(0, rank) as j:
-            to = y.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, to=to: to.store(0.0, i, mask))
+            dst = y.at(j * n)
+            foreach_vector(k, 0, n, lambda i, mask, _, dst=dst: dst.store(0.0, i, mask))
             y.put(1.0, j * n + j)
         with k.loop(0, rank) as back:
             last = (rank - 1) - back
@@ -176,51 +185,53 @@ def lower_householder(op: Op, c: Lowering) -> None:
     c.call(householder, {"y": op.y, "x": op.x, "work": work, "taus": taus}, constants, writes="y work taus")
 
 
-# --- what is left out ---
+# --- error feedback ---
 
-TOGETHER = 2  # vectors of a row
-TALL = {16: 2, 32: 4}  # rows for which a vector of the right factors is loaded once, by register count
+TOGETHER = 2  # vectors of a row in a tile
+TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors is loaded once, by register count
 
 
 def feedback(
     k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank
 ) -> None:
-    """error = grad + error - left_own^T right_own; grad = left_total^T right_total. The factors are (rank, rows), (rank, cols)."""
-    ok, tall = clip.get(1), TALL[k.isa.registers]
+    """error = grad + error - left_own^T right_own, what this rank's factors leave out; grad = left_total^T right_total, the
+    gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing if the norm is not finite."""
+    clip_scale, tall = clip.get(1), TALL[k.isa.registers]
 
-    def tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
+    def update_tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
+        """Rows [i, i + height) x the vectors `columns`, (first column, mask) each."""
         at = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
-        left = [[k.var(grad.load(*x) + error.load(*x)) for x in of_row] for of_row in at]
-        found = [zeros(k, len(columns)) for _ in range(height)]
+        residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in at]
+        products = [new_accumulators(k, len(columns)) for _ in range(height)]
         with k.loop(0, rank) as j:
             own, total = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
             for a in range(height):
-                less, more = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
-                for rest, product, u, v in zip(left[a], found[a], own, total, strict=True):
-                    rest.value = k.fma(-less, u, rest.value)
-                    product.value = k.fma(more, v, product.value)
-        for row, rests, products in zip(at, left, found, strict=True):
-            for x, rest, product in zip(row, rests, products, strict=True):
-                error.store(rest.value, *x)
+                left, left_all = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
+                for residual, product, u, v in zip(residuals[a], products[a], own, total, strict=True):
+                    residual.value = k.fma(-left, u, residual.value)
+                    product.value = k.fma(left_all, v, product.value)
+        for row, row_residuals, row_products in zip(at, residuals, products, strict=True):
+            for x, residual, product in zip(row, row_residuals, row_products, strict=True):
+                error.store(residual.value, *x)
                 grad.store(product.value, *x)
 
-    def strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
-        """All rows of a work item, so that the right factors' columns stay cached."""
+    def update_strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
+        """All rows of a work item for some columns, so that the right factors' columns stay cached."""
         whole = begin + ((end - begin) & -tall)
         for first, last, height in ((begin, whole, tall), (whole, end, 1)):
             with k.loop(first, last, height) as i:
-                tile(i, height, columns)
+                update_tile(i, height, columns)
 
     step = TOGETHER * k.lanes
     cut = cols - cols % step
     grain = round_up(max(1, GRAIN // cols), tall)
     # NaN says that the gradient's norm is not finite: no work items.
-    with k.parallel_range(k.select(ok.equals(ok), k.int(rows), 0), grain) as (begin, end):
+    with k.parallel_range(k.select(clip_scale.equals(clip_scale), k.int(rows), 0), grain) as (begin, end):
         if cut:
             with k.loop(0, cut, step) as c:
-                strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
+                update_strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
         for c, mask in k.columns(cols - cut):
-            strip(begin, end, [(cut + c, mask)])
+            update_strip(begin, end, [(cut + c, mask)])
 
 
 def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:

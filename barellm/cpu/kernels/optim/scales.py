@@ -20,6 +20,7 @@ DROPPED = 23 - FRACTION  # bits of an fp32 fraction
 
 
 def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
+    """A statistic as it is, or with `per_target` (of gradients) divided by inv_targets, so that batch sizes do not matter."""
     return value / k.to(k.scalar("inv_targets"), "float") if per_target else value
 
 
@@ -27,6 +28,7 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
+    """scale (1) = per_number * the maximum of the history; `first` while that is empty."""
     with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):
@@ -36,6 +38,7 @@ def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, firs
 
 @kernel("remember", floats="fp32", constants=lambda op: {"entries": op.history.size, "per_target": op.per_target})
 def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
+    """history = [the newest maximum of |x|, the history but for its oldest entry]."""
     with k.parallel_for(1):
         for i in reversed(range(1, entries)):
             history.put(history.get(i - 1), i)
@@ -43,19 +46,22 @@ def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
 
 
 def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
+    """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is renewed at calls
+    FIRST, doubled up to LAST, and then every LAST calls, from `sums` (4) of x, [sum, sum of |x|, of squares, max |x|]: that of the
+    maximum plus ABOVE, or with `deviations` that of mean |x| plus DEVIATIONS standard deviations."""
     with k.parallel_for(1):
         count = k.to(bias.get(1), "i64")
-        doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)
+        doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)  # powers of two
         due = (count & (LAST - 1)).equals(0) | doubling
-        total, size, squares, top = (sums.get(i) for i in range(4))
+        total, total_abs, squares, top = (sums.get(i) for i in range(4))
         if deviations:
             n = k.float(k.num_elements(dims) * width)
             mean = total / n
-            top = size / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
+            top = total_abs / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
         top = per_target_of(k, top, per_target)
         exponent = (k.bitcast(top, "i32") >> 23) - (127 if deviations else 127 - ABOVE)
-        found = k.to(k.max(k.min(exponent, FARTHEST), -FARTHEST), "float")
-        bias.put(k.select(due & (top > 0.0), found, bias.get(0)), 0)
+        clamped = k.to(k.max(k.min(exponent, FARTHEST), -FARTHEST), "float")
+        bias.put(k.select(due & (top > 0.0), clamped, bias.get(0)), 0)
         bias.put(bias.get(1) + 1.0, 1)
 
 
@@ -71,30 +77,33 @@ def power(k: KernelBuilder, exponent: Value) -> Value:
 
 
 def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims, width) -> None:
-    """Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit,
-    which is small, the fraction is compared with a half, for a sum with one could round."""
-    most = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
-    largest = k.splat(((most + 127) << 23) | ((1 << 23) - (1 << DROPPED)))
-    least = k.splat((most + (127 - EXPONENTS + 1)) << 23)
-    unit = power(k, most - (EXPONENTS - 1 + FRACTION))
-    by, back = k.splat(1.0 / unit), k.splat(unit)
-    less = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
+    """y = x (`per_target`: x / inv_targets) rounded to a float of FRACTION bits and EXPONENTS exponents up to bias[0], half away
+    from zero, saturating at the largest number; smaller numbers are denormals, or 0 without `denormals`. Normal numbers are rounded
+    in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit, which is small, the fraction is
+    compared with a half, for a sum with one could round."""
+    top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
+    largest = k.splat(((top_exponent + 127) << 23) | ((1 << 23) - (1 << DROPPED)))  # fp32 bits
+    least = k.splat((top_exponent + (127 - EXPONENTS + 1)) << 23)  # of the least normal number
+    unit = power(k, top_exponent - (EXPONENTS - 1 + FRACTION))  # of denormals
+    inverse_unit, unit = k.splat(1.0 / unit), k.splat(unit)
+    divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
     def vector(i: Any, mask: Value | None) -> Value:
+        """The rounded numbers of the vector of x at element i."""
         v = x.load(i, mask)
-        bits = k.bitcast(v if less is None else v / less, k.ivec)
-        size = bits & 0x7FFFFFFF
-        near = (size + (1 << (DROPPED - 1))) & -(1 << DROPPED)
+        bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
+        magnitude = bits & 0x7FFFFFFF
+        rounded = (magnitude + (1 << (DROPPED - 1))) & -(1 << DROPPED)
         if denormals:
-            multiple = k.bitcast(k.min(size, least), k.vec) * by
+            multiple = k.bitcast(k.min(magnitude, least), k.vec) * inverse_unit
             whole = k.to(multiple, k.ivec)
             rest = multiple - k.to(whole, k.vec)
-            small = k.bitcast(k.to(k.select(rest >= 0.5, whole + 1, whole), k.vec) * back, k.ivec)
-            near = k.select(size < least, small, near)
+            small = k.bitcast(k.to(k.select(rest >= 0.5, whole + 1, whole), k.vec) * unit, k.ivec)
+            rounded = k.select(magnitude < least, small, rounded)
         else:
-            near = k.select(near < least, 0, near)
-        near = k.select(size > 0x7F800000, size, k.min(near, largest))  # NaN stays
-        return k.bitcast(near | (bits & ~0x7FFFFFFF), k.vec)
+            rounded = k.select(rounded < least, 0, rounded)
+        rounded = k.select(magnitude > 0x7F800000, magnitude, k.min(rounded, largest))  # NaN stays
+        return k.bitcast(rounded | (bits & ~0x7FFFFFFF), k.vec)
 
     elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4)
 

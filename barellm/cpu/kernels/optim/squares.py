@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import fold, zeros
+from barellm.cpu.kernels.loops import new_accumulators, tree_reduce
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.gemm.block_squares import BLOCK
@@ -19,7 +19,7 @@ class BlockSum:
     """The sum of squares of one block whose rows come one after the other."""
 
     def __init__(self, k: KernelBuilder) -> None:
-        self.k, self.chains = k, zeros(k, BLOCK // k.lanes)
+        self.k, self.chains = k, new_accumulators(k, BLOCK // k.lanes)
 
     def add_row(self, values: list[Value]) -> None:
         """Add a row: vectors, with zeros where the matrix has no columns."""
@@ -27,7 +27,7 @@ class BlockSum:
             chain.value = self.k.fma(x, x, chain.value)
 
     def put(self, partials: Pointer, number: Value) -> None:
-        partials.put(self.k.sum(fold(self.chains, add)), number)
+        partials.put(self.k.sum(tree_reduce(self.chains, add)), number)
 
 
 def block_number(row: Value, col: Value, columns: Any) -> Value:

@@ -39,8 +39,8 @@ from barellm.program.ops.base import Op
 def symmetric_gemm(
     k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
 ) -> None:  # fmt: skip
-    """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (bits of numbers, for
-    all Newton-Schulz steps share the code), linear x + square x x of a symmetric x."""
+    """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (fp64 bits of numbers,
+    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n)."""
     polynomial = linear is not None
     vnni, lanes, nr = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     kc = default_kc(k.isa, depth, 2 if vnni else 4)
@@ -53,6 +53,7 @@ def symmetric_gemm(
     accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
 
     def kc_of(p: Value) -> Any:
+        """The depth of KC block p."""
         return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
 
     def pack_b_panel(into: Pointer, number: Value) -> PackTask:
@@ -73,7 +74,9 @@ def symmetric_gemm(
     a_panels = PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
     def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
-        """The micro-kernel of the tile at row `row`; `a_panel`: rows of A packed from `base` on."""
+        """The micro-kernel of the tile at row `row`, over KC block p of B's `panel`, to or onto the accumulators of the rows from
+        `first` on; `a_panel`: rows of A packed from `base` on, None: A is read from x."""
+        # A packed panel pads an odd depth with zeros; unpacked, the odd element is the micro-kernel's `tail`.
         k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
         tail, is_last_k = None, None
         if a_panel is None:
@@ -92,35 +95,26 @@ def symmetric_gemm(
             if a_panel is not None:
                 a_panels.step()
 
-        to = accumulators.at((row - first) * nr)
-        c_init = (p > 0, to) if k_blocks > 1 else None
+        dst = accumulators.at((row - first) * nr)
+        c_init = (p > 0, dst) if k_blocks > 1 else None
         sums = microkernel(
-            k,
-            tile,
-            load_a,
-            panel,
-            k_units,
-            vnni,
-            tail=tail,
-            prefetch=pack_step if overlap else None,
-            c_init=c_init,
+            k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if overlap else None, c_init=c_init,
             is_last_k=is_last_k,
-        )
+        )  # fmt: skip
         for i, value in enumerate(value for values in sums for value in values):
-            to.store(value, i * lanes)
+            dst.store(value, i * lanes)
 
     with k.parallel_for(panels * m_blocks) as item:
         panel_index, block = item % panels, item // panels
         col = panel_index * nr
-        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)
+        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)  # rows; those above the diagonal are mirrored
         with k.when(first < last), k.loop(0, k_blocks) as p:
             panel = b_panels.acquire(panel_index * k_blocks + p)
             if overlap:
-                more = p + 1 < k_blocks
-                after = k.select(more, panel_index * k_blocks + p + 1, (panel_index + 1) % panels * k_blocks)
-                b_panels.pack_next(
-                    after, more | (item + 1 < panels * m_blocks), k.ceil_div(last - first, tile.mr) * tile.mr
-                )
+                more_blocks = p + 1 < k_blocks  # of this panel; else the next item's panel is next
+                next_id = k.select(more_blocks, panel_index * k_blocks + p + 1, (panel_index + 1) % panels * k_blocks)
+                exists = more_blocks | (item + 1 < panels * m_blocks)
+                b_panels.pack_next(next_id, exists, k.ceil_div(last - first, tile.mr) * tile.mr)
             if columns:
                 with k.loop(first, last, a_width) as base:
                     a_panel = a_panels.acquire(base * k_blocks + p)
@@ -143,26 +137,27 @@ def symmetric_gemm(
 def _store(
     k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None
 ) -> None:
-    """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror."""
+    """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror, in squares of `lanes` x `lanes`.
+    `factors`: (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes
 
-    def block(row: Value, at: Value, masked: bool) -> None:
-        """Store the square at (row, at) and its transpose; `masked`: it may hang over."""
-        there = k.mask_first(n - at) if masked else None
+    def store_square(row: Value, at: Value, masked: bool) -> None:
+        """Store the square at row `row` and column `at`, and its transpose; `masked`: it may hang over."""
+        mask = k.mask_first(n - at) if masked else None
         values = []
         for r in range(lanes):
             value = accumulators.load((row - first + r) * nr + (at - col))
             if factors is not None:
                 linear, square = factors
-                value = k.fma(x.load(k.min(row + r, n - 1) * n + at, there), linear, value * square)
+                value = k.fma(x.load(k.min(row + r, n - 1) * n + at, mask), linear, value * square)
             values.append(value)
         for r, value in enumerate(values):
-            put(row + r, at, value, last if masked else None, n - at)
+            store_vector(row + r, at, value, last if masked else None, n - at)
         for r, value in enumerate(transpose(k, values)):
-            put(at + r, row, value, k.int(n) if masked else None, last - row)
+            store_vector(at + r, row, value, k.int(n) if masked else None, last - row)
 
-    def put(row: Value, at: Value, value: Value, end: Value | None, width: Value) -> None:
-        """Store a vector of a row; with an `end`, only if the row is before it, and `width` elements."""
+    def store_vector(row: Value, at: Value, value: Value, end: Value | None, width: Value) -> None:
+        """Store a vector of a row; with an `end`, only if the row is before it, and its first `width` elements."""
         if end is None:
             out.store(value, row * n + at)
             return
@@ -172,9 +167,9 @@ def _store(
     with k.loop(first, last, lanes) as row, k.loop(col, k.min(col + nr, n), lanes) as at:
         inside = (row + (lanes - 1) < last) & (at + (lanes - 1) < n)
         with k.when(inside):
-            block(row, at, False)
+            store_square(row, at, False)
         with k.otherwise(inside):
-            block(row, at, True)
+            store_square(row, at, True)
 
 
 def a_panel_width(isa: ISA, tile: Tile) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import added, elementwise_map, flat, row_grain, shape_of
+from barellm.cpu.kernels.loops import accumulate, elementwise_map, flat, row_grain, shape_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
@@ -16,7 +16,8 @@ from barellm.runtime.lowering import weight_operand
 
 
 def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
-    """The i32 of `count` signs from x[column] on. Each vector's comparison is as many bits, which one instruction takes out."""
+    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes` bits,
+    by one instruction."""
     word = k.const(0, "i32")
     for part in range(0, min(count, BITS), k.lanes):
         left = count - part
@@ -27,13 +28,14 @@ def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
 
 
 def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
+    """words (rows, W) = the signs of x (rows, K), 32 a word; the last word's other bits are zero."""
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
-        to, of = words.at(row * W), x.at(row * K)
+        dst, src = words.at(row * W), x.at(row * K)
         with k.loop(0, K // BITS) as w:
-            to.put(word_of(k, of, w * BITS, BITS), w)
+            dst.put(word_of(k, src, w * BITS, BITS), w)
         if K % BITS:
-            to.put(word_of(k, of, K // BITS * BITS, K % BITS), K // BITS)
+            dst.put(word_of(k, src, K // BITS * BITS, K % BITS), K // BITS)
 
 
 @lowering("pack_signs", also={"x": PLANES, "words": "i32"})
@@ -44,26 +46,30 @@ def lower_pack_signs(op: Op, c: Lowering) -> None:
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
 def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
-    def word(to: Pointer, first: Any, word: Value, count: int) -> None:
-        """The signs of a word's lower bits: a lane takes its own bit, whose value is a constant."""
+    """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1."""
+
+    def unpack_word(dst: Pointer, first: Any, word: Value, count: int) -> None:
+        """dst[first...] = the signs of a word's lower `count` bits: each lane tests its own bit, a constant mask."""
         for part in range(0, min(count, BITS), k.lanes):
             left = count - part
             mask = None if left >= k.lanes else k.mask_first(left)
             bits = ", ".join(f"i32 {signed(1 << (part + i))}" for i in range(k.lanes))
             one = (k.splat(word) & Value(k, k.ivec, f"<{bits}>")).differs(0)
             c = k.int(first) + part
-            to.store(added(k, to, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
+            dst.store(accumulate(k, dst, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
 
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
-        to, of = signs.at(row * K), words.at(row * W)
+        dst, src = signs.at(row * K), words.at(row * W)
         with k.loop(0, K // BITS) as w:
-            word(to, w * BITS, k.to(of.get(w), "i32"), BITS)
+            unpack_word(dst, w * BITS, k.to(src.get(w), "i32"), BITS)
         if K % BITS:
-            word(to, K // BITS * BITS, k.to(of.get(K // BITS), "i32"), K % BITS)
+            unpack_word(dst, K // BITS * BITS, k.to(src.get(K // BITS), "i32"), K % BITS)
 
 
 def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode) -> None:
+    """dx = dy where |x| <= 1, else 0."""
+
     def vector(i: Any, mask: Value | None) -> Value:
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
         return k.select(size <= 1.0, dy.load(i, mask), 0.0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import added, row_grain
+from barellm.cpu.kernels.loops import accumulate, row_grain
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.tausworthe import Streams
 from barellm.program.ops.base import Op
@@ -14,24 +14,25 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
-def dropped(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
+def apply_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
-        to, of = out.at(row * C), x.at(row * C)
+        dst, src = out.at(row * C), x.at(row * C)
 
         def pair(block: Any, columns: int, part: int, offset: int) -> None:
-            """Two vectors of the block that `columns` columns of the row reach into."""
+            """Two vectors, HALF columns apart, that share a call of the generator: number `part` of a block of 2 HALF columns, of
+            which the row has the first `columns`."""
             for half, word in enumerate(random.words(k, key, position, block, part)):
                 left = columns - offset - half * HALF
                 if left <= 0:
                     continue
                 mask = None if left >= k.lanes else k.mask_first(left)
                 c = k.int(block) * (2 * HALF) + offset + half * HALF
-                y = of.load(c, mask) * random.keep(k, word, rate)
-                to.store(added(k, to, c, mask, y, mode), c, mask)
+                y = src.load(c, mask) * random.keep(k, word, rate)
+                dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
 
         with k.loop(0, C // (2 * HALF)) as block:
             for part, offset in random.column_blocks(k.lanes):
@@ -44,39 +45,40 @@ def dropped(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
 
 @kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate})
 def dropout(k: KernelBuilder, y, x, stream, *, C, rate, mode_y) -> None:
-    dropped(k, y, x, stream, C=C, rate=rate, mode=mode_y)
+    apply_dropout(k, y, x, stream, C=C, rate=rate, mode=mode_y)
 
 
 @kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate})
 def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> None:
-    dropped(k, dx, dy, stream, C=C, rate=rate, mode=mode_dx)
+    apply_dropout(k, dx, dy, stream, C=C, rate=rate, mode=mode_dx)
 
 
-def dropped_by_streams(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
-    """The same with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row."""
+def apply_tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
+    """`apply_dropout` with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row; `bits`:
+    the generator's kind."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
-        to, of = out.at(row * C), x.at(row * C)
+        dst, src = out.at(row * C), x.at(row * C)
 
-        def sixteen(streams: Streams, c: Value, columns: int) -> None:
-            """The next draw of the streams, for as many of HALF columns from c on."""
+        def apply_draw(streams: Streams, c: Value, columns: int) -> None:
+            """The next draw of the HALF streams, for the `columns` columns from c on."""
             for part, word in enumerate(streams.draw()):
                 left = columns - part * k.lanes
                 if left > 0:
                     mask = None if left >= k.lanes else k.mask_first(left)
                     at = c + part * k.lanes
-                    y = of.load(at, mask) * random.keep(k, word, rate)
-                    to.store(added(k, to, at, mask, y, mode), at, mask)
+                    y = src.load(at, mask) * random.keep(k, word, rate)
+                    dst.store(accumulate(k, dst, at, mask, y, mode), at, mask)
 
         def block(number: Any, columns: int) -> None:
             streams = Streams(k, bits, key, position, number)
             first = k.int(number) * BLOCK
             with k.loop(0, columns // HALF) as draw:
-                sixteen(streams, first + draw * HALF, HALF)
+                apply_draw(streams, first + draw * HALF, HALF)
             if columns % HALF:
-                sixteen(streams, first + columns // HALF * HALF, columns % HALF)
+                apply_draw(streams, first + columns // HALF * HALF, columns % HALF)
 
         with k.loop(0, C // BLOCK) as number:
             block(number, BLOCK)
@@ -91,9 +93,9 @@ def streamed(op: Op, width: int) -> dict[str, Any]:
 
 @kernel("tausworthe_dropout", constants=lambda op: streamed(op, int(op.x.shape[-1])))
 def tausworthe_dropout(k: KernelBuilder, y, x, stream, *, C, rate, bits, mode_y) -> None:
-    dropped_by_streams(k, y, x, stream, C=C, rate=rate, bits=bits, mode=mode_y)
+    apply_tausworthe_dropout(k, y, x, stream, C=C, rate=rate, bits=bits, mode=mode_y)
 
 
 @kernel("tausworthe_dropout_backward", constants=lambda op: streamed(op, int(op.dx.shape[-1])))
 def tausworthe_dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, bits, mode_dx) -> None:
-    dropped_by_streams(k, dx, dy, stream, C=C, rate=rate, bits=bits, mode=mode_dx)
+    apply_tausworthe_dropout(k, dx, dy, stream, C=C, rate=rate, bits=bits, mode=mode_dx)

@@ -10,14 +10,14 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     Vectors,
-    added,
+    accumulate,
     elementwise_map,
     flat,
     foreach_column,
     foreach_row,
     row_grain,
     shape_of,
-    whole_lines,
+    whole_cache_lines,
 )
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
@@ -48,10 +48,10 @@ def lower_rescale(op: Op, c: Lowering) -> None:
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:
-    """Constants of a kernel whose result may be a view: then `columns` is how many it has, the elements from one row of the result
-    to the next, and whether its rows are whole cache lines; else None."""
+    """Constants of a kernel whose result may be a view: then `columns` is (columns, row stride in elements, whether rows are whole
+    cache lines); else None, and the kernel sees flat elements."""
     y = op.y
-    columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, whole_lines(op))
+    columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, whole_cache_lines(op))
     return {"columns": columns, **shape_of(y), **flat(y)}
 
 
@@ -63,8 +63,8 @@ def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None
     C, stride, lines = columns
 
     def vectors(row: Value) -> Vectors:
-        of = x.at(row * C)
-        return lambda c, mask: [of.load(c, mask)]
+        src = x.at(row * C)
+        return lambda c, mask: [src.load(c, mask)]
 
     foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
 
@@ -109,10 +109,10 @@ for _name in EMITTERS:
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})
 def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        to, of = y.at(row * C), x.at(row * C)
+        dst, src = y.at(row * C), x.at(row * C)
 
         def body(c, mask, j):
-            to.store(added(k, to, c, mask, of.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
+            dst.store(accumulate(k, dst, c, mask, src.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
 
         foreach_column(k, C, body)
 
@@ -122,5 +122,7 @@ def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     """y (batch, 1, C) = x (batch, seq, C) at the last position."""
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as b:
-        to, of = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        foreach_column(k, C, lambda c, mask, j: to.store(added(k, to, c, mask, of.load(c, mask), mode_y), c, mask))
+        dst, src = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
+        foreach_column(
+            k, C, lambda c, mask, j: dst.store(accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)
+        )

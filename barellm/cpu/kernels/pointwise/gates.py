@@ -13,13 +13,13 @@ from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, s
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
-    added,
-    fold,
+    accumulate,
     foreach_column,
+    new_accumulators,
     row_grain,
     shape_of,
+    tree_reduce,
     write_row,
-    zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang import Pointer, Value
@@ -39,21 +39,22 @@ def logits_constants(op: Op) -> dict[str, Any]:
 
 
 def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
-    """A dot product for each gate; from the second gate on the columns of a row are in L1."""
+    """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates, `widths` columns of x and of extra. From
+    the second gate on the columns of a row are in L1."""
     K = sum(widths)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
-        read = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
+        x_rows = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
         with k.loop(0, N) as n:
-            sums, first = zeros(k, ROW_UNROLL), 0
-            for of, columns in zip(read, widths, strict=True):
+            sums, first = new_accumulators(k, ROW_UNROLL), 0
+            for src, columns in zip(x_rows, widths, strict=True):
                 w = weight.at(n * K + first)
 
-                def body(c: Any, mask: Value | None, j: int, of=of, w=w, sums=sums) -> None:
-                    sums[j].value = k.fma(of.load(c, mask), w.load(c, mask), sums[j].value)
+                def body(c: Any, mask: Value | None, j: int, src=src, w=w, sums=sums) -> None:
+                    sums[j].value = k.fma(src.load(c, mask), w.load(c, mask), sums[j].value)
 
                 foreach_column(k, columns, body)
                 first += columns
-            z.put(k.sum(fold(sums, add)), row * N + n)
+            z.put(k.sum(tree_reduce(sums, add)), row * N + n)
 
 
 @lowering("gate_logits", also={"weight": PLANES}, views="x extra")
@@ -65,43 +66,44 @@ def lower_gate_logits(op: Op, c: Lowering) -> None:
 def gate_logits_backward(
     k: KernelBuilder, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
 ) -> None:
-    """dx and dextra, and the weights' gradient (chunks, N, K) of each chunk of rows, in one pass. The sums of few gates stay in
-    registers, those of many in L1."""
+    """[dx, dextra] = dz @ weight, and partials (chunks, N, K) = dz^T @ [x, extra] of each chunk of rows, in one pass. The sums of
+    few gates stay in registers, those of many in L1. `strides`: of the rows of x, extra; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
-    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (to, begin, end):
-        assert to is not None
+    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (dst, begin, end):
+        assert dst is not None
         acc = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
         with k.loop(begin, end) as row:
-            given, at = dz.at(row * N), row
-            for v, (i, c, mask) in enumerate(vectors):
-                of, d = (x, extra)[i], (dx, dextra)[i].at(at * dstrides[i])
-                value, total, w = of.at(at * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
+            dz_row = dz.at(row * N)
+            for v, (i, c, mask) in enumerate(vectors):  # vector v: columns from c on of x (i = 0) or extra (1)
+                src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])
+                value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
-                def gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
-                    by = k.splat(given.get(n))
+                def add_gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
+                    by = k.splat(dz_row.get(n))
                     total.value = k.fma(by, weight.load(n * K + w, mask), total.value)
                     if in_registers:
                         acc[n, v].value = k.fma(by, value, acc[n, v].value)
                     else:
-                        to.store(k.fma(by, value, to.load(n * K + w, mask)), n * K + w, mask)
+                        dst.store(k.fma(by, value, dst.load(n * K + w, mask)), n * K + w, mask)
 
                 if in_registers:
                     for n in range(N):
-                        gate(n)
+                        add_gate(n)
                 else:
                     with k.loop(0, N) as n:
-                        gate(n)
-                d.store(added(k, d, c, mask, total.value, modes[i]), c, mask)
+                        add_gate(n)
+                d.store(accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
         for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
-            to.store(sums.value, n * K + starts[i] + c, mask)
+            dst.store(sums.value, n * K + starts[i] + c, mask)
 
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
+    """The kernel with partial sums of dweight, and their sum in order."""
     results = [t for t in (op.dx, op.dextra) if t is not None]
     partials = lower_partials(c, op.x, op.weight.size)
     operands = {"partials": partials, "dx": op.dx, "dextra": op.dextra, "dz": op.dz, "x": op.x, "extra": op.extra}
@@ -116,7 +118,7 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
     c.call(combine_sums, {"out": op.dweight, "partials": partials}, sums, writes="out")
 
 
-# --- what they let through ---
+# --- gated values ---
 
 
 def gated_constants(op: Op) -> dict[str, Any]:
@@ -135,8 +137,9 @@ def sigmoid(k: KernelBuilder, x: Value) -> Value:
     return 1.0 / (1.0 + exp(k, -x))
 
 
-def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
-    """All lanes: what a gate is multiplied with, and its derivative by the factor."""
+def gate_scale(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
+    """What a gate is multiplied with (in all lanes), and its derivative by `factor` (1), a learned number: `scale`, times the
+    factor or with `squash` its sigmoid. No factor: (scale, None)."""
     if factor is None:
         return k.to(scale, k.vec), None
     by = k.splat(factor.get(0))
@@ -147,41 +150,45 @@ def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: b
 
 
 def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
-    """The gates of a row first, into this thread's scratch, then the groups of columns one after another."""
+    """y = base + gate x of the position `shift` before (0 at a sequence's first `shift` positions), gate = gate_scale * sigmoid(z),
+    one for each of N groups of D = C / N columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
-    times, _ = factors(k, factor, scale, squash=squash)
-    past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
+    times, _ = gate_scale(k, factor, scale, squash=squash)
+    nontemporal = (
+        rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
+    )
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
-        to, under = y.at(row * C), None if base is None else base.at(row * stride["base"])
+        dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
-        def through(n: Value, *, opens: bool) -> None:
+        def write_group(n: Value, *, has_source: bool) -> None:
+            """The columns of group n of this row; without a source (the first `shift` rows) they are those of base, or zero."""
             gate = k.splat(gates.get(n))
 
             def vector(c: Any, mask: Value | None) -> Value:
                 at = n * D + c
-                value = k.to(0.0, k.vec) if under is None else under.load(at, mask)
-                if opens:
-                    passed = source.load(at, mask)
-                    value = passed * gate if under is None else k.fma(passed, gate, value)
-                return added(k, to, at, mask, value, mode_y)
+                value = k.to(0.0, k.vec) if base_row is None else base_row.load(at, mask)
+                if has_source:
+                    gated_x = source.load(at, mask)
+                    value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
+                return accumulate(k, dst, at, mask, value, mode_y)
 
-            write_row(k, to.at(n * D), D, vector, past=past)
+            write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
 
-        def columns(*, opens: bool) -> None:
+        def write_groups(*, has_source: bool) -> None:
             with k.loop(0, N) as n:
-                through(n, opens=opens)
+                write_group(n, has_source=has_source)
 
         if not shift:
-            columns(opens=True)
+            write_groups(has_source=True)
         else:
             first = row % T < shift
             with k.when(first):
-                columns(opens=False)
+                write_groups(has_source=False)
             with k.otherwise(first):
-                columns(opens=True)
+                write_groups(has_source=True)
 
 
 @lowering("gated", starts="y", views="x base factor")
@@ -199,65 +206,74 @@ def gates_of(op: Op, c: Lowering) -> int:
 def gated_backward(
     k: KernelBuilder, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes
 ) -> None:
-    """One pass: dx of a group of columns, and its dot product, of which its gate's gradient is made. partials (chunks) are sums for
-    the factor's gradient."""
+    """dx = gate dy, shifted back; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
+    partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its dot product in
+    one pass. `modes`: of dx and dz."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()
     dots = gates.at(padded)
-    times, rise = factors(k, factor, scale, squash=squash)
+    times, derivative = gate_scale(k, factor, scale, squash=squash)
     to_caches = modes[0] != "store" or D % (ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
-    past = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
-    with chunks_of_rows(k, partials, rows, 1, 1) as (to, begin, end):
+    nontemporal = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
+    with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):
         total = k.var_vec(0.0)
         with k.loop(begin, end) as row:
-            logits, to_dz = z.at(row * N), dz.at(row * N)
-            by, of, back = dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"])
+            logits, dz_row = z.at(row * N), dz.at(row * N)
+            dy_row, src, dst_row = (
+                dy.at(row * C),
+                x.at((row - shift) * stride["x"]),
+                dx.at((row - shift) * stride["dx"]),
+            )
 
-            def store_dz(c: Any, mask: Value | None, value: Any, to_dz=to_dz) -> None:
-                to_dz.store(added(k, to_dz, c, mask, k.to(value, k.vec), modes[1]), c, mask)
+            def store_dz(c: Any, mask: Value | None, value: Any, dz_row=dz_row) -> None:
+                dz_row.store(accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
-            def group(n: Value, by=by, of=of, back=back) -> None:
-                gate, sums, chains = k.splat(gates.get(n)) * times, zeros(k, ROW_UNROLL), cycle(range(ROW_UNROLL))
+            def group(n: Value, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
+                """dx of the columns of gate n, and dots[n]."""
+                gate, sums = k.splat(gates.get(n)) * times, new_accumulators(k, ROW_UNROLL)
+                chains = cycle(range(ROW_UNROLL))  # consecutive vectors go to different accumulators
 
                 def vector(c: Any, mask: Value | None) -> Value:
                     at, chain = n * D + c, sums[next(chains)]
-                    d = by.load(at, mask)
-                    chain.value = k.fma(d, of.load(at, mask), chain.value)
-                    return added(k, back, at, mask, d * gate, modes[0])
+                    d = dy_row.load(at, mask)
+                    chain.value = k.fma(d, src.load(at, mask), chain.value)
+                    return accumulate(k, dst_row, at, mask, d * gate, modes[0])
 
-                write_row(k, back.at(n * D), D, vector, past=past)
-                dots.put(k.sum(fold(sums, add)), n)
+                write_row(k, dst_row.at(n * D), D, vector, nontemporal=nontemporal)
+                dots.put(k.sum(tree_reduce(sums, add)), n)
 
             def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
+                """dz of the gates from c on, and their part of the factor's gradient."""
                 s, dot = gates.load(c, mask), dots.load(c, mask)
                 if factor is not None:
                     total.value = k.fma(s, dot, total.value)
                 store_dz(c, mask, times * (s * (1.0 - s)) * dot)
 
-            def open_row(logits=logits) -> None:
+            def gated_row(logits=logits) -> None:
                 foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
                 with k.loop(0, N) as n:
                     group(n)
                 foreach_column(k, N, gate_gradient)
 
             if not shift:
-                open_row()
+                gated_row()
             else:
                 t = row % T
-                first = t < shift
+                first = t < shift  # positions whose gates have no x
                 with k.when(first):
                     foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
                 with k.otherwise(first):
-                    open_row()
-                last = dx.at(row * stride["dx"])
+                    gated_row()
+                last = dx.at(row * stride["dx"])  # of the last `shift` positions no gate reads x
                 with k.when(t >= T - shift):
                     write_row(
-                        k, last, C, lambda c, mask: added(k, last, c, mask, k.to(0.0, k.vec), modes[0]), past=None
-                    )
-        if rise is not None:
-            assert to is not None
-            to.put(k.lane(rise, 0) * k.sum(total.value), 0)
+                        k, last, C, lambda c, mask: accumulate(k, last, c, mask, k.to(0.0, k.vec), modes[0]),
+                        nontemporal=None,
+                    )  # fmt: skip
+        if derivative is not None:
+            assert dst is not None
+            dst.put(k.lane(derivative, 0) * k.sum(total.value), 0)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")

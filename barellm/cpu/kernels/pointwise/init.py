@@ -31,7 +31,8 @@ def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Valu
 def random_init(
     k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16
 ) -> None:
-    """size * random numbers. What differs between parameters is given at run time, the size as its fp32 bits: one code for all."""
+    """param (rows, columns) = size * standard normals, or uniform numbers in (-1, 1); zero from element `valid` on. What differs
+    between parameters is given at run time, the size as its fp32 bits (`size_bits`): one code for all."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
     weights = Weight(k, param, param_lo, bf16)
@@ -44,8 +45,8 @@ def random_init(
             for half, z in enumerate(both):
                 c = block * width + offset + half * HALF
                 at = row * columns + c
-                inside, live = k.mask_first(columns - c), k.mask_first(valid - at)
-                weights.store(k.select(live, z * size, 0.0), at, inside)
+                in_row, is_valid = k.mask_first(columns - c), k.mask_first(valid - at)
+                weights.store(k.select(is_valid, z * size, 0.0), at, in_row)
 
 
 @lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})

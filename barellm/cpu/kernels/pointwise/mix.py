@@ -10,14 +10,14 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
-    added,
+    accumulate,
     elementwise_map,
+    exceeds_caches,
     flat,
-    fold,
-    past_caches,
+    new_accumulators,
     shape_of,
     store_all,
-    zeros,
+    tree_reduce,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
 from barellm.cpu.lang import Pointer, Value
@@ -45,6 +45,7 @@ def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
+    """y = the sum of k_i x_i over as many terms as there are `numbers`."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, by), *others = zip((x0, x1, x2, x3), factors, strict=False)
 
@@ -61,29 +62,10 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
 
 
 def mix_backward(
-    k: KernelBuilder,
-    partials,
-    dx0,
-    dx1,
-    dx2,
-    dx3,
-    dy,
-    x0,
-    x1,
-    x2,
-    x3,
-    k0,
-    k1,
-    k2,
-    k3,
-    *,
-    numbers,
-    modes,
-    C,
-    dims,
-    inner,
-) -> None:
-    """All in one pass, in which dy is read once. partials (chunks, learned coefficients): sums of dy x over the rows of a chunk."""
+    k: KernelBuilder, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner,
+) -> None:  # fmt: skip
+    """dx_i = k_i dy, and partials (chunks, learned coefficients) = sum(dy x_i) over the rows of each chunk, in one pass, in which
+    dy is read once. `modes`: of dx0...; a dx that nobody wants is None."""
     n = len(numbers)
     learned = [i for i in range(n) if numbers[i] is None]
     xs = (x0, x1, x2, x3)
@@ -93,32 +75,32 @@ def mix_backward(
     ]
     rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes
-    leaves = [past_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
-    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (to, first, last):
-        sums = [zeros(k, CHAINS) for _ in learned]
+    nontemporal = [exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
+    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
+        sums = [new_accumulators(k, CHAINS) for _ in learned]
 
-        def part_of(i: Any, mask: Value | None, chain: int) -> tuple[Value, list[Value]]:
-            """dy, and what belongs to each result."""
+        def gradients(i: Any, mask: Value | None, chain: int) -> list[Value]:
+            """The vectors of all dx from element i on; adds dy x to accumulator `chain` of each learned coefficient."""
             prefetch_streams(k, i, [dy, *(xs[t] for t in learned)])
-            by = dy.load(i, mask)
+            d = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
-                chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)
-            return by, [
-                added(k, dx, i, mask, by if factor is None else by * factor, mode) for dx, factor, mode in results
+                chains[chain].value = k.fma(d, xs[t].load(i, mask), chains[chain].value)
+            return [
+                accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results
             ]
 
         begin, end = first * C, last * C
         whole = begin + ((end - begin) & -step)
         with k.loop(begin, whole, step) as i:
-            groups = [part_of(i + j * k.lanes, None, j)[1] for j in range(CHAINS)]
-            for (dx, _, _), values, leave in zip(results, zip(*groups, strict=True), leaves, strict=True):
-                store_all(k, dx, list(values), i, leave)
+            groups = [gradients(i + j * k.lanes, None, j) for j in range(CHAINS)]
+            for (dx, _, _), values, past_caches in zip(results, zip(*groups, strict=True), nontemporal, strict=True):
+                store_all(k, dx, list(values), i, past_caches)
         with k.loop(whole, end, k.lanes) as i:
             mask = k.mask_first(end - i)
-            for (dx, _, _), value in zip(results, part_of(i, mask, 0)[1], strict=True):
+            for (dx, _, _), value in zip(results, gradients(i, mask, 0), strict=True):
                 dx.store(value, i, mask)
         for t, chains in enumerate(sums):
-            to.put(k.sum(fold(chains, add)), t)
+            dst.put(k.sum(tree_reduce(chains, add)), t)
 
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import fold, foreach_column, shape_of
+from barellm.cpu.kernels.loops import foreach_column, shape_of, tree_reduce
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.ops.base import Op
 
-CHAINS = 4
+CHAINS = 4  # independent accumulation chains
 INFINITY = 0x7F800000
 LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
@@ -27,40 +27,40 @@ def key_of(k: KernelBuilder, x: Value) -> Value:
 
 
 def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
-    """How many keys of a row (i64) are not below `least`."""
+    """How many of the C keys of a row (i64) are `least` or greater."""
     sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
     bound = k.splat(least)
 
     def body(c, mask, j):
-        there = keys.load(c, mask) >= bound
-        sums[j].value = sums[j].value + k.select(there if mask is None else there & mask, k.to(1, k.ivec), 0)
+        reaches = keys.load(c, mask) >= bound
+        sums[j].value = sums[j].value + k.select(reaches if mask is None else reaches & mask, k.to(1, k.ivec), 0)
 
     foreach_column(k, C, body, unroll=CHAINS)
-    return k.to(k.sum(fold(sums, lambda a, b: a + b)), "i64")
+    return k.to(k.sum(tree_reduce(sums, lambda a, b: a + b)), "i64")
 
 
 def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
     """The K-th largest key (i64): the largest number that at least K keys reach."""
-    found = k.var(k.int(LOWEST))
-    with k.when(count(k, keys, C, k.int(0)) >= K):
-        found.value = k.int(0)
+    largest = k.var(k.int(LOWEST))
+    with k.when(count(k, keys, C, k.int(0)) >= K):  # the sign bit first: K keys are not negative
+        largest.value = k.int(0)
     with k.loop(0, 31) as bit:
-        guess = found.value + (k.int(1 << 30) >> bit)
+        guess = largest.value + (k.int(1 << 30) >> bit)
         with k.when(count(k, keys, C, guess) >= K):
-            found.value = guess
-    return found.value
+            largest.value = guess
+    return largest.value
 
 
-def collect(k: KernelBuilder, keys: Pointer, own: Pointer, columns: Pointer, C: int, K: int, least: Value) -> None:
-    """The keys (K) above `least`, and as many equal to it as there is room for, with their columns, in the order of the columns."""
-    ties = k.var(K - count(k, keys, C, least + 1))
+def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer, C: int, K: int, least: Value) -> None:
+    """selected (K) = the keys of a row above `least`, and as many equal to it as make K; columns (K) = their columns, ascending."""
+    ties = k.var(K - count(k, keys, C, least + 1))  # how many equal ones there is room for
     at = k.var(k.int(0))
 
-    def take(c: Value) -> None:
+    def append(c: Value) -> None:
         key = keys.get(c)
         tie = key.equals(least) & (ties.value > 0)
         with k.when((key > least) | tie):
-            own.put(key, at.value)
+            selected.put(key, at.value)
             columns.put(c, at.value)
             at.value = at.value + 1
             ties.value = ties.value - k.to(tie, "i64")
@@ -68,23 +68,23 @@ def collect(k: KernelBuilder, keys: Pointer, own: Pointer, columns: Pointer, C: 
     bound = k.splat(least)
 
     def body(c, mask, j):
-        there = keys.load(c, mask) >= bound
-        with k.set_lanes(there if mask is None else there & mask) as lane:
-            take(k.int(c) + lane)
+        reaches = keys.load(c, mask) >= bound
+        with k.set_lanes(reaches if mask is None else reaches & mask) as lane:
+            append(k.int(c) + lane)
 
     foreach_column(k, C, body, unroll=1)
 
 
-def place(k: KernelBuilder, own: Pointer, K: int, i: Value) -> Value:
-    """How many of the K collected come before number i: larger ones, and equal ones of lower columns."""
-    mine, rank = own.get(i), Var(k, k.to(0, k.ivec))
-    same = k.splat(mine)
+def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
+    """The rank (i64, 0 the largest) of element i of the K selected keys: how many are larger, or equal and of a lower column."""
+    key, rank = selected.get(i), Var(k, k.to(0, k.ivec))
+    key_lanes = k.splat(key)
     limit = k.splat(i)
 
-    def body(c, mask, j):
-        other = own.load(c, mask)
-        earlier = (k.iota() + k.splat(k.int(c))) < limit
-        before = (other > same) | (other.equals(same) & earlier)
+    def body(c, mask, _):
+        other = selected.load(c, mask)
+        lower_column = (k.iota() + k.splat(k.int(c))) < limit  # they are in the order of their columns
+        before = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
         rank.value = rank.value + k.select(before if mask is None else before & mask, k.to(1, k.ivec), 0)
 
     foreach_column(k, K, body, unroll=1)
@@ -92,16 +92,18 @@ def place(k: KernelBuilder, own: Pointer, K: int, i: Value) -> Value:
 
 
 def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
+    """values (rows, K) = the K largest elements of each row of x (rows, C), falling; indices = their columns. Of equal elements the
+    one of the lower column comes first."""
     keys = k.thread_scratch("i32")
-    own, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
+    selected, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
     with k.parallel_for(k.num_elements(dims) * inner) as row:
-        of, to, where = x.at(row * C), values.at(row * K), indices.at(row * K)
-        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, of.load(c, mask)), c, mask))
-        collect(k, keys, own, columns, C, K, threshold(k, keys, C, K))
+        src, dst, index_row = x.at(row * C), values.at(row * K), indices.at(row * K)
+        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, src.load(c, mask)), c, mask))
+        collect(k, keys, selected, columns, C, K, threshold(k, keys, C, K))
         with k.loop(0, K) as i:
-            rank, column = place(k, own, K, i), columns.get(i)
-            to.put(of.get(column), rank)
-            where.put(column, rank)
+            rank, column = rank_of(k, selected, K, i), columns.get(i)
+            dst.put(src.get(column), rank)
+            index_row.put(column, rank)
 
 
 def padded(n: int) -> int:
@@ -123,12 +125,13 @@ def constants_of(op: Op) -> dict[str, int]:
 
 @kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
 def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
+    """dx (rows, C) = dvalues (rows, K) at the columns `indices`, zero elsewhere."""
     keep = k.keep(mode_dx)
     with k.parallel_for(k.num_elements(dims) * inner) as row:
-        to, of, where = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
+        dst, src, index_row = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
 
         with nullcontext() if keep is None else k.otherwise(keep):
-            foreach_column(k, C, lambda c, mask, j: to.store(0.0, c, mask))
+            foreach_column(k, C, lambda c, mask, j: dst.store(0.0, c, mask))
         with k.loop(0, K) as i:
-            at, new = where.get(i), of.get(i)
-            to.put(new if keep is None else new + to.get(at), at)
+            at, new = index_row.get(i), src.get(i)
+            dst.put(new if keep is None else new + dst.get(at), at)

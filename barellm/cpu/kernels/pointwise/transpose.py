@@ -38,36 +38,29 @@ class Squares:
 
     def inner(self, r: Value, c: Value) -> None:
         """A full square."""
-        of, to = r * self.columns + c, c * self.rows + r
-        lines = [self.load(of, i * self.columns, None) for i in range(self.k.lanes)]
+        src, dst = r * self.columns + c, c * self.rows + r
+        lines = [self.load(src, i * self.columns, None) for i in range(self.k.lanes)]
         for i, v in enumerate(transpose(self.k, lines)):
-            self.store(v, to, i * self.rows, None)
+            self.store(v, dst, i * self.rows, None)
 
     def edge(self, r: Value, c: Value) -> None:
         """A partial square at an edge."""
-        k, to = self.k, c * self.rows + r
+        k, dst = self.k, c * self.rows + r
         of_x, of_y = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
         places = [k.min(r + i, self.rows - 1) * self.columns + c for i in range(k.lanes)]
-        for i, v in enumerate(transpose(k, [self.load(of, 0, of_x) for of in places])):
+        for i, v in enumerate(transpose(k, [self.load(src, 0, of_x) for src in places])):
             with k.when(c + i < self.columns):
-                self.store(v, to, i * self.rows, of_y)
+                self.store(v, dst, i * self.rows, of_y)
 
 
 def transpose_tiles(
-    k: KernelBuilder,
-    y: Pointer,
-    x: Pointer,
-    rows: int,
-    columns: int,
-    *,
-    side: int,
-    inner: Square,
-    edge: Square,
+    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square,
     adds: bool,
-) -> None:
-    """Transpose tiles of x in parallel, by squares of `side`. Software prefetches, for no hardware prefetcher follows so many rows:
-    of long rows what is to their right, else what the square below reads; where it `adds`, also what squares to the right will
-    read of y. Long rows go two squares at a time: rows of y are then short, and parts of two cache lines are written together."""
+) -> None:  # fmt: skip
+    """Transpose tiles of x in parallel, by squares of `side` elements: inner(r, c) for a full square at x[r, c], edge(r, c) for a
+    partial one. Software prefetches, for no hardware prefetcher follows so many rows: of long rows what is to their right, else
+    what the square below reads; where it `adds` (y is read too), also what squares to the right will read of y. Long rows go two
+    squares at a time: rows of y are then short, and parts of two cache lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
@@ -90,51 +83,56 @@ def transpose_tiles(
 
 
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
-    """Every bit as it is, of elements of 16 or 32 bits. What leaves the caches goes past them."""
+    """y = x^T of elements of 16 or 32 bits, every bit as it is. Results that leave the caches are stored non-temporally."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
-    past = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
+    nontemporal = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
 
-    def load(of: Any, further: int, mask: Value | None) -> Value:
-        v = x.at(of).load_raw(further, mask)
+    def load(src: Any, further: int, mask: Value | None) -> Value:
+        """The vector at element src + further of x, in 32-bit lanes."""
+        v = x.at(src).load_raw(further, mask)
         return k.op(k.ivec, f"zext {v.typed} to {k.ivec}") if halves else v
 
-    def store(v: Value, to: Any, further: int, mask: Value | None) -> None:
-        y.at(to).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
+    def store(v: Value, dst: Any, further: int, mask: Value | None) -> None:
+        """Store 32-bit lanes as elements, from element dst + further of y on."""
+        y.at(dst).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
 
-    def whole(v: Value, to: Any, further: int, mask: Value | None = None) -> None:
-        """A vector of 32-bit lanes, whatever they hold."""
-        how = f"align {4 * k.lanes}, !nontemporal !0" if past else f"align {y.itemsize}"
-        k.line(f"store {v.typed}, ptr {y.at(to).at(further).ref}, {how}")
+    def store_vector(v: Value, dst: Any, further: int, mask: Value | None = None) -> None:
+        """Store a full vector of 32-bit lanes, whatever they hold."""
+        attributes = f"align {4 * k.lanes}, !nontemporal !0" if nontemporal else f"align {y.itemsize}"
+        k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {attributes}")
 
-    def pairs(r: Value, c: Value) -> None:
-        """Numbers of two columns are a lane. Those of two rows make lanes of one column each: what a square of lanes turns."""
-        of, to = x.at(r * columns + c), c * rows + r
-        lines = [k.op(k.ivec, f"load {k.ivec}, ptr {of.at(i * columns).ref}, align 2") for i in range(side)]
+    def transpose_pairs(r: Value, c: Value) -> None:
+        """A full square of 16-bit elements. A lane of a row holds two columns; of two rows, the lanes are recombined so that each
+        holds one column of both. Then squares of lanes are transposed, of the even columns and of the odd ones."""
+        src, dst = x.at(r * columns + c), c * rows + r
+        lines = [k.op(k.ivec, f"load {k.ivec}, ptr {src.at(i * columns).ref}, align 2") for i in range(side)]
         both = list(zip(lines[::2], lines[1::2], strict=True))
         even, odd = [(a & 0xFFFF) | (b << 16) for a, b in both], [(a >> 16) | (b & ~0xFFFF) for a, b in both]
         for first, vectors in enumerate((even, odd)):
             for i, v in enumerate(transpose(k, vectors)):
-                whole(v, to, (2 * i + first) * rows)
+                store_vector(v, dst, (2 * i + first) * rows)
 
     masked = Squares(k, rows, columns, load, store)
 
-    def parts(r: Value, c: Value) -> None:
+    def transpose_edge(r: Value, c: Value) -> None:
+        """A partial square of 16-bit elements, by squares of 32-bit lanes."""
         with k.loop(r, k.min(r + side, rows), k.lanes) as i, k.loop(c, k.min(c + side, columns), k.lanes) as j:
             masked.edge(i, j)
 
-    inner, edge = (pairs, parts) if halves else (Squares(k, rows, columns, load, whole).inner, masked.edge)
+    full = Squares(k, rows, columns, load, store_vector)
+    inner, edge = (transpose_pairs, transpose_edge) if halves else (full.inner, masked.edge)
     transpose_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
 
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
-    """In fp32, whatever the storage."""
-    of, to = Weight(k, x, x_lo), Weight(k, y, y_lo)
+    """y += x^T in fp32, whatever the storage (`_lo`: low planes)."""
+    src, dst = Weight(k, x, x_lo), Weight(k, y, y_lo)
 
     def load(at: Any, further: int, mask: Value | None) -> Value:
-        return of.load(at + further, mask)
+        return src.load(at + further, mask)
 
     def store(v: Value, at: Any, further: int, mask: Value | None) -> None:
-        to.store(to.load(at + further, mask) + v, at + further, mask)
+        dst.store(dst.load(at + further, mask) + v, at + further, mask)
 
     squares = Squares(k, rows, columns, load, store)
     transpose_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)

@@ -284,21 +284,10 @@ class Calls(Graph):
     """The methods of Program that append these ops."""
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        heads: int,
-        kv_heads: int = 0,
-        causal: bool = True,
-        dropout: float = 0.0,
-        window: str | None = None,
-        most_window: int = 0,
-        scale: str | None = None,
-        starts: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int = 0, causal: bool = True, dropout: float = 0.0,
+        window: str | None = None, most_window: int = 0, scale: str | None = None, starts: Tensor | None = None,
         paired: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one matmul
         (`split`); `kv_heads` 0 means as many as `heads`. With `causal` False each query sees all keys; it has neither window nor
         starts nor paired heads then.

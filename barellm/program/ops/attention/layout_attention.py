@@ -24,13 +24,14 @@ from barellm.program.tensor import Dim, Tensor, describe
 
 
 class Listed(Op):
-    """Attributes: heads, kv_heads, layout."""
+    """The part that the forward op and its gradients share. Attributes: heads, kv_heads, layout."""
 
     product = True
     optional = ("relative",)
     rounded = ("relative",)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None) -> None:
+        """ValueError unless q, k, v and `relative` have the shapes above and the layout is of their heads and length."""
         layout: Layout = self.layout
         check_heads(self.name, self.heads, self.kv_heads, q, k, v)
         T = q.shape[1]
@@ -60,7 +61,8 @@ class Listed(Op):
     def probabilities(
         self, q: np.ndarray, k: np.ndarray, relative: np.ndarray | None, lse: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Softmax of the scores that the layout shows, and lse, by heads (B, H, T, T)."""
+        """(P, lse): the softmax (B, H, T, T) of the scores that the layout shows, of q and k (B, H, T, D), and lse (B, H, T),
+        computed where it is not given."""
         T = q.shape[2]
         seen = np.stack([self.layout.dense(h)[:T, :T] for h in range(self.heads)])
         s = q @ k.transpose(0, 1, 3, 2)

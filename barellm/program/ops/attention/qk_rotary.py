@@ -37,13 +37,13 @@ class Yarn:
         return cls(np.float32(1 / base) ** powers, scale)
 
     def widened(self, old: int, new: int, *, slow: float = 1.0, fast: float = 32.0) -> Yarn:
-        """The frequencies for a window of `new` positions instead of `old`. A plane that turns at most `slow` times within the old
-        window is slowed down in proportion. One that turns `fast` times or more is left as it is. In between the change is
-        smooth."""
+        """The angles and the scale for a window of `new` positions instead of `old`. The frequency of a plane that turns at most
+        `slow` times within the old window is multiplied by old / new; one that turns `fast` times or more keeps its own; in between
+        the factor changes linearly."""
         turns = (old / (2 * pi) * self.frequencies).astype(np.float32)
-        left = np.clip((turns - slow) / (fast - slow), 0, 1).astype(np.float32)
+        ramp = np.clip((turns - slow) / (fast - slow), 0, 1).astype(np.float32)  # 0: slowed down, 1: left as it is
         slowed = np.float32(old / new)
-        return Yarn(self.frequencies * (slowed + left * (1 - slowed)), self.scale * (1 + 0.2 * log(new / old)))
+        return Yarn(self.frequencies * (slowed + ramp * (1 - slowed)), self.scale * (1 + 0.2 * log(new / old)))
 
     def tables(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin (length, D / 4) of positions 0 .. length, numbers of bf16 held in fp32."""
@@ -58,7 +58,8 @@ class _Heads(Op):
     position before."""
 
     def head_size(self, x: Tensor, cos: Tensor, sin: Tensor) -> int:
-        """The number of columns of a head. It is a ValueError if x lacks the heads, or the tables lack a row for a position."""
+        """D, the number of columns of a head. ValueError if x or the tables do not have the shapes above, the numbers of paired
+        heads are odd, or the tables have fewer rows than positions."""
         count = self.heads + self.kv_heads
         fits = len(x.shape) == 3 and self.heads > 0 and self.kv_heads > 0 and int(x.shape[2]) % (4 * count) == 0
         D = int(x.shape[-1]) // count
@@ -77,10 +78,10 @@ class _Heads(Op):
         return int(x.shape[1]) * (2 if self.paired else 1)
 
     def angles(self, table: np.ndarray, T: int) -> np.ndarray:
-        """The rows of a table that heads take: (T, heads + kv_heads, D / 4)."""
+        """(T, heads + kv_heads, D / 4): the row of a table, cos or sin, for each position and head."""
         head = np.arange(self.heads + self.kv_heads)[None, :]
         t = np.arange(T)[:, None]
-        return table[2 * t + head % 2 if self.paired else t + 0 * head]
+        return table[2 * t + head % 2 if self.paired else t + 0 * head]  # 0 * head: the index has the shape of both
 
     def bytes(self) -> int:
         unread = 1 - self.positions(self.x) / int(self.cos.shape[0])
@@ -144,7 +145,7 @@ class QKRotaryBackward(_Heads):
         a, b = dy[..., 0:half:2], dy[..., 1:half:2]
         dn = dy.copy()
         dn[..., 0:half:2], dn[..., 1:half:2] = a * c - b * s, b * c + a * s
-        if self.shift:  # position 0 keeps its own, and gives it to position 1 too
+        if self.shift:  # y[t] has n[t - 1]; position 0 keeps its own, and gives it to position 1 too
             keys = dy[:, :, self.heads :, half:]
             dn[:, 1:, self.heads :, half:] = 0
             dn[:, :-1, self.heads :, half:] += keys[:, 1:]
@@ -167,16 +168,9 @@ class Calls(Graph):
         return self.constant("yarn.cos", cos), self.constant("yarn.sin", sin)
 
     def qk_rotary(
-        self,
-        x: Tensor,
-        tables: tuple[Tensor, Tensor],
-        *,
-        heads: int,
-        kv_heads: int = 0,
-        paired: bool = False,
-        shift: bool = False,
-        eps: float,
-    ) -> Tensor:
+        self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int, kv_heads: int = 0, paired: bool = False,
+        shift: bool = False, eps: float,
+    ) -> Tensor:  # fmt: skip
         """Normalise each head of x (B, T, (heads + kv_heads) * D), queries and keys side by side, and turn half of its columns.
         `kv_heads` 0 means as many as `heads`. With `paired`, heads of odd number are half a position later, so the tables have two
         rows for each position. With `shift`, the upper half of the columns of each key comes from the position before."""

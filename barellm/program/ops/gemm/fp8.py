@@ -23,9 +23,9 @@ Quantised = tuple[Tensor, Tensor]  # codes and their scale
 
 
 def divisor(scale: np.ndarray, inv_targets: float | None) -> np.float32:
-    """The number that stands for a code of 1: the scale; of gradients (`per_target`) times the run's inv_targets."""
-    by = np.float32(scale.reshape(()))
-    return by if inv_targets is None else by * np.float32(inv_targets)
+    """What numbers are divided by to become codes: the scale, which for gradients (`per_target`) is times the run's inv_targets."""
+    number = np.float32(scale.reshape(()))
+    return number if inv_targets is None else number * np.float32(inv_targets)
 
 
 class Quantise(Op):
@@ -56,7 +56,7 @@ class Quantise(Op):
 
 
 class Product(Op):
-    """What the three matmuls have in common: the factor of the sums."""
+    """The part that the three matmuls share: a dy among the inputs brings the scalar inv_targets, a factor of the sums."""
 
     product = True
 
@@ -139,8 +139,8 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class Static:
-    """Scales that never change, `name` being that of the matmul. The largest number that a code can stand for is 448 times that
-    of x and of the weight, and 57344 times that of the gradient and 1 / targets."""
+    """Constant scales of x, weight and dy, of the matmul `name`. The largest number that a code stands for is 448 (e4m3) times the
+    scale of x and of the weight, and 57344 (e5m2) times that of the gradient and 1 / targets."""
 
     name: str
     x: float

@@ -25,7 +25,8 @@ class OfMatrix(Op):
     """The part that both ops that read a matrix share."""
 
     def expect(self, grad: Tensor, error: Tensor, **factors: tuple[Tensor, int]) -> None:
-        """Raise a ValueError unless each factor has `rank` times the elements that are said beside it."""
+        """Raise a ValueError unless grad and error are equal matrices, and each factor, given as (tensor, length of its side), has
+        `rank` columns of that length."""
         wrong = [f for f, n in factors.values() if f.size != self.attrs["rank"] * n]
         if len(grad.shape) != 2 or tuple(grad.shape) != tuple(error.shape) or wrong:
             shapes = describe(grad=grad, error=error, **{name: f for name, (f, _) in factors.items()})
@@ -44,11 +45,11 @@ class Factor(OfMatrix):
     def infer(self, grad: Tensor, error: Tensor, f: Tensor) -> dict[str, Spec]:
         if len(grad.shape) != 2:
             raise ValueError(f"factor expects a matrix: {describe(grad=grad)}")
-        to, of = (int(n) for n in grad.shape)
+        y_length, f_length = (int(n) for n in grad.shape)
         if self.attrs["transposed"]:
-            to, of = of, to
-        self.expect(grad, error, f=(f, of))
-        return {"y": ((self.attrs["rank"], to), self.attrs["dtype"])}
+            y_length, f_length = f_length, y_length
+        self.expect(grad, error, f=(f, f_length))
+        return {"y": ((self.attrs["rank"], y_length), self.attrs["dtype"])}
 
     def reference(self, grad, error, f):
         m = grad + error
@@ -80,7 +81,7 @@ class Householder(Op):
             v, tau = reflection(a[j], j)
             a -= tau * np.outer(a @ v, v)
             reflections.append((v, tau))
-        y = np.eye(*a.shape)
+        y = np.eye(*a.shape)  # the basis: the reflections applied, last first, to the first `rank` unit vectors
         for v, tau in reversed(reflections):
             y -= tau * np.outer(y @ v, v)
         return {"y": y}
@@ -90,14 +91,15 @@ class Householder(Op):
 
 
 def reflection(column: np.ndarray, first: int) -> tuple[np.ndarray, float]:
-    """(v, tau) of the reflection 1 - tau v v^T that leaves of elements `first` .. of a column only the first; v is 1 there."""
+    """(v, tau) of the Householder reflection 1 - tau v v^T that makes the elements of a column behind `first` zero, and keeps those
+    before it; v[first] = 1 (Golub and Van Loan, 5.1)."""
     v = np.zeros_like(column)
     v[first] = 1.0
     alpha, rest = column[first], column[first + 1 :]
     tail = np.sqrt((rest**2).sum())
     if tail == 0:
         return v, 0.0
-    beta = np.hypot(alpha, tail) * (1 if alpha < 0 else -1)
+    beta = np.hypot(alpha, tail) * (1 if alpha < 0 else -1)  # of the other sign: alpha - beta does not cancel
     v[first + 1 :] = rest / (alpha - beta)
     return v, float((beta - alpha) / beta)
 
@@ -119,10 +121,10 @@ class Feedback(OfMatrix):
     ) -> dict[str, Spec]:
         if len(grad.shape) != 2 or clip.shape != (2,):
             raise ValueError(f"feedback expects a matrix and clip (2): {describe(grad=grad, clip=clip)}")
-        of_q, of_p = (int(n) for n in grad.shape)
+        q_length, p_length = (int(n) for n in grad.shape)
         if not self.attrs["tall"]:
-            of_q, of_p = of_p, of_q
-        self.expect(grad, error, p=(p, of_p), own=(own, of_q), total=(total, of_q), q=(q, of_q))
+            q_length, p_length = p_length, q_length
+        self.expect(grad, error, p=(p, p_length), own=(own, q_length), total=(total, q_length), q=(q, q_length))
         return {name: (t.shape, t.dtype) for name, t in (("grad", grad), ("error", error), ("q", q))}
 
     def reference(self, grad, error, p, own, total, q, clip):

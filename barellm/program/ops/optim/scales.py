@@ -67,7 +67,7 @@ class Remember(Op):
 
 
 def due(count: int) -> bool:
-    """Whether a bias is updated in the micro-batch with this number: 0, 4, 8, 16 and so on, every 1024th at last."""
+    """Whether a bias is updated in the micro-batch with this number: 0, 4, 8, 16 and so on (powers of 2), at last every 1024th."""
     return count == 0 or count % LAST == 0 or (FIRST <= count < LAST and not count & (count - 1))
 
 
@@ -91,13 +91,14 @@ class FloatBias(Op):
     def reference(self, bias, sums, x, inv_targets=1.0):
         if not due(int(bias[1])):
             return {"bias": np.array([bias[0], bias[1] + 1])}
-        total, size, squares, top = (np.float32(v) for v in sums)
+        total, sum_abs, squares, top = (np.float32(v) for v in sums)
         if self.deviations:
             n = np.float32(x.size)
             mean = total / n
             variance = np.maximum(squares / n - mean * mean, np.float32(0))
-            top = size / n + np.float32(DEVIATIONS) * np.sqrt(variance)
+            top = sum_abs / n + np.float32(DEVIATIONS) * np.sqrt(variance)
         top = top / np.float32(inv_targets)
+        # floor(log2(top)), as the exponent field of fp32 has it.
         exponent = (int(top.view(np.int32)) >> 23) - 127 + (0 if self.deviations else ABOVE)
         exponent = max(min(exponent, FARTHEST), -FARTHEST)
         return {"bias": np.array([exponent if top > 0 else bias[0], bias[1] + 1])}
@@ -126,17 +127,19 @@ class RoundFloating(Op):
 
 
 def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:
-    """fp32 numbers to the nearest of 1-4-3 bits with this largest exponent, as float64."""
+    """fp32 numbers rounded to the nearest with 1-4-3 bits (sign, exponent, fraction) whose largest exponent is `emax`, ties away
+    from zero, as float64. NaN stays; what is beyond the largest, infinity too, becomes it."""
     with np.errstate(over="ignore"):
         x = np.asarray(x, np.float32).astype(np.float64)
-    size, least = np.abs(x), 2.0 ** (emax - EXPONENTS + 1)
-    fine = size >= least if denormals else size > 0  # denormals have one unit
-    _, exponent = np.frexp(np.where(np.isfinite(size) & fine, size, least))
-    unit = 2.0 ** (exponent - 1 - FRACTION)
-    near = np.floor(size / unit + 0.5) * unit
-    near = near if denormals else np.where(near < least, 0.0, near)
+    magnitude, least_normal = np.abs(x), 2.0 ** (emax - EXPONENTS + 1)
+    # The exponent that decides the unit is the number's own; denormals all have that of the least normal number.
+    own_unit = magnitude >= least_normal if denormals else magnitude > 0
+    _, exponent = np.frexp(np.where(np.isfinite(magnitude) & own_unit, magnitude, least_normal))
+    unit = 2.0 ** (exponent - 1 - FRACTION)  # frexp's mantissa is in [1/2, 1)
+    rounded = np.floor(magnitude / unit + 0.5) * unit
+    rounded = rounded if denormals else np.where(rounded < least_normal, 0.0, rounded)
     largest = (2 - 2.0**-FRACTION) * 2.0**emax
-    return np.copysign(np.where(near > largest, largest, near), x)
+    return np.copysign(np.where(rounded > largest, largest, rounded), x)
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,8 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Floating:
-    """Numbers of 1-4-3 bits, forward and backward, each operand with a largest exponent of its own that follows statistics; the
-    first of a micro-batch's own. Matmuls see numbers of the program's dtype, for no machine multiplies such codes."""
+    """Numbers of 1-4-3 bits, forward and backward, each operand with a largest exponent of its own that follows its statistics,
+    from the first micro-batch on. Matmuls see numbers of the program's dtype, for no machine multiplies such codes."""
 
     name: str
     deviations: bool = False
@@ -180,5 +183,5 @@ class Floating:
         bias, per_target = p.state(f"{self.name}.{which}.bias", (2,)), which == "dy"
         sums = p.apply(Measure, x=x).sums
         bias = p.apply(FloatBias, bias=bias, sums=sums, x=x, deviations=self.deviations, per_target=per_target).bias
-        how = {"dtype": p.compute, "denormals": self.denormals, "per_target": per_target}
-        return p.apply(RoundFloating, x=x, bias=bias, **how).y, p.constant("one", np.ones(1, np.float32))
+        options = {"dtype": p.compute, "denormals": self.denormals, "per_target": per_target}
+        return p.apply(RoundFloating, x=x, bias=bias, **options).y, p.constant("one", np.ones(1, np.float32))

@@ -68,7 +68,7 @@ class GateLogitsBackward(Op):
 
 
 def multiplier(factor: Any, *, scale: float, squash: bool) -> Any:
-    """The number that the sigmoid of a logit is multiplied with."""
+    """The number c that the sigmoid of a logit is multiplied with (see `Gated`); `factor`: (1,) or None."""
     if factor is None:
         return scale
     return scale * (sigmoid(factor) if squash else factor)
@@ -132,9 +132,9 @@ class GatedBackward(Op):
         N, shift = z.shape[2], self.shift
         s, c = sigmoid(z), multiplier(factor, scale=self.scale, squash=self.squash)
         dx, dots = np.zeros((B, T, C)), np.zeros((B, T, N))
-        left = max(T - shift, 0)
-        dx[:, :left] = (c * np.repeat(s, C // N, axis=2) * dy)[:, shift:]
-        dots[:, shift:] = (dy[:, shift:] * x[:, :left]).reshape(B, left, N, C // N).sum(3)
+        count = max(T - shift, 0)  # positions of x that are read
+        dx[:, :count] = (c * np.repeat(s, C // N, axis=2) * dy)[:, shift:]
+        dots[:, shift:] = (dy[:, shift:] * x[:, :count]).reshape(B, count, N, C // N).sum(3)
         results = {"dx": dx, "dz": c * s * (1 - s) * dots}
         if factor is not None:
             f = sigmoid(factor)

@@ -15,7 +15,7 @@ COEFFICIENTS = tuple(f"k{i}" for i in range(MOST))
 
 
 class Mix(Op):
-    """y = sum of k_i x_i. `numbers` holds k_i where it is a number, and None where it is the tensor."""
+    """y = sum of k_i x_i. numbers[i] is k_i where that is a number, and None where it is the tensor input "k_i"."""
 
     name = "mix"
     optional = (*TERMS[1:], *COEFFICIENTS)
@@ -37,13 +37,14 @@ class Mix(Op):
         return arrays[COEFFICIENTS[i]] if self.numbers[i] is None else self.numbers[i]
 
     def gradient(self, g, y):
+        """One `MixBackward` for all terms and tensor coefficients; terms whose gradient is that of y itself are aliased."""
         targets: dict[str, Tensor] = {}
         operands: dict[str, Tensor] = {}
         dtypes = [self.inputs[x].dtype for x, _ in zip(TERMS, self.numbers, strict=False)]
         for i, number in enumerate(self.numbers):
             x, k = TERMS[i], COEFFICIENTS[i]
             if number == 1.0 and dtypes[i] == y.dtype:
-                dtypes[i] = ""
+                dtypes[i] = ""  # nothing to compute: an alias
                 continue
             targets[f"d{x}"] = self.inputs[x]
             if number is None:
@@ -60,8 +61,8 @@ class Mix(Op):
 
 
 class MixBackward(Op):
-    """dx_i = k_i dy in the dtype of x_i, which is one of `dtypes`; that is empty where the gradient is dy itself, of a term times 1
-    in dy's dtype. dk_i = sum of dy x_i over all elements, for each coefficient that is a tensor."""
+    """dx_i = k_i dy in dtypes[i], the dtype of x_i, or no such output where that is "": the gradient is dy itself, of a term times
+    1 in dy's dtype. dk_i = sum of dy x_i over all elements, for each coefficient that is a tensor. `numbers` as in `Mix`."""
 
     name = "mix_backward"
     optional = (*TERMS, *COEFFICIENTS, *(f"d{x}" for x in TERMS), *(f"d{k}" for k in COEFFICIENTS))

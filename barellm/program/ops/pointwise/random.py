@@ -28,15 +28,16 @@ from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor
 
-PARITY = 0x1BD11BDA
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-HALF = 16  # columns per word of a call
+PARITY = 0x1BD11BDA  # Threefish's constant for 32-bit words, of which the third word of the key is made
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of four rounds, and of the next four, in turn
+HALF = 16  # columns that the first words of 16 consecutive calls serve; the second words serve the next 16
 SHARED = 4  # columns that a shared word serves
 STATE_STREAMS = 1 << 16
 
 
 def threefry(k0, k1, c0, c1) -> tuple[np.ndarray, np.ndarray]:
-    """Both words of Threefry2x32-20; operands are broadcast."""
+    """Both words of Threefry2x32-20 of the key (k0, k1) and the counter (c0, c1); operands are broadcast. 20 rounds in groups of
+    four, after each of which the next two of the three key words and the group's number are added (key injection)."""
     keys = [np.asarray(k, dtype=np.uint32) for k in (k0, k1)]
     keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))
     with np.errstate(over="ignore"):
@@ -53,14 +54,16 @@ def threefry(k0, k1, c0, c1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def calls(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int):
-    """Both words of each call for `rows` (R): two arrays (R, ceil(columns / 32) * 16)."""
+    """The first and the second words of the generator's calls for `rows` (R) of so many columns: two uint32 arrays
+    (R, ceil(columns / 32) * 16), [row, i]."""
     k0, k1 = threefry(seed & 0xFFFFFFFF, step & 0xFFFFFFFF, sample & 0xFFFFFFFF, stream)
     i = np.arange(-(-columns // (2 * HALF)) * HALF, dtype=np.uint32)
     return threefry(k0, k1, i[None, :], np.asarray(rows, dtype=np.uint32)[:, None])
 
 
 def to_columns(first: np.ndarray, second: np.ndarray, columns: int) -> np.ndarray:
-    """Values of the two words of each call (R, I), laid out as (R, columns)."""
+    """Values made of the first and second words of `calls`, (R, I) each, in the order of the columns: (R, columns), 16 of the
+    first, then 16 of the second, and so on."""
     rows = first.shape[0]
     pairs = np.stack([first.reshape(rows, -1, HALF), second.reshape(rows, -1, HALF)], axis=2)
     return pairs.reshape(rows, -1)[:, :columns]
@@ -72,10 +75,11 @@ def words(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, colu
 
 
 def shared_words(seed: int, step: int, sample: int, stream: int, columns: int) -> np.ndarray:
-    """The rotated word of each of the columns of row 0: (columns,) uint32."""
+    """Words for columns of row 0 that need 16 random bits each, (columns,) uint32: each word serves SHARED columns, of which the
+    i-th has it rotated right by 8 i bits."""
     both = calls(seed, step, sample, stream, np.zeros(1), -(-columns // SHARED))
-    turns = [(word, np.uint32(8 * i)) for word in both for i in range(SHARED)]
-    rotated = [(word >> r) | (word << (np.uint32(32) - r) if r else np.uint32(0)) for word, r in turns]
+    rotations = [(word, np.uint32(8 * i)) for word in both for i in range(SHARED)]
+    rotated = [(word >> r) | (word << (np.uint32(32) - r) if r else np.uint32(0)) for word, r in rotations]
     return np.stack([word.reshape(-1, HALF) for word in rotated], axis=1).reshape(-1)[:columns]
 
 
@@ -89,7 +93,7 @@ def keep_scale(rate: float) -> float:
 
 
 def keep(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int, rate: float) -> np.ndarray:
-    """The factors that elements are multiplied with: 0 where dropped, 1 / (1 - rate) where kept; (R, columns) float64."""
+    """The factors of dropout: 0 where an element is dropped, 1 / (1 - rate) where it is kept; (R, columns) float64."""
     kept = words(seed, step, sample, stream, rows, columns) >= np.uint32(threshold(rate))
     return kept * keep_scale(rate)
 
