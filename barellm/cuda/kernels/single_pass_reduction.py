@@ -29,7 +29,8 @@ def is_last_program(counter):
 
 @device
 def store_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    """out (1) = the sum of partials (n), in order. For the last program of a launch."""
+    """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch. A vector of two,
+    one of them masked, since store_or_add takes vectors."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)

@@ -7,7 +7,11 @@ block of queries and streams keys. No program adds to another's sums, so no atom
 loaded with cp.async, `num_stages` in flight; Triton places the waits and barriers.
 
 Over the P visible pairs of a head it does 14 P D operations: 4 P D compute scores again, and 2 P D the matmul dout v^T a second
-time."""
+time.
+
+Names: p: probabilities, dp = dout v^T, ds = p (dp - delta) the gradient of the scores; `stats` (B, H, T, STATS) fp32: for each
+query lse / ln 2, delta, and with a local mask the first visible key. Paired heads: PAIR_STRIDES of q and of k, v
+(attention_tiles.py)."""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ from barellm.cuda.kernels.attention.attention import (
     blocks,
     config_of,
     constants_of,
+    dropout_mask,
     head_sizes,
-    kept,
     operands_of,
     options,
     sequence_length,
@@ -55,8 +59,8 @@ from barellm.program.integers import ceil_div
 def attention_stats(
     stats, out, dout, lse, starts, scalars, seq, HEADS: tl.constexpr, MASKING: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """For each query lse / ln 2, and delta, the sum of dout * out over a head's columns. With a local mask also the first visible
-    key: fp32 holds it exactly up to 2^24."""
+    """stats of BM queries of a head: lse / ln 2 and delta, the sum of dout * out over its columns; with a local mask also the first
+    visible key, which fp32 holds exactly up to 2^24. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -80,8 +84,9 @@ def attention_stats(
 
 @device
 def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
-    """(BM,) each, zeros beyond `count`: lse, delta, and the first visible key as i32 if LOCAL. One load of as many elements as the
-    program has threads; of fewer, Triton would have each thread load all that its scores need: 16 of a block of 64, and twice."""
+    """lse / ln 2, delta, and the first visible key as i32 (if LOCAL, else 0) of the queries from m0 on, (BM,) each, zeros beyond
+    `count`. One load of as many elements as the program has threads; of fewer, Triton would have each thread load all that its
+    scores need: 16 of a block of 64, and twice."""
     m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
     used = (m < count)[:, None] & (i < 2 + LOCAL)[None, :]
     both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
@@ -96,8 +101,9 @@ def add_queries(
     CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
     PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from m0 on contribute to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed,
-    (BN, BM), so no operand of a matmul must change its layout. Queries beyond `count` are zeros, and so is what they add."""
+    """Add what BM queries from m0 on contribute to the DC columns from `first` on of dk and dv (BN, DC) of keys from n0 on. Scores
+    are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC < DP and
+    k_rows and v_rows are read again. Queries beyond `count` are zeros, and so is what they add."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -125,7 +131,7 @@ def add_queries(
         dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p
     if DROPOUT[0] > 0:
-        keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
+        keeps = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
         p_dropped, dp = tl.where(keeps, p * DROPOUT[1], 0.0), tl.where(keeps, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(do.dtype), do, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
@@ -139,9 +145,10 @@ def attention_dkv(
     STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DKV_MODES: tl.constexpr,
     DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BN keys of one KV head; it visits the queries from the block's first key on, those of the diagonal
-    with the mask, or all queries with no mask: what keys beyond the last one get is not written. Of a large head size it does DC
-    columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers.
+    """dk and dv of a block of BN keys of one KV head. Causal: it visits the queries from the block's first key on, those of the
+    diagonal with the mask; else all queries without one: what keys beyond the last one get is not written. Of a large head size it
+    does DC columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers. Grid: blocks of keys,
+    KV heads of all sequences, chunks of columns. DKV_MODES, DKV_STRIDES: of dk and dv.
 
     Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop would
     keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So it is with a local mask: its
@@ -194,23 +201,23 @@ def attention_dkv(
                 True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     elif GROUP_SIZE == 1:
-        clear = 0
+        below_diagonal = 0
         if CAUSAL:
-            clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
-            for m0 in range(begin, clear, BM):
+            below_diagonal = min(tl.cdiv(n0 + BN, BM) * BM, seq)
+            for m0 in range(begin, below_diagonal, BM):
                 k_sum, v_sum = add_queries(
                     k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
                     True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
-        for m0 in range(clear, seq, BM):
+        for m0 in range(below_diagonal, seq, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
                 False, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     else:
-        count = tl.cdiv(stop - begin, BM)
+        count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
         for i in range(0, GROUP_SIZE * count):
-            served, m0 = i // count, begin + i % count * BM
+            served, m0 = i // count, begin + i % count * BM  # `served`: query head of the group
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
                 m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + served,
@@ -225,18 +232,9 @@ def attention_dkv(
         BN, DC, K_PAIR_STRIDE,
     )  # fmt: skip
     store_rows(
-        dv + token * DKV_STRIDES[1] + at,
-        n0,
-        seq,
-        v_sum,
-        D - first,
-        scalars,
-        DKV_MODES[1],
-        DKV_STRIDES[1],
-        BN,
-        DC,
-        K_PAIR_STRIDE,
-    )
+        dv + token * DKV_STRIDES[1] + at, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1],
+        BN, DC, K_PAIR_STRIDE,
+    )  # fmt: skip
 
 
 @device
@@ -245,7 +243,8 @@ def add_keys(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [begin, end) contribute to dq (BM, DP)."""
+    """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
+    and of dout; `top` and delta (BM,): lse / ln 2 and delta; k_rows, v_rows: pointers to the head's keys and values."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -258,7 +257,7 @@ def add_keys(
             p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if DROPOUT[0] > 0:
-            dp = tl.where(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
+            dp = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -269,7 +268,8 @@ def attention_dq(
     STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DQ_MODE: tl.constexpr,
     DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BM queries of one head, as in the forward pass."""
+    """dq of a block of BM queries of one head, with the loops over keys of the forward pass. Grid: blocks of queries, heads of all
+    sequences. DQ_MODE, DQ_STRIDE: of dq."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -323,6 +323,8 @@ def attention_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
+    """attention_stats, then dk and dv, then dq; each of the last two by the warp-specialized kernel if its configuration says
+    so."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
@@ -335,12 +337,12 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
-    t = select(op, c, "keys", "dk", "dv")
+    t = select_backward_config(op, c, "keys", "dk", "dv")
     if t.warp_specialized:
         launch_backward(op, c, t, stats, constants["SCALES"][0], keys=True)
     else:
         launch_dkv(op, c, t, operands, constants)
-    t = select(op, c, "queries", "dq")
+    t = select_backward_config(op, c, "queries", "dq")
     if t.warp_specialized:
         return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
     written = {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride}
@@ -352,9 +354,9 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-def select(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
-    """The configuration of dk and dv, or dq. The warp-specialized kernel only stores: where a result is added to, it is the
-    default."""
+def select_backward_config(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
+    """The configuration of dk and dv (`role` "keys") or of dq ("queries"). The warp-specialized kernel only stores: where one of
+    the `results` is added to, it is the default without it."""
     t = config_of(op, c, role)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
         role = "shared keys" if role == "keys" and op.heads != op.kv_heads else role
@@ -363,7 +365,7 @@ def select(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
 
 
 def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
-    """Append dk and dv without warp specialization."""
+    """Append attention_dkv: DC columns a program, all of them up to MAX_HEAD_SIZE_DKV."""
     _, _, D, DP = constants["HEADS"]
     DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}

@@ -1,4 +1,5 @@
-"""Block-sparse attention, backward (Dao 2023): shapes as in attention_backward.py.
+"""Block-sparse attention, backward (Dao 2023): shapes and names as in attention_backward.py, tables as in
+block_sparse_attention.py.
 
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
 no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
@@ -19,11 +20,11 @@ from barellm.cuda.kernels.attention.block_sparse_attention import (
     config_of,
     constants_of,
     grid_of,
+    is_visible,
     operands_of,
-    seen,
 )
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms, add_terms_dq
-from barellm.cuda.kernels.attention.relative_position_bias_backward import append_gradient
+from barellm.cuda.kernels.attention.relative_position_bias_backward import append_drelative
 from barellm.cuda.lang import device, tl
 
 
@@ -33,8 +34,8 @@ def block_sparse_attention_dkv(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BN keys of one KV head; the queries of its group's heads come one head after the other. Scores are transposed,
-    (BN, BM)."""
+    """dk and dv of BN keys of one KV head, over the queries that `columns` lists, one head of the group after the other. Scores are
+    transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -49,7 +50,7 @@ def block_sparse_attention_dkv(
     values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     key = n0 % BLOCK + tl.arange(0, BN)
-    for served in range(0, GROUP_SIZE):
+    for served in range(0, GROUP_SIZE):  # query heads of the group
         head = group * GROUP_SIZE + served
         begin, end = block_range(columns, head * (LAYOUT[1] // H) + n0 // BLOCK, BLOCK, BM)
         for i in range(begin, end):
@@ -59,7 +60,7 @@ def block_sparse_attention_dkv(
             if TERMS[1] > 0:
                 s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, TERMS, C, D, DP)
             lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
-            sees = seen(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
+            sees = is_visible(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
             p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
             do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
@@ -79,7 +80,7 @@ def block_sparse_attention_dq(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     DQ_MODE: tl.constexpr, DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BM queries of one head, as in the forward pass."""
+    """dq of BM queries of one head, over the keys that `rows` lists. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -104,7 +105,7 @@ def block_sparse_attention_dq(
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
         p = tl.math.exp2(s * SCALE_LOG2 - lse[:, None])
-        sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
+        sees = is_visible(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
         p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -118,13 +119,14 @@ def block_sparse_attention_dq(
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
+    """lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     saved = {"stats": stats, "dout": op.dout, "seq": operands["seq"]}
     c.launch(
         attention_stats,
         saved | {"out": op.out, "lse": op.lse, "starts": None},
-        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},
+        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},  # neither causal nor local
         grid=grid_of(op, op.heads, 64), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
@@ -144,4 +146,4 @@ def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
         grid=grid_of(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip
     if op.relative is not None:
-        append_gradient(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)
+        append_drelative(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)

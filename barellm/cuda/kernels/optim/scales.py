@@ -1,4 +1,6 @@
-"""Scales that follow the numbers they are for. Shapes: history (entries), bias (2), scale (1), sums (4); x and y flat."""
+"""Scales of 8-bit formats that follow the numbers they are for (program/ops/optim/scales.py). Shapes: history (ENTRIES): the
+largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale (1); sums (4):
+those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ LARGEST = constant(SUMS.index("max_abs"))
 def delayed_scale(
     scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexpr, FIRST_SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """scale = the largest entry of the history times PER_NUMBER; FIRST_SCALE while all are zero (delayed scaling)."""
     i = tl.arange(0, BLOCK)
     top = tl.max(tl.load(history + i, mask=i < ENTRIES, other=0.0), 0)
     tl.store(scale, tl.where(top > 0.0, top * PER_NUMBER, FIRST_SCALE))
@@ -31,7 +34,8 @@ def delayed_scale(
 
 @device
 def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """All entries are read before the first is written."""
+    """Shift the history by one entry and put the largest |x| of `sums` in front. All entries are read before the first is
+    written."""
     i = tl.arange(0, BLOCK)
     before = tl.load(history + i - 1, mask=(i > 0) & (i < ENTRIES), other=0.0)
     top = tl.load(sums + LARGEST)
@@ -43,7 +47,8 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
 
 @device
 def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGET: tl.constexpr):
-    """`elements` of x."""
+    """The update of bias from the sums of x (`elements`), in steps FIRST, twice that and so on up to LAST, then every LAST steps:
+    the exponent of its largest |x| plus ABOVE or, DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
     most, number = tl.load(bias), tl.load(bias + 1)
     count = number.to(tl.int32)
     doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)
@@ -66,7 +71,7 @@ def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGE
 
 @device
 def power(exponent):
-    """2^exponent, of a normal number."""
+    """2^exponent (i32) in fp32, for exponents of normal numbers."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -75,8 +80,10 @@ def round_floating(
     y, x, bias, scalars, units,
     DENORMALS: tl.constexpr, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit,
-    which is small, the fraction is compared with a half, for a sum with one could round."""
+    """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
+    Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
+    multiple of the denormals' unit, whose fraction is compared with a half, for a sum with one could round; else to zero or
+    `least`."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:
@@ -101,6 +108,7 @@ def round_floating(
 
 
 def once(sizes: Any) -> tuple[int, ...]:
+    """The grid of one program."""
     return (1,)
 
 
