@@ -320,8 +320,7 @@ class Graph:
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """What is launched within the context is shown to a profiler that was told to wait for it (ncu --profile-from-start off);
-    nothing else changes, also where none looks."""
+    """Within the context a profiler records launches, if it was started to wait for that (ncu --profile-from-start off)."""
     call("cuProfilerStart")
     try:
         yield

@@ -1,10 +1,9 @@
 """Single-pass reduction over all programs of a launch: the last program to arrive adds up the partial sums of the others (CUDA's
 threadFenceReduction).
 
-Each program stores its partial sum, then counts itself. Who finds that all others have counted themselves adds the partial sums in
-the order of their places, so the bits do not depend on who it is. It also sets the counter back to zero, as the next launch expects
-it: nobody clears it between launches. It pays where the partial sums are few, because one program adds them while the other
-multiprocessors are idle.
+Each program stores its partial sum, then increments the counter. The program that finds all others counted adds the partial sums in
+order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
+partial sums are few, because one program adds them while the other multiprocessors are idle.
 """
 
 from __future__ import annotations

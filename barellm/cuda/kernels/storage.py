@@ -19,7 +19,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, plane
 
 REBIAS = constant(REBIAS_BITS)
-WHOLE = constant(16)  # the unit of a tensor of its own, whose first plane lies at a multiple of 16 elements
+WHOLE = constant(16)  # UNIT of a tensor that is no part of a bank: its first plane begins at a multiple of 16 elements
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:

@@ -122,16 +122,16 @@ def attention_forward(
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    token0, kv_column = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     scale_log2 = SCALES[0]
     if SCALES[1] >= 0:
         scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     begin, first_key = 0, None
     if MASKING[1]:
@@ -155,8 +155,8 @@ def attention_forward(
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
-    to = out + sequence.to(tl.int64) * seq * C + head * D
-    store_rows(to, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)
+    out_rows = out + sequence.to(tl.int64) * seq * C + head * D
+    store_rows(out_rows, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)
 
 
 def head_sizes(op: Any) -> tuple[int, int, int]:

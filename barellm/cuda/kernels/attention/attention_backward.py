@@ -68,18 +68,21 @@ def attention_stats(
     FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
-    row = tl.program_id(1).to(tl.int64) * seq
+    first_row = tl.program_id(1).to(tl.int64) * seq
     start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
-    a, b = load_rows(out + start, m0, seq, C, BM, D, DP), load_rows(dout + start, m0, seq, C, BM, D, DP)
+    out_block, dout_block = (
+        load_rows(out + start, m0, seq, C, BM, D, DP),
+        load_rows(dout + start, m0, seq, C, BM, D, DP),
+    )
     m = m0 + tl.arange(0, BM)
-    to = stats + STATS * (row + m)
-    tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
-    tl.store(to + 1, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=m < seq)
+    query_stats = stats + STATS * (first_row + m)
+    tl.store(query_stats, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
+    tl.store(query_stats + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
     if MASKING[1]:
         if starts is not None:
             starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
         first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
-        tl.store(to + 2, first_key.to(tl.float32), mask=m < seq)
+        tl.store(query_stats + 2, first_key.to(tl.float32), mask=m < seq)
 
 
 @device
@@ -117,23 +120,23 @@ def add_queries(
         s = dot_over_columns(
             k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC
         )
-    top, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
-    p = tl.math.exp2(s * scale_log2 - top[None, :])
+    lse, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
+    p = tl.math.exp2(s * scale_log2 - lse[None, :])
     if CAUSAL:
         p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if LOCAL:
         p = tl.where(first_key[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if DC == DP:
-        do = load_rows(dout, m0, count, C, BM, D, DP)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        dout_block = load_rows(dout, m0, count, C, BM, D, DP)
+        dp = tl.dot(v, tl.trans(dout_block), input_precision="ieee")
     else:
-        do = load_columns(dout + first, m0, count, D - first, C, BM, DC)
+        dout_block = load_columns(dout + first, m0, count, D - first, C, BM, DC)
         dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p
     if DROPOUT[0] > 0:
         keeps = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
         p_dropped, dp = tl.where(keeps, p * DROPOUT[1], 0.0), tl.where(keeps, dp * DROPOUT[1], 0.0)
-    dv = tl.dot(p_dropped.to(do.dtype), do, dv, input_precision="ieee")
+    dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
@@ -167,13 +170,13 @@ def attention_dkv(
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     K_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * G * D
     PAIR_STRIDES: tl.constexpr = ((FOLD - 1) * C, K_PAIR_STRIDE)
-    token = sequence.to(tl.int64) * (seq // FOLD)
+    token0 = sequence.to(tl.int64) * (seq // FOLD)
     first = 0
     if DC < DP:
         first = tl.program_id(2) * DC
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + group * D
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D
-    q += token * STRIDES[0] + group * (GROUP_SIZE * D)
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D
+    q += token0 * STRIDES[0] + group * (GROUP_SIZE * D)
     dout += sequence.to(tl.int64) * seq * C + group * (GROUP_SIZE * D)
     stats += STATS * (tl.program_id(1).to(tl.int64) * GROUP_SIZE * seq)
     key = (0, 0)
@@ -217,41 +220,41 @@ def attention_dkv(
     else:
         count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
         for i in range(0, GROUP_SIZE * count):
-            served, m0 = i // count, begin + i % count * BM  # `served`: query head of the group
+            group_head, m0 = i // count, begin + i % count * BM  # `group_head`: query head of the group
             k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
-                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + served,
+                k_sum, v_sum, keys, values, q + group_head * D, k, v, dout + group_head * D, stats + STATS * (group_head * seq),
+                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
                 CAUSAL, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     softmax_scale = SOFTMAX_SCALE
     if SCALES[1] >= 0:
         softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
-    at = group * D + first
+    column = group * D + first
     store_rows(
-        dk + token * DKV_STRIDES[0] + at, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0], DKV_STRIDES[0],
-        BN, DC, K_PAIR_STRIDE,
+        dk + token0 * DKV_STRIDES[0] + column, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0],
+        DKV_STRIDES[0], BN, DC, K_PAIR_STRIDE,
     )  # fmt: skip
     store_rows(
-        dv + token * DKV_STRIDES[1] + at, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1],
+        dv + token0 * DKV_STRIDES[1] + column, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1],
         BN, DC, K_PAIR_STRIDE,
     )  # fmt: skip
 
 
 @device
 def add_keys(
-    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, first_key, scale_log2, key, head,
+    dq, q, do, k_rows, v_rows, lse, delta, m0, begin, end, count, first_key, scale_log2, key, head,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
-    and of dout; `top` and delta (BM,): lse / ln 2 and delta; k_rows, v_rows: pointers to the head's keys and values."""
+    and of dout; `lse` and delta (BM,): lse / ln 2 and delta; k_rows, v_rows: pointers to the head's keys and values."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - top[:, None])
+        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None])
         p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if first_key is not None:
             p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
@@ -283,19 +286,19 @@ def attention_dq(
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
-    shared = head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    token0, first_row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
+    kv_column = head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     scale_log2 = SCALES[0]
     if SCALES[1] >= 0:
         scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
     do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
-    top, delta, first = stats_of(stats + STATS * row, m0, seq, LOCAL, BM)
+    lse, delta, first = stats_of(stats + STATS * first_row, m0, seq, LOCAL, BM)
     total = tl.zeros((BM, DP), tl.float32)
     begin, first_key = 0, None
     if LOCAL:
@@ -306,18 +309,18 @@ def attention_dq(
     stop = seq
     if CAUSAL:
         total = add_keys(
-            total, queries, do, k, v, top, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
             MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        total, queries, do, k, v, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
         MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     softmax_scale = SOFTMAX_SCALE
     if SCALES[1] >= 0:
         softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
-    dq = dq + token * DQ_STRIDE + head * D
+    dq = dq + token0 * DQ_STRIDE + head * D
     store_rows(dq, m0, seq, total * softmax_scale, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP, Q_PAIR_STRIDE)
 
 

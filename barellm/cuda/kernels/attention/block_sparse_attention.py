@@ -34,9 +34,9 @@ def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
     """Tile i of the listed blocks, which are cut into tiles of PART positions: its first position in the sequence, its offset in
     its block, and the block's kind."""
     BLOCK: tl.constexpr = LAYOUT[0]
-    entry, place = i // (BLOCK // PART), i % (BLOCK // PART) * PART
-    at = table + LAYOUT[1] + 1 + entry
-    return tl.load(at) * BLOCK + place, place, tl.load(at + LAYOUT[2])
+    entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
+    entry_ptr = table + LAYOUT[1] + 1 + entry
+    return tl.load(entry_ptr) * BLOCK + offset, offset, tl.load(entry_ptr + LAYOUT[2])
 
 
 @device
@@ -69,20 +69,20 @@ def block_sparse_attention_forward(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
+    token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     row_max = tl.full((BM,), LOWEST, tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
     begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = block_of(rows, i, LAYOUT, BN)
+        n0, offset, kind = block_of(rows, i, LAYOUT, BN)
         s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
-        sees = is_visible(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
+        sees = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
         s = tl.where(sees, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * SCALE_LOG2)
         p = tl.math.exp2(s * SCALE_LOG2 - new_max[:, None])
@@ -93,7 +93,7 @@ def block_sparse_attention_forward(
         row_max = new_max
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
-    store_rows(out + token * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
+    store_rows(out + token0 * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
 
 
 def constants_of(op: Any) -> dict[str, Any]:

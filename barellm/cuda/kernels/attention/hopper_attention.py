@@ -24,7 +24,7 @@ It computes what attention.py does, with the online softmax rescaled at other bl
 
 Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q_empty), keys and values alike. A work item w is a
 tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES, in the
-phase i // STAGES & 1 of its barrier (its opposite for who waits for an empty stage). WG: the consumer, 0 or 1.
+phase i // STAGES & 1 of its barrier (its opposite in waits for an empty stage). WG: the consumer, 0 or 1.
 """
 
 from __future__ import annotations
@@ -250,5 +250,5 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The tensor map of q, k or v, where they lie, with boxes of `rows` of one head."""
+    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D: one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

@@ -79,30 +79,30 @@ def block_sparse_attention_drelative(
     C: tl.constexpr = H * D
     gap, head, slice = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = (seq + BT - 1) // BT
-    shared = head // GROUP_SIZE * D
+    kv_column = head // GROUP_SIZE * D
     vectors = vectors_of(relative + head * D, gap * BT, BT, TERMS, C, D, DP)
     total = tl.zeros((2 * BT, DP), tl.float32)
-    place = tl.arange(0, BT)
+    index = tl.arange(0, BT)
     for i in range(slice * chunk, tl.minimum(slice * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
         if (n0 >= 0) & (n0 < seq):
             kind = kind_of_block(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, n0 // BLOCK, LAYOUT, LONGEST)
             if kind >= 0:
-                token = sequence.to(tl.int64) * seq
-                queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
-                k_rows = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
+                token0 = sequence.to(tl.int64) * seq
+                queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
+                k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
                 keys = load_rows(k_rows, n0, seq, STRIDES[1], BT, D, DP)
-                v_rows = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+                v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
                 values = load_rows(v_rows, n0, seq, STRIDES[2], BT, D, DP)
-                do = load_rows(dout + token * C + head * D, m0, seq, C, BT, D, DP)
+                do = load_rows(dout + token0 * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
                 lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
-                sees = is_visible(masks, kind, (m0 % BLOCK + place)[:, None], (n0 % BLOCK + place)[None, :], BLOCK)
+                sees = is_visible(masks, kind, (m0 % BLOCK + index)[:, None], (n0 % BLOCK + index)[None, :], BLOCK)
                 p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
                 dp = tl.dot(do, tl.trans(values), input_precision="ieee")
-                dt = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
-                total = tl.dot(tl.trans(dt), queries, total, input_precision="ieee")
+                distance_grads = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
+                total = tl.dot(tl.trans(distance_grads), queries, total, input_precision="ieee")
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = (gap - 1) * BT - TERMS[0] + w  # of the relative vectors; the half w // BT has its own partials
     at = (2 * slice + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D

@@ -53,21 +53,21 @@ def batched_gemm(
     if CHUNK is not None:
         begin, end = part * CHUNK, min((part + 1) * CHUNK, count)
     acc = tl.zeros((BM, BN), tl.float32)
-    for at in range(begin, end, BK):
-        k = at + tl.arange(0, BK)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
         in_depth = k < DEPTH
-        left = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & in_depth[None, :], other=0.0)
+        a_block = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & in_depth[None, :], other=0.0)
         if CHUNK is None:
-            right = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=in_depth[:, None], other=0.0)
+            b_block = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=in_depth[:, None], other=0.0)
         else:
             mask = (n < COLUMNS)[None, :] & in_depth[:, None]
-            right = tl.load(b + n[None, :] * DEPTH + k[:, None], mask=mask, other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
-    to = (part.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
+            b_block = tl.load(b + n[None, :] * DEPTH + k[:, None], mask=mask, other=0.0)
+        acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
+    offset = (part.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
     mask = (m < ROWS)[:, None] & (n < COLUMNS)[None, :]
     if CHUNK is not None:
-        acc += tl.load(out + to, mask=mask & (first > 0), other=0.0)
-    tl.store(out + to, acc, mask=mask)
+        acc += tl.load(out + offset, mask=mask & (first > 0), other=0.0)
+    tl.store(out + offset, acc, mask=mask)
 
 
 @dataclass(frozen=True)

@@ -53,26 +53,26 @@ def conv_implicit_gemm(
     image, i, j = pixel // (P * Q), pixel % (P * Q) // Q, pixel % Q
     live = pixel < images * (P * Q)
     acc = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, CHANNELS * R * S, BK):
-        d = first + tl.arange(0, BK)
-        in_depth = d < CHANNELS * R * S
-        tap = d % (R * S)
-        at = d // (R * S) * FILTER[2] + FILTER[3] + tap // S * FILTER[4] + tap % S * FILTER[5]
-        filters = tl.load(
-            a + group * FILTER[0] + m[:, None] * FILTER[1] + at[None, :],
-            mask=(m < M)[:, None] & in_depth[None, :],
+    for k0 in range(0, CHANNELS * R * S, BK):
+        d = k0 + tl.arange(0, BK)
+        depth_in = d < CHANNELS * R * S
+        tap = d % (R * S)  # r * S + s
+        filter_offset = d // (R * S) * FILTER[2] + FILTER[3] + tap // S * FILTER[4] + tap % S * FILTER[5]
+        filter_block = tl.load(
+            a + group * FILTER[0] + m[:, None] * FILTER[1] + filter_offset[None, :],
+            mask=(m < M)[:, None] & depth_in[None, :],
             other=0.0,
         )
         pixels = gather_pixels(
-            x, image[None, :], i[None, :], j[None, :], d[:, None], live[None, :] & in_depth[:, None], group, GROUPS,
+            x, image[None, :], i[None, :], j[None, :], d[:, None], live[None, :] & depth_in[:, None], group, GROUPS,
             CHANNELS, GATHER,
         )  # fmt: skip
-        acc = tl.dot(filters.to(pixels.dtype), pixels, acc, input_precision="tf32" if TF32 else "ieee")
+        acc = tl.dot(filter_block.to(pixels.dtype), pixels, acc, input_precision="tf32" if TF32 else "ieee")
     plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
-    to = (
+    offset = (
         plane * (OUTPUT[0] * OUTPUT[1]) + ((i * OUTPUT[4] + OUTPUT[2]) * OUTPUT[1] + j * OUTPUT[5] + OUTPUT[3])[None, :]
     )
-    store_or_add(out + to, (m < M)[:, None] & live[None, :], acc, scalars, MODE)
+    store_or_add(out + offset, (m < M)[:, None] & live[None, :], acc, scalars, MODE)
 
 
 @device
@@ -91,8 +91,8 @@ def conv_wgrad(
     group, slice = tl.program_id(1), tl.program_id(2)
     total = images * (P * Q)
     acc = tl.zeros((BM, BN), tl.float32)
-    for first in range(slice * chunk, min((slice + 1) * chunk, total), BK):
-        pixel = first + tl.arange(0, BK)
+    for pixel0 in range(slice * chunk, min((slice + 1) * chunk, total), BK):
+        pixel = pixel0 + tl.arange(0, BK)
         live = pixel < min((slice + 1) * chunk, total)
         image, i, j = pixel // (P * Q), pixel % (P * Q) // Q, pixel % Q
         plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
@@ -104,8 +104,8 @@ def conv_wgrad(
             CHANNELS, GATHER,
         )  # fmt: skip
         acc = tl.dot(gradients, pixels, acc, input_precision="tf32" if TF32 else "ieee")
-    to = (((slice * GROUPS + group) * M + m[:, None]).to(tl.int64)) * (CHANNELS * R * S) + d[None, :]
-    tl.store(out + to, acc, mask=(m < M)[:, None] & (d < CHANNELS * R * S)[None, :])
+    offset = (((slice * GROUPS + group) * M + m[:, None]).to(tl.int64)) * (CHANNELS * R * S) + d[None, :]
+    tl.store(out + offset, acc, mask=(m < M)[:, None] & (d < CHANNELS * R * S)[None, :])
 
 
 @device

@@ -84,10 +84,10 @@ def count_below(keys, key, first, last, steps):
     low, high = first, last
     for _ in range(0, steps):
         middle = (low + high) // 2
-        open = low < high
-        less = tl.load(keys + middle, mask=open, other=0) < key
-        low = tl.where(open & less, middle + 1, low)
-        high = tl.where(open & (less == 0), middle, high)
+        unfinished = low < high
+        less = tl.load(keys + middle, mask=unfinished, other=0) < key
+        low = tl.where(unfinished & less, middle + 1, low)
+        high = tl.where(unfinished & (less == 0), middle, high)
     return low - first
 
 
@@ -98,11 +98,11 @@ def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     key = tl.load(keys + i, mask=mask, other=0)
-    mine = i // run * run
-    pair = i // (2 * run) * (2 * run)
-    other = tl.minimum(2 * pair + run - mine, n)
-    count = count_below(keys, key, other, tl.minimum(other + run, n), steps)
-    tl.store(merged + pair + (i - mine) + count, key, mask=mask)
+    own_run = i // run * run
+    pair_start = i // (2 * run) * (2 * run)
+    other_run = tl.minimum(2 * pair_start + run - own_run, n)
+    count = count_below(keys, key, other_run, tl.minimum(other_run + run, n), steps)
+    tl.store(merged + pair_start + (i - own_run) + count, key, mask=mask)
 
 
 @device
@@ -181,11 +181,11 @@ def clear_absent_tokens(
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
     """Sort the keys in blocks, merge them until they are one run, clear the rows of absent tokens, then sum by token in two
     launches."""
-    tokens, C, written = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
-    most, n = tokens.size, c.elements(tokens)
-    steps = most.bit_length() + 1
-    block = max(2, min(SORTED, pow2(most)))
-    keys, merged = (c.scratch(name, (most,), "fp64") for name in ("keys", "merged"))
+    tokens, C, dweight_mode = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
+    max_tokens, n = tokens.size, c.elements(tokens)
+    steps = max_tokens.bit_length() + 1
+    block = max(2, min(SORTED, pow2(max_tokens)))
+    keys, merged = (c.scratch(name, (max_tokens,), "fp64") for name in ("keys", "merged"))
 
     def i64(t: Any) -> Any:  # scratch of 8-byte elements is declared as fp64
         return part(t), "i64"
@@ -195,19 +195,19 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         grid=lambda s: (ceil_div(n(s), block),), writes="keys", warps=4 if block >= 512 else 1,
     )  # fmt: skip
     run = block
-    while run < most:
+    while run < max_tokens:
         c.launch(
             merge_runs, {"merged": i64(merged), "keys": i64(keys), "n": n, "run": run, "steps": run.bit_length() + 1},
             {"BLOCK": 256}, grid=lambda s: (ceil_div(n(s), 256),), writes="merged",
         )  # fmt: skip
         keys, merged, run = merged, keys, 2 * run
     BC = min(COLUMNS, pow2(C))
-    partials = c.scratch("partials", (ceil_div(most, STEPS), 2, C))
+    partials = c.scratch("partials", (ceil_div(max_tokens, STEPS), 2, C))
     operands: dict[str, Any] = {"dweight": op.dweight, "keys": i64(keys), "n": n}
-    constants: dict[str, Any] = {"C": C, "MODE": written}
+    constants: dict[str, Any] = {"C": C, "MODE": dweight_mode}
     if op.modes["dweight"] != "add":
         clear = operands | {"steps": steps}
-        rowwise(c, clear_absent_tokens, op.dweight, clear, writes="dweight", MODE=written)
+        rowwise(c, clear_absent_tokens, op.dweight, clear, writes="dweight", MODE=dweight_mode)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
         add_token_rows, operands | {"partials": partials, "dy": op.dy}, sums,

@@ -61,9 +61,9 @@ def binary_mma(
     b_ones = gl.zeros([TILE_N], gl.int32, gl.SliceLayout(1, B_ROWS))
     for i in range(gl.cdiv(W, DEPTH)):
         ampere.async_copy.wait_group(STAGES - 2)
-        ahead = i + STAGES - 1
-        async_load(a_ring.index(ahead % STAGES), a, m, rows, ahead * DEPTH, W, COPY)
-        async_load(b_ring.index(ahead % STAGES), b, n, N, ahead * DEPTH, W, COPY)
+        loaded_step = i + STAGES - 1
+        async_load(a_ring.index(loaded_step % STAGES), a, m, rows, loaded_step * DEPTH, W, COPY)
+        async_load(b_ring.index(loaded_step % STAGES), b, n, N, loaded_step * DEPTH, W, COPY)
         ampere.async_copy.commit_group()
         a_words, b_words = a_ring.index(i % STAGES), b_ring.index(i % STAGES)
         for k in gl.static_range(0, DEPTH, STEP):

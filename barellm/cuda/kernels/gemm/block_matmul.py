@@ -39,24 +39,26 @@ def block_gemm(
 ):  # fmt: skip
     """BM rows of one segment's columns: of out (rows, K), or of their slot in partials (rows, SLOTS * BS). x (rows, C); TRANSPOSED:
     by the transposes of the blocks, for dx. Grid: blocks of rows, segments."""
-    segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM
+    segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM  # the segment's four numbers
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     row_in, b_in = (m < rows - m0)[:, None], b < BS
     x += tl.cast(m0, tl.int64) * C
-    at = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
+    in_block = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
     acc = tl.zeros((BM, BP), tl.float32)
     for entry in range(tl.load(segment + 2), tl.load(segment + 3)):
-        source, number = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
-        a = tl.load(x + m[:, None] * C + source * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
-        w = tl.load(weight + number.to(tl.int64) * (BS * BS) + at, mask=b_in[:, None] & b_in[None, :], other=0.0)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        x_column, block = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
+        x_block = tl.load(x + m[:, None] * C + x_column * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
+        w_block = tl.load(
+            weight + block.to(tl.int64) * (BS * BS) + in_block, mask=b_in[:, None] & b_in[None, :], other=0.0
+        )
+        acc = tl.dot(x_block, w_block, acc, input_precision="ieee")
     inside, slot = row_in & b_in[None, :], tl.load(segment + 1)
     row = tl.cast(m0, tl.int64) + m[:, None]
-    to = out + row * K + tl.load(segment) * BS + b[None, :]
+    out_ptrs = out + row * K + tl.load(segment) * BS + b[None, :]
     if SLOTS:
         tl.store(partials + row * (SLOTS * BS) + slot * BS + b[None, :], acc, mask=inside & (slot >= 0))
         inside = inside & (slot < 0)
-    store_or_add(to, inside, acc, scalars, MODE)
+    store_or_add(out_ptrs, inside, acc, scalars, MODE)
 
 
 @device
@@ -105,19 +107,17 @@ def tile_constants(block: int) -> dict[str, int]:
     return {"BS": block, "BP": max(16, block), "BM": TOKENS}
 
 
-def append_gemm(
-    op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool
-) -> None:
+def append_gemm(op: Any, c: Lowering, x: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
     """Append op.outputs[out] = given W, or given W^T if `transposed`: by the `lists` of the layout, which are in `table`; then the
     sums of long lists, if there are any."""
-    block, rows = op.layout.block, c.rows(given)
-    C, K = int(given.shape[-1]), int(op.outputs[out].shape[-1])
+    block, rows = op.layout.block, c.rows(x)
+    C, K = int(x.shape[-1]), int(op.outputs[out].shape[-1])
     segments, slots = len(lists.segments), lists.slots
-    partials = c.scratch("partials", (given.size // C, slots * block)) if slots else None
+    partials = c.scratch("partials", (x.size // C, slots * block)) if slots else None
     operands = {"out": op.outputs[out], "partials": partials, "table": table, "rows": rows}
     sizes = {"K": K, "SLOTS": slots, "MODE": mode(op, out)} | tile_constants(block)
     c.launch(
-        block_gemm, operands | {"x": given, "weight": weight_operand(op.weight)},
+        block_gemm, operands | {"x": x, "weight": weight_operand(op.weight)},
         sizes | {"C": C, "TRANSPOSED": transposed, "OTHERS": 4 * segments + lists.cuts.size, "ENTRIES": len(op.layout)},
         grid=lambda s: (ceil_div(rows(s), TOKENS), segments), writes="out partials" if slots else "out", warps=4, stages=3,
     )  # fmt: skip

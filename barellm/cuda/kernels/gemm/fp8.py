@@ -1,5 +1,5 @@
 """FP8 GEMM: operands of e4m3 or e5m2 on tensor cores that have them (compute capability 8.9 and later), accumulated in fp32, with
-one scale for each tensor. And GEMMs of the bf16 or fp32 operands that other ways of rounding to 8 bits give (`quantise`'s codes).
+one scale for each tensor. And GEMMs of the bf16 or fp32 operands that other ways of rounding to 8 bits give (optim/scales.py).
 
 Shapes: x (tokens, K), weight (K, N), y (tokens, N), row-major; scales (1,): a value is its code times the scale. Tensor cores want
 both operands K-major (the contracted dimension, `depth`, as the last axis). So one kernel does out (M, N) = a b^T with a (M, depth)

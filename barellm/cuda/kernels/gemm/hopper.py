@@ -54,7 +54,7 @@ def hopper_gemm(
     c_empty = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(s), count=1)
-        hopper.mbarrier.init(empty.index(s), count=2)
+        hopper.mbarrier.init(empty.index(s), count=2)  # one arrival of each consumer
     for s in gl.static_range(2 * EPI_STAGES):
         hopper.mbarrier.init(c_full.index(s), count=1)
         hopper.mbarrier.init(c_empty.index(s), count=1)
@@ -140,42 +140,42 @@ def launch_gemm(
     default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
     tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)  # of the default: bits do not depend on tuning
     slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
-    written, other = epilogue_operands(pre, residual, epilogue)
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
     if (
         not epilogue and mode != MODES["store"] and slices == 1
     ):  # what is added to is the matrix that the epilogue reads
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     key = tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
-    f = tuning.select_config(c.target, key)
+    config = tuning.select_config(c.target, key)
     M: Size | int = height if gemm_kind == "tn" else rows
-    target, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
+    partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None
     if slices > 1:
         k_per_split = split = SplitK(rows, tiles)
-        target, out_rows = c.scratch("partials", (slices, height, width)), _Times(split.count, height)
+        partial_out, out_rows = c.scratch("partials", (slices, height, width)), _Times(split.count, height)
     sums = c.scratch("sums", (slices, height)) if dbias is not None else None
     c.launch(
         hopper_gemm,
         {
-            "out_map": _map(target, out_rows, width, _subtile_box(target)),
-            "pre_map": _map(written, out_rows, width, _subtile_box(written)) if written is not None else None,
+            "out_map": _map(partial_out, out_rows, width, _subtile_box(partial_out)),
+            "pre_map": _map(pre_out, out_rows, width, _subtile_box(pre_out)) if pre_out is not None else None,
             "a_map": _map(a, rows, N if gemm_kind == "tn" else depth, (WG_M.value, TILE_K.value)),
-            "b_map": _map(b, rows, width, (TILE_K.value, f.tile_n)) if gemm_kind == "tn" else _map(
-                b, N, K, (f.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, f.tile_n)
+            "b_map": _map(b, rows, width, (TILE_K.value, config.tile_n)) if gemm_kind == "tn" else _map(
+                b, N, K, (config.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, config.tile_n)
             ),
             "c_map": _map(other, out_rows, width, _subtile_box(other)) if other is not None else None,
             "bias": bias, "sums": sums, "M": M, "N": width, "K": rows if gemm_kind == "tn" else depth, "k_per_split": k_per_split,
-            "group": f.group_m,
+            "group": config.group_m,
         },
         {
             "A_TRANSPOSED": gemm_kind == "tn", "B_TRANSPOSED": gemm_kind == "nt", "EPILOGUE": epilogue,
-            "TILE_N": f.tile_n, "STAGES": f.num_stages, "EPI_STAGES": f.epilogue_stages,
+            "TILE_N": config.tile_n, "STAGES": config.num_stages, "EPI_STAGES": config.epilogue_stages,
         },
-        grid=_Grid(c.target.sms, M, ceil_div(width, f.tile_n), split.count if split else None),
+        grid=_Grid(c.target.sms, M, ceil_div(width, config.tile_n), split.count if split else None),
         writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
-        reduce_splits(c, out, target, split.count, height * width, mode)
+        reduce_splits(c, out, partial_out, split.count, height * width, mode)
     if sums is not None:
         reduce_splits(c, dbias, sums, split.count if split else 1, height, dbias_mode)
 

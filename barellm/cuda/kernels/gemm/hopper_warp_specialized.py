@@ -25,9 +25,9 @@ Tuples of shared memory that the functions pass on: pipeline = (a_ring, b_ring, 
 c_empty); sizes = (M, N, K, k_per_split, group). A work item w is a tile of one split-K slice; i counts the steps (TILE_K of K) of a
 block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, and so its 64 rows of a tile.
 
-A barrier's phase is the parity of how often its ring has gone round: i // STAGES & 1 for who waits for a full stage, its opposite
-for who waits for an empty one; waiting for the phase before the first passes at once. Within
-a consumer, Triton's barriers order its four warps' writes to a c_buffer before fence.proxy.async and the TMA store.
+A barrier's phase is the parity of how often its ring has gone round: i // STAGES & 1 in waits for a full stage, its opposite in
+waits for an empty one; waiting for the phase before the first passes at once. Within a consumer, Triton's barriers order its four
+warps' writes to a c_buffer before fence.proxy.async and the TMA store.
 """
 
 from __future__ import annotations

@@ -133,19 +133,19 @@ def append_gemm(
         _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if gemm_kind == "nt" else (K, N)
-    t = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
-    written, other = epilogue_operands(pre, residual, epilogue)
-    operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other}
+    config = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
+    operands = {"out": out, "pre": pre_out, "a": a, "b": b, "bias": bias, "other": other}
     operands |= {"M": rows, "k_per_split": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": gemm_kind == "nt", "MODE": mode}
-    constants |= _constants(c, t) | {"EVEN_K": depth % t.tile_k == 0, "EPILOGUE": epilogue}
-    constants |= {"SUBTILES": ceil_div(t.tile_n, SUBTILE_N) if epilogue else 1} | view_strides(
-        a=a, b=b, out=out, pre=written, other=other
+    constants |= _constants(c, config) | {"EVEN_K": depth % config.tile_k == 0, "EPILOGUE": epilogue}
+    constants |= {"SUBTILES": ceil_div(config.tile_n, SUBTILE_N) if epilogue else 1} | view_strides(
+        a=a, b=b, out=out, pre=pre_out, other=other
     )
-    n_tiles = ceil_div(cols, t.tile_n)
+    n_tiles = ceil_div(cols, config.tile_n)
     c.launch(
-        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), t.tile_m) * n_tiles,), writes="out pre",
-        warps=t.num_warps, stages=t.num_stages,
+        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), config.tile_m) * n_tiles,), writes="out pre",
+        warps=config.num_warps, stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -153,14 +153,14 @@ def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Append a weight gradient out (N, K) = dy^T x, of dy (rows, N) and x (rows, K), with split-K if the result has too few tiles
     to fill the GPU: fp32 partial sums, then added in order."""
     key = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
-    t, default = tuning.select_config(c.target, key), key.default(c.target.arch)
-    tiles = ceil_div(N, t.tile_m) * ceil_div(K, t.tile_n)
+    config, default = tuning.select_config(c.target, key), key.default(c.target.arch)
+    tiles = ceil_div(N, config.tile_m) * ceil_div(K, config.tile_n)
     default_tiles = ceil_div(N, default.tile_m) * ceil_div(K, default.tile_n)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
-    constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "SUBTILES": 1}
+    constants |= _constants(c, config) | {"EVEN_K": False, "EPILOGUE": "", "SUBTILES": 1}
     constants |= view_strides(a=dy, b=x, out=None, pre=None, other=None)
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
-    options = {"writes": "out", "warps": t.num_warps, "stages": t.num_stages}
+    options = {"writes": "out", "warps": config.num_warps, "stages": config.num_stages}
     slices = gemm_config.max_splits(default_tiles, most)  # by the default's tiles: bits do not depend on tuning
     if slices == 1:
         operands |= {"out": out, "k_per_split": None}

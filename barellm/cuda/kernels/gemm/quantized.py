@@ -75,10 +75,10 @@ def quantized_skinny_gemm(
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
-    first = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
+    first_word = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
     scales += tile * ((GROUPS + 1) * 16)
     # of word j: its first element in the block, and its first column in the tile
-    within, c = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
+    first_element, first_column = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
     for row in range(rows):
         a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
         if WIDE:
@@ -86,22 +86,24 @@ def quantized_skinny_gemm(
         for b0 in range(0, BLOCKS, BB):
             b = b0 + tl.arange(0, BB)[:, None]
             b_in = (b < BLOCKS) & (j >= 0)
-            words = tl.load(codes + first + b * block_words, mask=b_in, other=0)
-            scale = scales + b // GROUP * 16 + c
-            s0 = tl.load(scale, mask=b_in, other=0.0).to(tl.float32)
-            s1 = tl.load(scale + 1, mask=b_in, other=0.0).to(tl.float32)
-            k = b * 8 + within
-            at = x + row * x_row + k
-            v0 = tl.load(at, mask=k < K, other=0.0).to(tl.float32)
-            if WIDE:
+            words = tl.load(codes + first_word + b * block_words, mask=b_in, other=0)
+            scale_ptrs = scales + b // GROUP * 16 + first_column
+            s0 = tl.load(scale_ptrs, mask=b_in, other=0.0).to(tl.float32)
+            s1 = tl.load(scale_ptrs + 1, mask=b_in, other=0.0).to(tl.float32)
+            k = b * 8 + first_element
+            x_ptrs = x + row * x_row + k
+            v0 = tl.load(x_ptrs, mask=k < K, other=0.0).to(tl.float32)
+            if WIDE:  # a shift up and an arithmetic shift down extend the sign of each byte
                 a0 += v0 * s0 * ((words << 24) >> 24).to(tl.float32)
                 a1 += v0 * s1 * ((words << 16) >> 24).to(tl.float32)
-                a2 += v0 * tl.load(scale + 2, mask=b_in, other=0.0).to(tl.float32) * ((words << 8) >> 24).to(tl.float32)
-                a3 += v0 * tl.load(scale + 3, mask=b_in, other=0.0).to(tl.float32) * (words >> 24).to(tl.float32)
+                s2 = tl.load(scale_ptrs + 2, mask=b_in, other=0.0).to(tl.float32)
+                a2 += v0 * s2 * ((words << 8) >> 24).to(tl.float32)
+                s3 = tl.load(scale_ptrs + 3, mask=b_in, other=0.0).to(tl.float32)
+                a3 += v0 * s3 * (words >> 24).to(tl.float32)
             else:
-                v1 = tl.load(at + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
-                v4 = tl.load(at + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
-                v5 = tl.load(at + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
+                v1 = tl.load(x_ptrs + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
+                v4 = tl.load(x_ptrs + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
+                v5 = tl.load(x_ptrs + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
                 left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)
                 left += v1 * code_value(words, 2, T0, T1, T2, T3) + v5 * code_value(words, 3, T0, T1, T2, T3)
                 right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)
@@ -109,10 +111,8 @@ def quantized_skinny_gemm(
                 a0 += left * s0
                 a1 += right * s1
         if WIDE:
-            even, odd = (
-                tl.join(sum_columns(a0, 8, 1), sum_columns(a2, 8, 1)),
-                tl.join(sum_columns(a1, 8, 1), sum_columns(a3, 8, 1)),
-            )
+            even = tl.join(sum_columns(a0, 8, 1), sum_columns(a2, 8, 1))
+            odd = tl.join(sum_columns(a1, 8, 1), sum_columns(a3, 8, 1))
             total = tl.join(even, odd)
         else:
             total = tl.join(sum_columns(a0, 2, 2), sum_columns(a1, 2, 2))
@@ -166,17 +166,17 @@ def dequantize(
         tl.store(out + n.to(tl.int64) * K + k, value, mask=b_in & (k < K) & (n < N))
 
 
-def constants_of(how: Scheme, N: int, K: int) -> dict[str, Any]:
+def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
     """The constants that both kernels take, of a weight (N, K) quantized by a scheme."""
     blocks = ceil_div(K, BLOCK)
     table: list[int | None] = [None] * 4
-    if how.table and how.table != INTEGERS:
+    if quantization.table and quantization.table != INTEGERS:
         # bf16 is the upper half of fp32; four of them in each 64-bit constant
-        halves = b"".join(struct.pack("<f", v)[2:] for v in how.table)
+        halves = b"".join(struct.pack("<f", v)[2:] for v in quantization.table)
         table = list(struct.unpack("<4q", halves))
     return {
-        "N": N, "K": K, "BLOCKS": blocks, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK or blocks,
-        "WIDE": how.codes == "i8", **{f"T{i}": words for i, words in enumerate(table)},
+        "N": N, "K": K, "BLOCKS": blocks, "GROUPS": quantization.groups(K), "GROUP": quantization.group // BLOCK or blocks,
+        "WIDE": quantization.codes == "i8", **{f"T{i}": words for i, words in enumerate(table)},
     }  # fmt: skip
 
 
@@ -199,9 +199,9 @@ def words_of(codes: Any) -> tuple[Region, str]:
 def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
     """Append the dequantization of an op's weight, in runs in which `rows` is not 0, to scratch (N, K) in the dtype of x; gives
     that as the operand of a GEMM."""
-    how, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
+    quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
-    constants = constants_of(how, N, K)
+    constants = constants_of(quantization, N, K)
     programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], BLOCKS_DEQUANTIZED)
     operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
     c.launch(
@@ -214,24 +214,24 @@ def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
 def lower_quantized(op: Any, c: Lowering) -> None:
     """A matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, and where there may be more a
     dequantization and a GEMM, empty in those runs."""
-    how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
+    quantization, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K
-    few, BB = RowsIfSkinny(rows), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
-    written, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
-    operands = {"out": op.y, "pre": written, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
-    operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": few}
-    grid = GridIfRows(few, ceil_div(N, TILE))
-    if quantized_mma.fits(how, op.x):
-        quantized_mma.launch(c, op, how, operands, grid, epilogue=epilogue, mode=MODES["store"])
+    skinny_rows, BB = RowsIfSkinny(rows), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
+    pre_out, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
+    operands = {"out": op.y, "pre": pre_out, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
+    operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": skinny_rows}
+    grid = GridIfRows(skinny_rows, ceil_div(N, TILE))
+    if quantized_mma.fits(quantization, op.x):
+        quantized_mma.launch(c, op, quantization, operands, grid, epilogue=epilogue, mode=MODES["store"])
     else:
-        constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
-        constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
+        constants = constants_of(quantization, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
+        constants |= view_strides(x=op.x, out=op.y, pre=pre_out, other=other)
         c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
     if most > gemm_config.SKINNY_M:
-        more = RowsUnlessSkinny(rows)
-        weight = append_dequantize(c, op, more)
+        other_rows = RowsUnlessSkinny(rows)
+        weight = append_dequantize(c, op, other_rows)
         append_gemm(
-            c, "nt", out=op.y, a=op.x, b=weight, rows=more, most=most, N=N, K=K, bias=op.inputs.get("bias"),
+            c, "nt", out=op.y, a=op.x, b=weight, rows=other_rows, most=most, N=N, K=K, bias=op.inputs.get("bias"),
             residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), epilogue=epilogue, mode=MODES["store"],
         )  # fmt: skip

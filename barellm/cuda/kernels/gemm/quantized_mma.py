@@ -120,6 +120,7 @@ def quantized_mma(
         [[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS]
     )
     tile = gl.program_id(0)
+    # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales.
     i = gl.arange(0, 32 * WARPS, layout=WORD)
     word_block, word = i // 32 * WARP_BLOCKS + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
     j = gl.arange(0, 64 * WARPS, layout=PAIR)
@@ -147,6 +148,7 @@ def quantized_mma(
                 group_sums = dequantize_mma(words, pairs, group_sums, FP16, NF4)
             total += group_sums * scale
 
+    # The sums of all warps, as (rows, columns).
     COLUMNS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
     y = gl.convert_layout(gl.sum(total, 0).permute((2, 3, 1, 0)).reshape([8, 16]), COLUMNS)
     row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, COLUMNS)), 1)
@@ -180,27 +182,29 @@ def dequantize_mma(words, pairs, sums, FP16: gl.constexpr, NF4: gl.constexpr):
     return gl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
 
 
-def fits(how: Scheme, x: Any) -> bool:
+def fits(quantization: Scheme, x: Any) -> bool:
     """Whether a skinny GEMM takes this kernel: 4-bit codes (integers or NF4) in groups of 4, 8 or 16 blocks, and x of 16 bits whose
     K is a multiple of a block and whose rows are aligned words."""
     K = int(x.shape[-1])
     aligned = K % BLOCK == 0 and (view_stride(x) or K) % 2 == 0 and part(x).start % ALIGN == 0
     return (
-        how.table in (INTEGERS, NORMAL_QUANTILES)
-        and how.group // BLOCK in GROUPS_OF_BLOCKS
+        quantization.table in (INTEGERS, NORMAL_QUANTILES)
+        and quantization.group // BLOCK in GROUPS_OF_BLOCKS
         and x.dtype in DTYPES
         and aligned
     )
 
 
-def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Append the GEMM of an op whose weight is quantized by the scheme `how`. `operands`, `grid`: those of `quantized_skinny_gemm`,
-    in whose place it comes."""
+def launch(
+    c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int
+) -> None:
+    """Append the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
+    `quantized_skinny_gemm`, in whose place it comes."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {
-        "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK,
-        "FP16": op.x.dtype == "fp16", "NF4": how.table != INTEGERS,
+        "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": quantization.groups(K), "GROUP": quantization.group // BLOCK,
+        "FP16": op.x.dtype == "fp16", "NF4": quantization.table != INTEGERS,
         "EPILOGUE": epilogue, "MODE": mode, "X_STRIDE": (view_stride(op.x) or K) // 2,
         **{f"{name.upper()}_STRIDE": stride.get(name) for name in ("out", "pre", "other")},
     }  # fmt: skip

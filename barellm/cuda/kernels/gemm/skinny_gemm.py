@@ -77,9 +77,9 @@ def launch_gemm(
     """Append what `matmul.append_gemm` means by gemm_kind "nt", with an empty grid in runs of more than SKINNY_M rows."""
     skinny_rows, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
     BN, warps = gemm_config.skinny_tile(BK)
-    written, other = epilogue_operands(pre, residual, epilogue)
-    operands = {"out": out, "pre": written, "x": a, "weight": b, "bias": bias, "other": other, "rows": skinny_rows}
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
+    operands = {"out": out, "pre": pre_out, "x": a, "weight": b, "bias": bias, "other": other, "rows": skinny_rows}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
-    constants |= view_strides(x=a, out=out, pre=written, other=other)
+    constants |= view_strides(x=a, out=out, pre=pre_out, other=other)
     grid = lambda s: (ceil_div(N, BN) if skinny_rows(s) else 0,)  # noqa: E731
     c.launch(skinny_gemm, operands, constants, grid=grid, writes="out pre", warps=warps)

@@ -79,32 +79,32 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     N, K = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
     C, V = (N, K) if loss.transposed else (K, N)
-    most = x.size // C
-    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
-    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    max_tokens = x.size // C
+    tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
+    logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
-    row_values = {name: c.scratch(name, (most,)) for name in totals}
+    row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
     weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
     to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
-    for first in range(0, most, count):
-        chunk, before = Chunk(rows, first, count), len(c.launches)
-        sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
-        x_rows = rows_of(x, first, count, C)
+    for first in range(0, max_tokens, tokens):
+        chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
+        sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": N, "K": K}
+        x_rows = rows_of(x, first, tokens, C)
         append_gemm(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
-        operands = {
-            name: (part(t, 4 * first, min(4 * (first + count), t.nbytes)), "fp32") for name, t in row_values.items()
-        }
+        bytes_of = {name: part(t, 4 * first, min(4 * (first + tokens), t.nbytes)) for name, t in row_values.items()}
+        operands = {name: (region, "fp32") for name, region in bytes_of.items()}
         operands |= {"lse": None, "dlogits": logits if gradients else None}
-        operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, max_tokens, 1)}
         operands |= {"loss_scale": op.loss_scale if gradients else None}
         more, constants = loss.more(op, first)
         launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
         if gradients:
-            append_gemm(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
-            into = mode(op, "dweight") if first == 0 else MODES["add"]
-            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
-            append_gemm(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
-        skip_if_empty(c, before, chunk)
+            dx_rows = rows_of(op.dx, first, tokens, C)
+            append_gemm(c, to_dx, out=dx_rows, a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            dweight_mode = mode(op, "dweight") if first == 0 else MODES["add"]
+            left, right = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            append_gemm(c, "tn", out=op.dweight, a=left, b=right, mode=dweight_mode, **sizes)
+        skip_if_empty(c, first_call, chunk)
     for name, total in totals.items():
         launch_total(c, total, row_values[name], rows)
 
@@ -122,17 +122,17 @@ def lower_scores(c: Lowering) -> None:
     op: Any = c.op
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
-    most = x.size // C
-    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
-    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    max_tokens = x.size // C
+    tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
+    logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
     weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
-    for first in range(0, most, count):
-        chunk, before = Chunk(rows, first, count), len(c.launches)
-        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
-        append_gemm(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
-        given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
+    for first in range(0, max_tokens, tokens):
+        chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
+        sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": V, "K": C}
+        append_gemm(c, "nt", out=logits, a=rows_of(x, first, tokens, C), b=weight, **sizes)
+        given = {name: rows_of(getattr(op, name), first, max_tokens, 1) for name in ("losses", "margins", "targets")}
         launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
-        skip_if_empty(c, before, chunk)
+        skip_if_empty(c, first_call, chunk)
 
 
 LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}

@@ -47,13 +47,13 @@ def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexp
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = column < C
+    column_in = column < C
     total = tl.zeros((BR, BC), tl.float32)
     for first in range(begin, end, BR):
         row = first + tl.arange(0, BR)
         i = row.to(tl.int64)[:, None] * C + column[None, :]
-        total += tl.load(dy + i, mask=(row < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    tl.store(partials + tl.program_id(0) * C + column, tl.sum(total, 0), mask=inside)
+        total += tl.load(dy + i, mask=(row < end)[:, None] & column_in[None, :], other=0.0).to(tl.float32)
+    tl.store(partials + tl.program_id(0) * C + column, tl.sum(total, 0), mask=column_in)
 
 
 @device
@@ -93,21 +93,21 @@ def combine_partials(
 ):  # fmt: skip
     """Second stage: up to three results (C), None where there is none, from partials (chunks, COUNT, C), STRIDE = COUNT * C. Grid:
     blocks of columns, results."""
-    which = tl.program_id(1)
+    result = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
-    inside = column < C
+    column_in = column < C
     total = tl.zeros((BR, BC), tl.float32)
     for begin in range(0, chunks, BR):
         chunk = begin + tl.arange(0, BR)
-        i = chunk[:, None] * STRIDE + which * C + column[None, :]
-        total += tl.load(partials + i, mask=(chunk < chunks)[:, None] & inside[None, :], other=0.0)
+        i = chunk[:, None] * STRIDE + result * C + column[None, :]
+        total += tl.load(partials + i, mask=(chunk < chunks)[:, None] & column_in[None, :], other=0.0)
     value = tl.sum(total, 0)
-    if which == 0:
-        store_columns(first, column, inside, value, scalars, MODE_FIRST)
-    elif which == 1:
-        store_columns(second, column, inside, value, scalars, MODE_SECOND)
+    if result == 0:
+        store_columns(first, column, column_in, value, scalars, MODE_FIRST)
+    elif result == 1:
+        store_columns(second, column, column_in, value, scalars, MODE_SECOND)
     else:
-        store_columns(third, column, inside, value, scalars, MODE_THIRD)
+        store_columns(third, column, column_in, value, scalars, MODE_THIRD)
 
 
 @device

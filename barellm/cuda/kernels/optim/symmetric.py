@@ -31,31 +31,31 @@ def symmetric_product(
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
         m_in, n_in = m < N, n < N
         if COLUMNS:
-            a_at, b_at = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
+            a_ptrs, b_ptrs = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
         else:
-            a_at = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
-            b_at = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
+            a_ptrs = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
+            b_ptrs = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
         acc = tl.zeros((B, B), tl.float32)
         for k0 in range(0, DEPTH, BK):
             k_in = k < DEPTH - k0
-            a = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            b = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+            a = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
-            a_at += BK * N if COLUMNS else BK
-            b_at += BK * N if COLUMNS else BK
-        at = m.to(tl.int64)[:, None] * N + n[None, :]
+            a_ptrs += BK * N if COLUMNS else BK
+            b_ptrs += BK * N if COLUMNS else BK
+        lower = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = m_in[:, None] & n_in[None, :]
         if POLYNOMIAL:
             linear, square = number(table, entry, 2, ENTRIES), number(table, entry, 3, ENTRIES)
-            before = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            before = tl.load(x + lower, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
         transposed = n.to(tl.int64)[:, None] * N + m[None, :]
         transposed_inside = n_in[:, None] & m_in[None, :]
         if m0 == n0:
-            tl.store(out + at, acc, mask=inside & (m[:, None] >= n[None, :]))
+            tl.store(out + lower, acc, mask=inside & (m[:, None] >= n[None, :]))
             tl.store(out + transposed, tl.trans(acc), mask=transposed_inside & (m[None, :] > n[:, None]))
         else:  # without a mask by element both stores are as wide as can be
-            tl.store(out + at, acc, mask=inside)
+            tl.store(out + lower, acc, mask=inside)
             tl.store(out + transposed, tl.trans(acc), mask=transposed_inside)
 
 
@@ -76,20 +76,20 @@ def gram_apply(
     )
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M, n < N
-    a_at = a + m.to(tl.int64)[:, None] * K + k[None, :]
-    b_at = b + n[None, :] + k[:, None] * N
+    a_ptrs = a + m.to(tl.int64)[:, None] * K + k[None, :]
+    b_ptrs = b + n[None, :] + k[:, None] * N
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         k_in = k < K - k0
-        left = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-        right = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+        left = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+        right = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
         acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
-        a_at += BK
-        b_at += BK * N
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+        a_ptrs += BK
+        b_ptrs += BK * N
+    offset = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = m_in[:, None] & n_in[None, :]
     scale = number(table, entry, 4, ENTRIES).to(tl.float32)
-    tl.store(y + at, acc + scale * tl.load(x + at, mask=inside, other=0.0).to(tl.float32), mask=inside)
+    tl.store(y + offset, acc + scale * tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 
 def side_of(n: int, dtype: str) -> int:

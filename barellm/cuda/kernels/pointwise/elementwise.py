@@ -35,7 +35,7 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 def cast_rows(
     y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """Cast into rows that lie Y_STRIDE elements apart; zeros where there is no x."""
+    """y = x cast into rows that are Y_STRIDE elements apart; zeros if x is None."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
     if x is not None:

@@ -87,8 +87,8 @@ def input_backward(
         live = row < end
         total = tl.zeros((BR, BC), tl.float32)
         for n in range(N):
-            by = tl.load(dz + row * N + n, mask=live, other=0.0)
-            total += by[:, None] * load_gate_weights(weight, n, FIRST, WIDTH, K, BC)
+            dz_column = tl.load(dz + row * N + n, mask=live, other=0.0)
+            total += dz_column[:, None] * load_gate_weights(weight, n, FIRST, WIDTH, K, BC)
         store_or_add(
             dx + row[:, None] * DX_STRIDE + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
         )
@@ -97,10 +97,10 @@ def input_backward(
         for first in range(begin, end, BR):
             row = first + tl.arange(0, BR).to(tl.int64)
             live = row < end
-            by = tl.load(dz + row * N + n, mask=live, other=0.0)
-            sums += by[:, None] * load_columns(x, row, live, X_STRIDE, WIDTH, BC)
-        to = partials + tl.program_id(0) * (N * K) + n * K + FIRST + column
-        tl.store(to, tl.sum(sums, 0), mask=inside)
+            dz_column = tl.load(dz + row * N + n, mask=live, other=0.0)
+            sums += dz_column[:, None] * load_columns(x, row, live, X_STRIDE, WIDTH, BC)
+        partial_ptrs = partials + tl.program_id(0) * (N * K) + n * K + FIRST + column
+        tl.store(partial_ptrs, tl.sum(sums, 0), mask=inside)
 
 
 @device
@@ -236,12 +236,11 @@ def gated_backward(
         inside = first + tl.arange(0, BC) < D
         column = n * D + first + tl.arange(0, BC)
         mask = shifted_in[:, None] & inside[None, :]
-        by = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        sums += by * v
-        store_or_add(
-            dx + (row - SHIFT)[:, None] * DX_STRIDE + column[None, :], mask, by * (scale * s)[:, None], scalars, DX_MODE
-        )
+        dy_block = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_block = tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        sums += dy_block * x_block
+        dx_ptrs = dx + (row - SHIFT)[:, None] * DX_STRIDE + column[None, :]
+        store_or_add(dx_ptrs, mask, dy_block * (scale * s)[:, None], scalars, DX_MODE)
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
             to = dx + row[:, None] * DX_STRIDE + column[None, :]

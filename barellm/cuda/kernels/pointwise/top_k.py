@@ -55,27 +55,27 @@ def top_k(
         guess = least + (one << (30 - bit))
         least = tl.where(count_at_least(x, guess, C, BC) >= K, guess, least)
     ties = K - count_at_least(x, least + 1, C, BC)  # of the keys equal to the K-th, those with the lowest columns
-    at, tied = zero, zero
+    collected, ties_before = zero, zero
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         key = keys_of(x, column, C)
         tie = ((key == least) & (column < C)).to(tl.int32)
-        number = tied + tl.cumsum(tie, 0)
-        take = (key > least) | ((tie > 0) & (number <= ties))
-        to = at + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(selected_keys + to, key, mask=take)
-        tl.store(selected_columns + to, column, mask=take)
-        at += tl.sum(take.to(tl.int32), 0)
-        tied += tl.sum(tie, 0)
+        tie_number = ties_before + tl.cumsum(tie, 0)
+        take = (key > least) | ((tie > 0) & (tie_number <= ties))
+        slot = collected + tl.cumsum(take.to(tl.int32), 0) - 1
+        tl.store(selected_keys + slot, key, mask=take)
+        tl.store(selected_columns + slot, column, mask=take)
+        collected += tl.sum(take.to(tl.int32), 0)
+        ties_before += tl.sum(tie, 0)
     tl.debug_barrier()  # other threads may read what this one stored
     for first in range(0, K, BK):
         i = first + tl.arange(0, BK)
-        mine, rank = tl.load(selected_keys + i, mask=i < K, other=LOWEST), tl.zeros((BK,), tl.int32)
+        own_key, rank = tl.load(selected_keys + i, mask=i < K, other=LOWEST), tl.zeros((BK,), tl.int32)
         for start in range(0, K, BK):
             j = start + tl.arange(0, BK)
             other = tl.load(selected_keys + j, mask=j < K, other=LOWEST)
-            tie = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
-            rank += tl.sum(((other[None, :] > mine[:, None]) | tie).to(tl.int32), 1)
+            tie = (other[None, :] == own_key[:, None]) & (j[None, :] < i[:, None])
+            rank += tl.sum(((other[None, :] > own_key[:, None]) | tie).to(tl.int32), 1)
         column = tl.load(selected_columns + i, mask=i < K, other=0)
         tl.store(values + row * K + rank, tl.load(x + column, mask=i < K), mask=i < K)
         tl.store(indices + row * K + rank, column, mask=i < K)

@@ -27,11 +27,9 @@ def transposed_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexp
     x_offset = row[:, None] * COLUMNS + column[None, :]
     y_offset = column[:, None] * ROWS + row[None, :]
     return (
-        x_offset,
-        (row < ROWS)[:, None] & (column < COLUMNS)[None, :],
-        y_offset,
-        (column < COLUMNS)[:, None] & (row < ROWS)[None, :],
-    )
+        x_offset, (row < ROWS)[:, None] & (column < COLUMNS)[None, :],
+        y_offset, (column < COLUMNS)[:, None] & (row < ROWS)[None, :],
+    )  # fmt: skip
 
 
 @device
