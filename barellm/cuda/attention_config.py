@@ -88,9 +88,10 @@ def _operands(dtype: str, arch: int) -> str:
 
 
 def select_attention_config(role: str, head: int, dtype: str, arch: int) -> AttentionConfig:
-    """The default configuration. `role`: the kernel: "forward"; "keys" (dk and dv), "shared keys" of grouped queries, and "queries"
-    (dq) of the backward pass; "few" or "many" new tokens over a KV cache. `head`: padded head size. Blocks of keys are 16 or
-    multiples of 32, for dropout's random bits; in the forward pass and for dq they divide the block of queries."""
+    """The default configuration: that of the smallest listed head size which holds `head`, the padded one. `role`: the kernel:
+    "forward"; "keys" (dk and dv), "shared keys" of grouped queries, and "queries" (dq) of the backward pass; "few" or "many" new
+    tokens over a KV cache. Blocks of keys are 16 or multiples of 32, for dropout's random bits; in the forward pass and for dq they
+    divide the block of queries."""
     table = _ATTENTION[_operands(dtype, arch)]
     if role == "shared keys" and (role, 64) not in table:
         role = "keys"
@@ -101,17 +102,14 @@ def select_attention_config(role: str, head: int, dtype: str, arch: int) -> Atte
 
 
 def select_masked_config(role: str, head: int, dtype: str, arch: int) -> AttentionConfig:
-    """The configuration of sliding-window and document masks. There every block has masks, which take registers, and blocks that
-    reach far beyond a window compute scores that are masked."""
+    """The configuration for sliding-window and document masks, smaller than the default: every block is masked, which takes
+    registers, and blocks that reach far beyond a window compute scores that are masked."""
     t = without_register_limit(select_attention_config("shared keys" if role == "keys" else role, head, dtype, arch))
     if role == "forward" and t.queries > 64:
         return AttentionConfig(64, 64, 4, 2)
     if role == "keys" and t.keys > 64:
-        return (
-            AttentionConfig(32, 64, 4, 2)
-            if _operands(dtype, arch) == "bf16 in registers"
-            else AttentionConfig(64, 64, 8, 2)
-        )
+        in_registers = _operands(dtype, arch) == "bf16 in registers"
+        return AttentionConfig(32, 64, 4, 2) if in_registers else AttentionConfig(64, 64, 8, 2)
     return t
 
 
@@ -141,13 +139,8 @@ _Blocks = dict[tuple[str, int], tuple[tuple[int, ...], ...]]
 _TRIED: dict[str, _Blocks] = {
     "bf16": {
         ("forward", 64): (
-            (64, 64, 4, 3, 128),
-            (128, 64, 8, 2, 128),
-            (128, 64, 8, 4, 128),
-            (128, 64, 4, 3),
-            (64, 128, 4, 3),
-            (128, 128, 8, 3),
-            (128, 128, 8, 2),
+            (64, 64, 4, 3, 128), (128, 64, 8, 2, 128), (128, 64, 8, 4, 128), (128, 64, 4, 3), (64, 128, 4, 3),
+            (128, 128, 8, 3), (128, 128, 8, 2),
         ),
         ("forward", 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
         ("keys", 64): ((64, 128, 8, 3), (32, 64, 4, 3, 168), (64, 64, 4, 2), (32, 128, 8, 3, 128), (64, 128, 8, 2)),
@@ -155,11 +148,7 @@ _TRIED: dict[str, _Blocks] = {
         ("shared keys", 64): ((64, 64, 4, 3), (64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 1)),
         ("shared keys", 128): ((64, 64, 8, 2), (32, 64, 8, 2)),
         ("queries", 64): (
-            (64, 64, 4, 3, 168),
-            (128, 64, 8, 2, 128),
-            (128, 64, 8, 3),
-            (64, 64, 4, 3, 128),
-            (128, 128, 8, 2),
+            (64, 64, 4, 3, 168), (128, 64, 8, 2, 128), (128, 64, 8, 3), (64, 64, 4, 3, 128), (128, 128, 8, 2),
             (128, 32, 8, 3, 128),
         ),
         ("queries", 128): ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
@@ -172,7 +161,7 @@ _TRIED: dict[str, _Blocks] = {
         ("queries", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
         ("queries", 128): ((128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
     },
-}
+}  # fmt: skip
 
 
 def attention_configs(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionConfig, ...]:

@@ -34,7 +34,7 @@ def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats:
 
 
 def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: int) -> float:
-    """Seconds by the GPU's own clock, from before the first to after the last."""
+    """Seconds of one `start()` of `repeats` in a row, after one that does not count, by events on the GPU."""
     begin, end = driver.Event(timed=True), driver.Event(timed=True)
     start()
     begin.record(context.stream)
@@ -46,14 +46,11 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
 
 
 def opless_kernel(
-    function: DeviceFunction,
-    kinds: dict[str, str],
-    constants: dict[str, Any],
-    *,
-    warps: int = 4,
-    aligned: tuple[str, ...] = (),
-) -> Specialisation:
-    """A kernel without an op."""
+    function: DeviceFunction, kinds: dict[str, str], constants: dict[str, Any],
+    *, warps: int = 4, aligned: tuple[str, ...] = (),
+) -> Specialisation:  # fmt: skip
+    """A kernel that belongs to no op. `kinds`: the types of its parameters, in their order; `aligned`: pointers that are multiples
+    of 16 bytes."""
     options = (("num_stages", 1), ("num_warps", warps))
     return Specialisation(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
 
@@ -81,8 +78,8 @@ class Bench:
         self.context = driver.Context(self.device)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of all multiprocessors on random numbers: the roofline of a `dtype` matmul at the clock that they
-        leave. TF32 is not used. That of "fp8" is not measured: data sheets have twice the rate of bf16."""
+        """FLOP/s of all multiprocessors on random numbers: the roofline of a `dtype` matmul, at the clock rate that power leaves.
+        TF32 is not used. That of "fp8" is not measured: data sheets have twice the rate of bf16."""
         if dtype == "fp8":
             return 2 * self.peak("bf16")
         rows, cols, depth, _ = TILES[dtype]
@@ -98,8 +95,8 @@ class Bench:
         return 2.0 * rows * cols * depth * ITERATIONS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
-        """The bytes/s of a kernel. Of every eight floats it reads, writes and updates in place as many as `mix` says; an update
-        counts twice."""
+        """Bytes/s of a kernel that reads, writes and updates in place as many streams of floats as `mix` = (reads, writes, updates)
+        says; an update counts twice."""
         read, write, update = mix
         n = BANDWIDTH_BYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))
@@ -155,14 +152,16 @@ class MemoryComparison:
     def first(
         self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any
     ) -> int | None:
-        """The first byte of [start, stop), two even numbers, that a has `shift` bytes further and b has another; None where all
-        are equal."""
+        """The first byte of [start, stop), two even numbers, in which b differs from a, where the same bytes are `shift` further
+        on; None where all are equal."""
         for at in range(start, stop, self.MOST):
             if (found := self._first(a, b, at, min(stop, at + self.MOST), shift, stream)) is not None:
                 return found
         return None
 
     def _first(self, a: Any, b: Any, start: int, stop: int, shift: int, stream: Any) -> int | None:
+        """The same for at most MOST bytes: the GPU counts differences in each program's part, the host compares the first such
+        part."""
         n = (stop - start) // 2
         programs = min(self.PROGRAMS, -(-n // self.BLOCK))
         blocks = -(-n // (programs * self.BLOCK))

@@ -28,14 +28,16 @@ from barellm.errors import UserError
 from barellm.runtime import artefacts
 from barellm.runtime.compilers import Compile, Service, compile_all
 
-FORMAT = 4  # of what is kept
+FORMAT = 4  # version of what is kept on disk
 CACHE_NBYTES = 256 << 20  # of cubins on disk
-SHARE = 2  # for each helper process at least
+SHARE = 2  # kernels for each helper process at least
 HEAD = struct.Struct("<q")
-SECTION = struct.Struct("<I20xQQ24x")  # the head of an ELF section: its name, offset and size
-ATTRIBUTE = struct.Struct("<BBH")  # of .nv.info: how the value is given, which one, the value or its size
-SIZED = 4  # the value follows
-REGISTERS = (SIZED, 0x2F)
+# A cubin is an ELF file of 64 bits. At E_SHOFF of its header is the file offset of the section headers, at E_SHNUM their number and
+# the index of the section of names. A section header: sh_name, an offset in that section, then sh_offset and sh_size.
+E_SHOFF, E_SHNUM = 40, 60
+SECTION = struct.Struct("<I20xQQ24x")
+ATTRIBUTE = struct.Struct("<BBH")  # of .nv.info: format of the value, attribute, value or its size
+EIFMT_SVAL, EIATTR_REGCOUNT = 4, 0x2F  # the value follows, in so many bytes; the registers of a function
 FLAGS = {"enable_fp_fusion": True}  # stated, since another Triton has another default
 
 
@@ -78,25 +80,29 @@ class Code:
 
     @property
     def param_bytes(self) -> int:
+        """The size of the block of parameters."""
         return self.offsets[-1] + self.params[-1][0]
 
     @property
     def registers(self) -> int:
-        """Registers of a thread: a cubin is an ELF file, whose section .nv.info has an attribute for them."""
-        (table,), (count, names) = struct.unpack_from("<Q", self.cubin, 40), struct.unpack_from("<HH", self.cubin, 60)
-        heads = [SECTION.unpack_from(self.cubin, table + SECTION.size * i) for i in range(count)]
-        text = heads[names][1]
-        at, size = next((at, size) for name, at, size in heads if self.cubin.startswith(b".nv.info\0", text + name))
+        """Registers of a thread: the attribute EIATTR_REGCOUNT in the ELF section .nv.info."""
+        (table,) = struct.unpack_from("<Q", self.cubin, E_SHOFF)
+        count, names_index = struct.unpack_from("<HH", self.cubin, E_SHNUM)
+        sections = [SECTION.unpack_from(self.cubin, table + SECTION.size * i) for i in range(count)]
+        _, names, _ = sections[names_index]
+        at, size = next((at, size) for name, at, size in sections if self.cubin.startswith(b".nv.info\0", names + name))
         end = at + size
         while at < end:
-            form, which, size = ATTRIBUTE.unpack_from(self.cubin, at)
+            form, attribute, size = ATTRIBUTE.unpack_from(self.cubin, at)
             at += ATTRIBUTE.size
-            if (form, which) == REGISTERS:
-                return struct.unpack_from("<II", self.cubin, at)[1]  # behind the symbol of the function
-            at += size if form == SIZED else 0
+            if (form, attribute) == (EIFMT_SVAL, EIATTR_REGCOUNT):
+                _symbol, registers = struct.unpack_from("<II", self.cubin, at)
+                return registers
+            at += size if form == EIFMT_SVAL else 0
         raise ValueError(f"the cubin of {self.name} does not say how many registers it takes")
 
     def packed(self) -> bytes:
+        """What is kept on disk: the length of a JSON head, the head, the cubin."""
         fields = asdict(self)
         cubin = fields.pop("cubin")
         head = json.dumps(fields).encode()
@@ -104,6 +110,7 @@ class Code:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Code:
+        """The inverse of `packed`; JSON has lists where fields are tuples."""
         (size,) = HEAD.unpack_from(data)
         fields = json.loads(data[HEAD.size : HEAD.size + size])
         fields["arguments"] = tuple(fields["arguments"])
@@ -117,7 +124,8 @@ def cache_folder() -> Path:
 
 
 def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> dict[Specialisation, Code]:
-    """The code of each specialisation, from the cache, else compiled by up to `processes` processes and kept."""
+    """The code of each specialisation for compute capability `arch`, from the cache, else compiled by up to `processes` processes
+    and kept there. UserError where it must be compiled and Triton is missing."""
     found: dict[Specialisation, Code] = {}
     missing: dict[str, Specialisation] = {}
     paths = {spec: _path(spec, arch) for spec in specs}
@@ -142,8 +150,8 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
 
 
 def check_compiler() -> None:
-    """Raise a UserError if Triton is missing or has another version: its version decides machine code and the names it is written
-    in."""
+    """Raise a UserError if Triton is missing or has another version than the kernels are written for: its version decides their
+    machine code, and whether Gluon's names exist."""
     try:
         found = version("triton")
     except PackageNotFoundError:
@@ -191,7 +199,7 @@ def _job(spec: Specialisation, arch: int) -> str:
 
 
 def compiler(argument: None) -> Compile:
-    """Jobs to packed code."""
+    """The function that a compiling process runs for each job (runtime.compilers): a specialisation as text to packed code."""
     check_compiler()
 
     def compile_job(job: str) -> bytes:
@@ -204,6 +212,7 @@ def compiler(argument: None) -> Compile:
 
 
 def _frozen(value: Any) -> Any:
+    """JSON's lists as tuples, nested ones too."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -224,7 +233,7 @@ def triton_compile(spec: Specialisation, arch: int) -> Any:
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder  # the result is kept by us, without the folder's path in it
         knobs.compilation.disable_line_info = True  # or the cubin would depend on where the sources lie
-        knobs.runtime.add_stages_inspection_hook = _patched  # pyright: ignore[reportAttributeAccessIssue]
+        knobs.runtime.add_stages_inspection_hook = _patch_ptx  # pyright: ignore[reportAttributeAccessIssue]
         return run_compiler(
             source(function, signature, constexprs=constants, attrs=attrs),
             target=GPUTarget("cuda", arch, 32),
@@ -232,7 +241,8 @@ def triton_compile(spec: Specialisation, arch: int) -> Any:
         )
 
 
-def _patched(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+def _patch_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    """Triton's hook: its stage that makes PTX, followed by the corrections below."""
     make_ptx = stages["ptx"]
     stages["ptx"] = lambda source, metadata: with_wgmma_waits(with_proxy_fences(make_ptx(source, metadata)))
 
@@ -261,7 +271,8 @@ def with_wgmma_waits(ptx: str) -> str:
 
 
 def _type(name: str, spec: Specialisation) -> str:
-    """Triton's name of a parameter's type."""
+    """Triton's name of a parameter's type, as `Specialisation.signature` names it. A tensor map is a tensor descriptor, in Gluon
+    with the shared-memory layout of its boxes; a table is a pointer to i64."""
     if name.startswith("table<"):
         return "*i64"
     if not name.startswith("tensormap<"):
@@ -284,7 +295,9 @@ def argument_of(type_: str) -> str:
 
 
 def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
-    """The facts that a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
+    """The cubin of Triton's result `kernel`, with what a launch must know: from Triton's metadata and, for the layout of the
+    parameters, from the PTX. It fails where the code asks for scratch, clusters or kinds of launches that BoundLaunch does not
+    make."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"
@@ -297,13 +310,12 @@ def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
         for d in (meta.tensordesc_meta or ())
     )
     assert len(descriptors) == arguments.count("map"), (spec, descriptors)
-    return Code(
-        meta.name, arch, 32 * meta.num_warps, meta.shared, arguments, params, descriptors, kernel.asm["cubin"]
-    )  # fmt: skip
+    return Code(meta.name, arch, 32 * meta.num_warps, meta.shared, arguments, params, descriptors, kernel.asm["cubin"])
 
 
 def _params(ptx: str) -> tuple[tuple[int, int], ...]:
-    """(bytes, alignment) of each parameter of the entry."""
+    """(bytes, alignment) of each parameter of the entry function, from its declaration: ".param .align 64 .b8 name[128]" or ".param
+    .u64 name"; a scalar is as aligned as it is long."""
     entry = ptx[ptx.index(".entry") :]
     found = []
     pattern = r"\.param (?:\.align (\d+) )?\.(\w)(\d+)[^,\[\)]*(?:\[(\d+)\])?"

@@ -19,6 +19,7 @@ from typing import Any
 
 from barellm.cuda.kernel import LibraryGemm, Sizes
 from barellm.errors import UserError
+from barellm.program.integers import round_up
 from barellm.runtime.lowering import Region
 
 INSTALL = "pip install nvidia-cublas"
@@ -118,6 +119,7 @@ class Cublas:
             raise CublasError(name, status)
 
     def _made(self, name: str, *args: Any) -> Made:
+        """A new object of the library, by its functions `name`Create and `name`Destroy."""
         made = c_void_p()
         self.call(f"{name}Create", byref(made), *args)
         return Made(made, getattr(self.functions, f"{name}Destroy"))
@@ -133,11 +135,12 @@ class Cublas:
         return made
 
     def algorithm(self, key: Any, what: str, operation: Made, layouts: list[Made], workspace: int) -> Algorithm:
-        """The heuristic's first, asked once for each `key`. UserError where it has none for the GEMM called `what`."""
+        """The heuristic's first algorithm, asked once for each `key`, for an `operation` and the `layouts` of its operands A, B, C,
+        D with so many bytes of workspace. UserError where it has none for the GEMM called `what`."""
         if key in self._algorithms:
             return self._algorithms[key]
-        wishes = [(WORKSPACE, c_uint64(workspace)), (REDUCTION, c_uint32(IN_COMPUTE_TYPE))]
-        for at, value in wishes + [(at, c_uint32(ALIGN)) for at in ALIGNMENTS]:
+        preferences = [(WORKSPACE, c_uint64(workspace)), (REDUCTION, c_uint32(IN_COMPUTE_TYPE))]
+        for at, value in preferences + [(at, c_uint32(ALIGN)) for at in ALIGNMENTS]:
             size = ctypes.sizeof(value)
             self.call("cublasLtMatmulPreferenceSetAttribute", self.preference.value, at, byref(value), size)
         found, count = Heuristic(), c_int()
@@ -167,12 +170,13 @@ class Made:
 
 
 class BoundGemm:
-    """A GEMM for the sizes of a run. `accumulate`: whether results of mode "start" are added to what is there. `run` is one
-    call; where a graph is captured, what it launches is kept with its numbers."""
+    """A GEMM for the sizes of a run. `run` is one call; a graph that captures it keeps the kernels that it launches."""
 
     def __init__(
         self, gemm: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
     ) -> None:
+        """`address`: the device address of operands; `accumulate`: whether results of mode "start" are added to what is there. All
+        arguments of cublasLtMatmul are prepared here: operands in its column-major order (see the module's docstring)."""
         spec = gemm.spec
         self.op, self.cublas = gemm.op, cublas
         rows = gemm.rows(sizes)
@@ -195,10 +199,9 @@ class BoundGemm:
         a = cublas.matrix(spec.dtype, rows, widths[1])
         b = cublas.matrix(spec.dtype, b_rows, K)
         out = cublas.matrix(spec.out, out_rows, widths[0])
-        layouts = [b, a, out, out]
+        layouts = [b, a, out, out]  # of A, B, C, D
         adds = gemm.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
-        room = address(gemm.workspace)
-        scratch = -(-room // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        scratch = round_up(address(gemm.workspace), WORKSPACE_ALIGN)
         workspace = gemm.workspace.stop - gemm.workspace.start - WORKSPACE_ALIGN
         key = spec, rows, gemm.bias is not None
         algorithm = cublas.algorithm(key, f"{spec.symbol()} of {rows} tokens", operation, layouts, workspace)

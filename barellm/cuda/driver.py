@@ -1,4 +1,4 @@
-"""The GPU through NVIDIA's driver: a context, memory, streams, graphs, code. Handles live as long as their objects.
+"""The GPU through NVIDIA's driver API: device, context, memory, events, graphs. Handles live as long as their objects.
 
 `bindings()` and `libcuda()` are the only ways to the driver; nothing of it is imported before a session is opened.
 """
@@ -38,13 +38,13 @@ def bindings() -> Any:
 
 @cache
 def libcuda() -> Any:
-    """The driver's library itself, for what the bindings do wrong: their tensor maps are not aligned."""
+    """The driver's library itself, for tensor maps: those of the bindings are not aligned."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def call(name: str, *args: Any) -> Any:
-    """The values that a driver function returns beside its status: one value, a tuple of several, or None. A bad status is a
-    DriverError."""
+    """Call a driver function; gives the values that it returns beside its status: one value, a tuple of several, or None. A bad
+    status is a DriverError."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
@@ -60,7 +60,7 @@ def _name(cu: Any, status: int) -> str:
         return f"status {status}"
 
 
-# What a kernel does wrong: every later call fails with the same, until the process ends.
+# Errors after which every later call in this process fails with the same status.
 LOST = ("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC")
 LOST += ("LAUNCH_FAILED", "LAUNCH_TIMEOUT", "HARDWARE_STACK_ERROR", "ECC_UNCORRECTABLE", "ASSERT", "UNKNOWN")
 
@@ -79,9 +79,9 @@ class DriverError(UserError):
 
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"  # the driver's own variable
-SPIN_S, POLL_S = 1e-3, 2e-4  # how long the GPU is asked without a pause, and the pauses after that
-SLOW_S = 60.0  # of waiting, after which a line says for what
-_latest: object = None
+SPIN_S, POLL_S = 1e-3, 2e-4  # seconds of polling without a pause, and the pauses after that
+SLOW_S = 60.0  # seconds of waiting, after which a line says for what
+_latest: object = None  # what was launched last
 
 
 def blocking() -> bool:
@@ -89,15 +89,15 @@ def blocking() -> bool:
     return os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
-def launches(what: object) -> None:
-    """What is put on the GPU now, in words when somebody asks: where it hangs or goes wrong, this is named."""
+def note_launch(what: object) -> None:
+    """Remember what is put on the GPU now, for messages: its str() is the name of what hangs or fails."""
     global _latest
     _latest = what
 
 
 def wait(query: str, handle: Any, most_s: float = inf) -> bool:
-    """Until the stream or event is done, as the driver's function `query` tells; False after `most_s` seconds. The GPU is asked
-    again and again, since the driver's own way to wait does not let Ctrl-C through."""
+    """Wait until a stream or an event is done, by polling the driver's function `query`; False after `most_s` seconds. Polling,
+    because the driver's own synchronization does not let Ctrl-C through. DriverError where the GPU failed."""
     cu, began, reported = bindings(), time.monotonic(), False
     not_ready = int(cu.CUresult.CUDA_ERROR_NOT_READY)
     while status := int(getattr(cu, query)(handle)[0]):
@@ -130,8 +130,9 @@ class Device:
 
 
 def device(number: int = 0) -> Device:
-    """The GPU for rank `number` of this machine, of those that CUDA_VISIBLE_DEVICES leaves: the only one, where its launcher has
-    left it one. UserError where there is none that barellm can use."""
+    """The GPU number `number`, the rank on this machine, of those in CUDA_VISIBLE_DEVICES; the only one, where there is one (a
+    launcher may have given each rank its own). UserError where there is none that barellm can use: the checks are from the driver
+    to the card."""
     cu = bindings()
     try:
         status = int(cu.cuInit(0)[0])
@@ -176,9 +177,9 @@ def device(number: int = 0) -> Device:
 
 
 class Context:
-    """The device's primary context, current in each thread that asks for the stream, which waits for no other. The context stays
-    until the process ends: what still hangs on it when a session is closed (events, say) would be given back to a context that is
-    gone, and the next session would wait for a new one."""
+    """The device's primary context, current in each thread that asks for the stream, and a non-blocking stream. The context stays
+    until the process ends: events and memory that outlive a session would be given back to a context that is gone, and the next
+    session would wait for a new one."""
 
     def __init__(self, on: Device) -> None:
         cu = bindings()
@@ -208,7 +209,7 @@ class Context:
         wait("cuStreamQuery", self.stream)
 
     def ends(self, most_s: float) -> bool:
-        """Whether all that is on the stream ends in so many seconds, and the context is not lost."""
+        """Whether the work on the stream ends within so many seconds, without an error."""
         try:
             return wait("cuStreamQuery", self.stream, most_s)
         except DriverError:
@@ -248,8 +249,8 @@ class DeviceMemory:
             call("cuMemsetD8Async", self.address + start, value, nbytes, stream)
 
 
-def seen(address: int, nbytes: int) -> np.ndarray:
-    """The GPU's bytes at an address as an array that this process must not read: for what follows from where they lie."""
+def device_view(address: int, nbytes: int) -> np.ndarray:
+    """An array whose data are `nbytes` at a device address. Only its address and slices may be used: the host cannot read it."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
@@ -275,12 +276,13 @@ class Event:
         call("cuEventRecord", self.handle, stream)
 
     def record_in_graph(self, stream: Any) -> None:
-        """While a graph is captured: each of its launches records the event."""
+        """Record the event in the graph that is being captured: each launch of the graph records it again, for `since`."""
         external = bindings().CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
         call("cuEventRecordWithFlags", self.handle, stream, int(external))
 
     def hold(self, stream: Any) -> None:
-        """What is put on the stream from now on waits for it. While a graph is captured, the stream becomes a part of that."""
+        """Let all later work on the stream wait for the event. If that belongs to a graph's capture, the stream joins the
+        capture."""
         call("cuStreamWaitEvent", stream, self.handle, 0)
 
     def wait(self) -> None:
@@ -293,10 +295,10 @@ class Event:
 
 
 class Graph:
-    """The work that `enqueue` puts on the stream, kept to be launched as a whole. The capture is relaxed: Python may collect
-    garbage meanwhile, and in any other mode memory that this thread gives back would spoil it."""
+    """A CUDA graph of the work that `enqueue` puts on the stream, instantiated and uploaded."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
+        # Relaxed: Python may collect garbage meanwhile, and in any other mode freeing memory would invalidate the capture.
         call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             enqueue()
@@ -318,8 +320,7 @@ class Graph:
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """What is launched within the context is shown to a profiler that was told to wait for it (ncu --profile-from-start off);
-    nothing else changes, also where none looks."""
+    """Within the context a profiler records launches, if it was started to wait for that (ncu --profile-from-start off)."""
     call("cuProfilerStart")
     try:
         yield
@@ -328,8 +329,9 @@ def profiled() -> Iterator[None]:
 
 
 def finalizer(owner: object, name: str, handle: Any) -> weakref.finalize:
-    """Gives the handle back with a driver function when called, or when nobody has the owner any more; the driver may then have
-    gone already. Not at the end of the process, which gives everything back, also where the GPU hangs."""
+    """A finalizer that gives `handle` back by the driver function `name`, when it is called or when the owner is collected; errors
+    are ignored, since the driver may have gone already. Not at the end of the process, which frees everything, also where the GPU
+    hangs."""
     function = getattr(bindings(), name)
 
     def give_back() -> None:

@@ -1,4 +1,4 @@
-"""The way from ops to launches: which function, with which constants, on which grid, over which bytes.
+"""Lowering, from ops to launches: which kernel, with which constants, on which grid, over which bytes.
 
 A lowering is registered by the op's name and appends launches:
 
@@ -32,8 +32,8 @@ POINTER |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}  # Triton's names
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU that kernels are compiled for. `sms` decides the size of persistent grids and never a result. `name`, that of the
-    card, tells what was tuned."""
+    """The GPU that kernels are compiled for. `sms`: multiprocessors, which decide the size of persistent grids and never a result;
+    `name`: of the card, by which tuned configurations are found."""
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
@@ -90,7 +90,8 @@ class Count:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A row-major matrix seen by the tensor memory accelerator in boxes of `box` elements. Rows lie `stride` elements apart."""
+    """A tensor map (TMA descriptor) of a row-major matrix (rows, columns), whose rows are `stride` elements apart, in boxes of
+    `box` = (rows, columns) elements."""
 
     region: Region
     dtype: str
@@ -105,8 +106,8 @@ class Table:
     """Operands of many tensors, for kernels that do all of them in one launch: in device memory, written once when a session is
     made. A column for each field, 8 bytes for each of `entries`.
 
-    `fields`: name -> (what it holds, the values): an address, "*fp32" and the like, of Regions; or "i64" or "fp64". `writes`: the
-    fields whose tensors are written.
+    `fields`: name -> (type, values): addresses, "*fp32" and the like, of Regions; or numbers, "i64" or "fp64". `writes`: names of
+    the fields whose tensors are written.
     """
 
     fields: dict[str, tuple[str, list[Any]]]
@@ -208,16 +209,9 @@ class GemmSpec:
     name: str = "cublaslt"
 
     def symbol(self) -> str:
-        words = [
-            self.name,
-            self.gemm_kind,
-            f"{self.N}x{self.K}",
-            self.dtype,
-            self.out,
-            "tf32" if self.tf32 else "",
-            self.epilogue,
-            self.mode,
-        ]
+        """The name that tells it from other GEMMs."""
+        words = [self.name, self.gemm_kind, f"{self.N}x{self.K}", self.dtype, self.out]
+        words += ["tf32" if self.tf32 else "", self.epilogue, self.mode]
         return "_".join(word for word in words if word)
 
 
@@ -271,8 +265,8 @@ Call = Launch | LibraryGemm | CollectiveCall
 
 @dataclass
 class Lowering:
-    """Turns one op into launches, and calls of libraries between them. `decodes`: whether its program has a KV cache, and so runs
-    with a few rows as often as with many."""
+    """Turns one op into calls: launches, library GEMMs and collectives, in order. `decodes`: whether its program has a KV cache,
+    and so runs with a few rows as often as with many. `scratch_tensors`: what the op needs while it runs."""
 
     op: Op
     target: Target
@@ -295,20 +289,13 @@ class Lowering:
         return Count(tuple(d.name for d in t.dims), t.width)
 
     def launch(
-        self,
-        function: DeviceFunction,
-        operands: dict[str, Any],
-        constants: dict[str, Any] | None = None,
-        *,
-        grid: Callable[[Sizes], tuple[int, ...]],
-        writes: str,
-        warps: int = 4,
-        stages: int = 3,
-        registers: int = 0,
-    ) -> None:
-        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, a Table, COUNTER, an int or a Size (both i32), or
-        None where an optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is
-        filled in."""
+        self, function: DeviceFunction, operands: dict[str, Any], constants: dict[str, Any] | None = None,
+        *, grid: Callable[[Sizes], tuple[int, ...]], writes: str, warps: int = 4, stages: int = 3, registers: int = 0,
+    ) -> None:  # fmt: skip
+        """Append a launch of `function`, whose parameters are the names in `operands` and `constants`. An operand is a Tensor,
+        (Region, dtype), a TensorMap, a Table, COUNTER, an int or a Size (both i32), or None where an optional tensor is absent (a
+        constant None in the code); `scalars` is filled in. `writes`: names of the operands that are written, by spaces. `grid`: of
+        the sizes of a run. `warps`, `stages`, `registers`: num_warps, num_stages and maxnreg of the compiler (0: it decides)."""
         written = set(writes.split())
         fixed = dict(constants or {})
         signature: list[tuple[str, str]] = []
@@ -366,7 +353,7 @@ REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16", "fp16"))
 def lowering(
     *op_names: str, **takes: Any
 ) -> Callable[[Callable[[Any, Lowering], None]], Callable[[Any, Lowering], None]]:
-    """Register how ops become launches. `takes`: as `Registry.add` has it."""
+    """Register a function as the lowering of the ops named. `takes`: which dtypes and modes of operands it takes (Registry.add)."""
 
     def register(lower: Callable[[Any, Lowering], None]) -> Callable[[Any, Lowering], None]:
         for name in op_names:
@@ -380,5 +367,5 @@ MODES = {name: i for i, name in enumerate(registry.MODES)}
 
 
 def mode(op: Op, output: str) -> int:
-    """How an output is written, as the constant that `kernels.common.keep` takes."""
+    """How an output is written (stored, added, by the run), as the constant MODE of `kernels.common.store_or_add`."""
     return MODES[op.modes[output]]

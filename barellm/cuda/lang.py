@@ -77,7 +77,9 @@ def gluon(function: Callable[..., Any]) -> DeviceFunction:
 
 @cache
 def namespace(module: str, interpreted: bool) -> dict[str, Any]:
-    """The globals of a kernel module as Triton must see them."""
+    """The globals of a kernel module as Triton must see them: real `tl` and `gl`, constants as constexpr, and device functions, its
+    own and imported ones, as Triton's or Gluon's objects (`interpreted`: of Triton's interpreter). A copy of each function gets
+    these globals, so functions that call one another find the objects."""
     import triton.language
     from triton import knobs
     from triton.experimental import gluon as gluon_jit

@@ -1,4 +1,4 @@
-"""Launches with everything in place: code loaded, parameters packed as the kernel reads them, tensor maps encoded."""
+"""Launches ready to run: code loaded, parameters packed as the kernel reads them, tensor maps encoded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Counter, Launch, Sizes, Table, TensorMap
 from barellm.errors import UserError
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import round_up
 from barellm.runtime.lowering import Region
 
 FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
-MAP_BYTES, MAP_ALIGN = 128, 128  # of a CUtensorMap; the compiler gives it 64, cuda.h 13 asks for 128
-MOST_GRID = (2**31 - 1, 65535, 65535)
-PROMOTION_128B = 2  # what a tensor map's miss brings into L2
-# The element types of tensor maps have other numbers on the device than in the driver's interface.
+MAP_BYTES, MAP_ALIGN = 128, 128  # of a CUtensorMap; the compiler aligns it to 64, cuda.h 13 asks for 128
+MOST_GRID = (2**31 - 1, 65535, 65535)  # blocks along each axis
+INTERLEAVE_NONE, PROMOTION_128B, FILL_ZEROS = (
+    0,
+    2,
+    0,
+)  # CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+# CUtensorMapDataType of fp16, fp32 and bf16 by Triton's element types, which are the device's numbers; others are equal.
 HOST_TYPE = {8: 10, 9: 8, 10: 9}
 SCALAR = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "*": ctypes.c_uint64}
 
@@ -26,6 +31,7 @@ class Kernel:
     """Code that the driver has loaded."""
 
     def __init__(self, code: Code, device: driver.Device) -> None:
+        """Load the cubin into the current context. UserError where it needs more shared memory than the device has."""
         if code.shared_bytes > device.shared_bytes:
             raise UserError(
                 f"kernel {code.name} needs {code.shared_bytes} bytes of shared memory, {device.name} has "
@@ -48,19 +54,14 @@ class Kernel:
 
 
 class BoundLaunch:
-    """A launch for the sizes of a run. `address`: of bytes in the arena, of tables and of the counter; `scalars`: of the run-time
-    scalars.
-
-    The parameters are packed once. `run` costs one driver call, and none where a graph replays it."""
+    """A launch for the sizes of a run. Its parameters are packed once; `run` costs one driver call, and none where a graph replays
+    it."""
 
     def __init__(
-        self,
-        launch: Launch,
-        kernel: Kernel,
-        sizes: Sizes,
-        address: Callable[[Region | Table | Counter], int],
-        scalars: int,
-    ) -> None:
+        self, launch: Launch, kernel: Kernel, sizes: Sizes, address: Callable[[Region | Table | Counter], int], scalars: int
+    ) -> None:  # fmt: skip
+        """`address`: the device address of bytes in the arena, of tables and of the counter; `scalars`: of the run-time scalars.
+        UserError where the grid is larger than a GPU runs."""
         code = kernel.code
         self.op, self.function = launch.op, kernel.function
         grid = (*launch.grid(sizes), 1, 1)[:3]
@@ -74,45 +75,54 @@ class BoundLaunch:
         self.empty = 0 in grid
         if self.empty:  # its arguments may be those of no rows: a tensor map of none cannot be made
             return
-        room = ctypes.create_string_buffer(sum(nbytes + MAP_ALIGN for nbytes, _ in code.params))
-        slots, end = [], ctypes.addressof(room)
-        for nbytes, align in code.params:  # each lies where it likes: the driver copies it from its own address
-            align = MAP_ALIGN if nbytes == MAP_BYTES else align
-            slots.append(-(-end // align) * align)
-            end = slots[-1] + nbytes
+        slots = self._allocate(code)
+        # cuLaunchKernel takes an array of pointers to the parameters, which need not be contiguous.
         self.pointers = (ctypes.c_void_p * len(slots))(*slots)
-        self._keep = room
-        at, descriptors = iter(slots), iter(code.descriptors)
+        slot, descriptors = iter(slots), iter(code.descriptors)
 
-        def put(kind: str, value: int) -> None:
-            SCALAR[kind].from_address(next(at)).value = value
+        def write(kind: str, value: int) -> None:
+            SCALAR[kind].from_address(next(slot)).value = value
 
         for kind, argument in zip(code.arguments, launch.args, strict=True):
-            if isinstance(argument, TensorMap):
+            if isinstance(
+                argument, TensorMap
+            ):  # five parameters: the map, then sizes and strides, which Triton passes too
                 rows = argument.rows if isinstance(argument.rows, int) else argument.rows(sizes)
-                encode(next(at), argument, rows, address(argument.region), next(descriptors))
+                encode_tensor_map(next(slot), argument, rows, address(argument.region), next(descriptors))
                 for name, value in (("i32", rows), ("i32", argument.columns), ("i64", argument.stride), ("i64", 1)):
-                    put(name, value)
+                    write(name, value)
             elif argument is None:
-                put(kind, scalars)
+                write(kind, scalars)
             elif isinstance(argument, Region | Table | Counter):
-                put(kind, address(argument))
+                write(kind, address(argument))
             else:
-                put(kind, argument if isinstance(argument, int) else argument(sizes))
-        put("*", 0)  # scratch of the compiler's, of which there is none
-        put("*", 0)
-        self.config = _configured(code, grid)
+                write(kind, argument if isinstance(argument, int) else argument(sizes))
+        write("*", 0)  # Triton's global and profiler scratch, which no kernel uses (compile.code_of)
+        write("*", 0)
+        self.config = _launch_config(code, grid)
+
+    def _allocate(self, code: Code) -> list[int]:
+        """Host addresses for the parameters, aligned as the code wants them, in memory that is kept with this object."""
+        self._buffer = ctypes.create_string_buffer(sum(nbytes + MAP_ALIGN for nbytes, _ in code.params))
+        slots, end = [], ctypes.addressof(self._buffer)
+        for nbytes, align in code.params:
+            align = MAP_ALIGN if nbytes == MAP_BYTES else align
+            slots.append(round_up(end, align))
+            end = slots[-1] + nbytes
+        return slots
 
     def __str__(self) -> str:
         return self._words
 
     def run(self, stream: Any) -> None:
+        """Put the launch on the stream, unless its grid is empty."""
         if not self.empty:
             self.config.hStream = stream
             driver.call("cuLaunchKernelEx", self.config, self.function, ctypes.addressof(self.pointers), 0)
 
 
-def _configured(code: Code, grid: tuple[int, ...]) -> Any:
+def _launch_config(code: Code, grid: tuple[int, ...]) -> Any:
+    """The driver's CUlaunchConfig; its stream is set by each run."""
     cu = driver.bindings()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -121,18 +131,20 @@ def _configured(code: Code, grid: tuple[int, ...]) -> Any:
     return config
 
 
-def encode(at: int, argument: TensorMap, rows: int, address: int, descriptor: Descriptor) -> None:
-    """Write the tensor map of a row-major matrix to host address `at`."""
+def encode_tensor_map(at: int, argument: TensorMap, rows: int, address: int, descriptor: Descriptor) -> None:
+    """Write the CUtensorMap of a row-major matrix (rows, columns) at device address `address` to host address `at`, with the box,
+    swizzle and element type that the code was compiled for. The driver wants the address and the rows' stride to be multiples of 16
+    bytes, and lists the innermost dimension first."""
     nbytes = itemsize(argument.dtype)
     assert nbytes == descriptor.element_bytes and not address % 16 and not argument.stride * nbytes % 16, argument
     sizes = (ctypes.c_uint64 * 2)(argument.columns, rows)
-    strides = (ctypes.c_uint64 * 1)(argument.stride * nbytes)
+    strides = (ctypes.c_uint64 * 1)(argument.stride * nbytes)  # in bytes, of the outer dimension alone
     box = (ctypes.c_uint32 * 2)(*reversed(descriptor.box))
-    steps = (ctypes.c_uint32 * 2)(1, 1)
-    kind = HOST_TYPE.get(descriptor.element_type, descriptor.element_type)
+    element_strides = (ctypes.c_uint32 * 2)(1, 1)
+    element_type = HOST_TYPE.get(descriptor.element_type, descriptor.element_type)
     status = driver.libcuda().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), kind, 2, ctypes.c_void_p(address), sizes, strides, box, steps,
-        0, descriptor.swizzle, PROMOTION_128B, 0,
+        ctypes.c_void_p(at), element_type, 2, ctypes.c_void_p(address), sizes, strides, box, element_strides,
+        INTERLEAVE_NONE, descriptor.swizzle, PROMOTION_128B, FILL_ZEROS,
     )  # fmt: skip
     if status:
         raise driver.DriverError("cuTensorMapEncodeTiled", f"{status} for {argument}, {rows} rows at {address:#x}")

@@ -54,13 +54,14 @@ def _line(error: Exception) -> str:
 
 
 class Communicator:
-    """All ranks of a run, each with its own GPU, whose context is current. It is made by all of them together."""
+    """All ranks of a run, each with its own GPU, whose context is current."""
 
     def __init__(self, ranks: Ranks, device: driver.Device) -> None:
+        """Made by all ranks together. UserError on all of them where two share a GPU, or NCCL does not start."""
         self.ranks = ranks
         check_own(ranks, device)
         cu = driver.bindings()
-        unique_id: bytes | UserError | None = None
+        unique_id: bytes | UserError | None = None  # rank 0 makes it, or says to all why it cannot
         if ranks.rank == 0:
             try:
                 unique_id = bytes(memoryview(call("get_unique_id")))
@@ -99,7 +100,7 @@ class Communicator:
         driver.call("cuStreamDestroy", self.stream)
 
     def _watch_errors(self) -> None:
-        """Ends the run where a link or another rank fails while the GPU waits for it: the host would wait for ever."""
+        """In a thread: end the run where a link or another rank fails while the GPU waits for it; the host would wait for ever."""
         while not self._over.wait(POLL_S):
             try:
                 status = int(call("comm_get_async_error", self.handle))
@@ -135,11 +136,13 @@ class BoundCollective:
     def __init__(
         self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool
     ) -> None:
+        """`address`: the device address of a region. The op decides which bytes of its operands go to and come from which rank, on
+        views of device memory."""
         self.op, self._overlapped, self._communicator = call.op, call.overlapped, communicator
         self.begins = call.overlapped and last
         self._idle = call.overlapped and not last
         arrays = {
-            name: [driver.seen(address(region), region.stop - region.start) for region in regions]
+            name: [driver.device_view(address(region), region.stop - region.start) for region in regions]
             for name, regions in call.regions.items()
         }
         self._sends = _pieces(call.op.departing(arrays))

@@ -1,8 +1,11 @@
 """The way from programs to a running session: lower, plan, compile, bind, launch.
 
 A program's launches are captured into one CUDA graph for each batch and length that it runs with. What changes from run to run is
-in device memory: the run-time scalars and the inputs, which come from two alternating pinned staging buffers, so that
-the next run's are written while the last one's are still being copied.
+in device memory: the run-time scalars and the inputs, which come from two alternating pinned staging buffers, so that the next
+run's are written while the last one's are still being copied.
+
+One allocation holds the arena (from `base`, a multiple of ALIGN), the run-time scalars, the counter (single_pass_reduction.py) and
+the tables (kernel.Table). A call is a launch, a library's GEMM or a collective; bound, it has the addresses and sizes of a run.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from barellm.errors import UserError
 from barellm.program import scalars
 from barellm.program.builder import Program
 from barellm.program.dtypes import numpy_dtype
+from barellm.program.integers import round_up
 from barellm.program.ops.base import Op
 from barellm.program.ops.collectives import Transfer
 from barellm.program.planner import Plan
@@ -54,10 +58,10 @@ from barellm.runtime.memory import check_fits
 from barellm.runtime.ranks import ALONE
 
 ALIGN = 512  # bytes, of the arena
-GRAPHS = 16  # kept, of those used last
-HEADROOM = 64 << 20  # bytes of the GPU for code, graphs and the driver's own
-LEAVE_S = 5.0  # of waiting for the GPU after an error
-INPUT_ALIGN = 64  # bytes: what begins in a pinned buffer begins at a multiple
+GRAPHS = 16  # that are kept, of those used last
+HEADROOM = 64 << 20  # bytes of the GPU left for code, graphs and the driver
+LEAVE_S = 5.0  # seconds that `close` waits for the GPU after an error
+INPUT_ALIGN = 64  # bytes: of inputs in a pinned buffer, and of scalars, counter and tables
 
 
 class Lowered(LoweredProgram[Lowering]):
@@ -121,8 +125,8 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
 
 @dataclass(frozen=True)
 class Run:
-    """The key of a graph: the program, its sizes and, where a library's GEMM asks for it, `accumulate`; where transfers begin in
-    it, `last`."""
+    """The key of a graph: the program and its sizes; `accumulate`, if a library's GEMM takes it as an argument; and `last`, whether
+    the micro-batch is the step's last, if the program starts collectives then."""
 
     program: str
     sizes: Sizes
@@ -147,7 +151,8 @@ Bound = BoundLaunch | BoundGemm | BoundCollective | JoinCollectives | Fill
 
 
 class StagingBuffer:
-    """One of the two pinned buffers: the run-time scalars, then the inputs of one program, and when the GPU has taken them."""
+    """One of the two pinned buffers: the run-time scalars, then the inputs of one program. `copied`: the event that the GPU has
+    copied them; `input_views`: the arrays that show the inputs of each program."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = driver.PinnedMemory(nbytes)
@@ -159,15 +164,12 @@ class CudaSession(ArenaSession):
     """Programs over one arena on a GPU, compiled and ready. A `runtime.session.Session`."""
 
     def __init__(
-        self,
-        programs: dict[str, Program],
-        *,
-        device: driver.Device | None = None,
-        built: LoweredPrograms | None = None,
-        matmul: str = "barellm",
-        tf32: bool = False,
-    ) -> None:
-        """`built`: what the programs were lowered to, else it is done here, with GEMMs by `matmul`, in `tf32` or not."""
+        self, programs: dict[str, Program], *, device: driver.Device | None = None, built: LoweredPrograms | None = None,
+        matmul: str = "barellm", tf32: bool = False,
+    ) -> None:  # fmt: skip
+        """Plan, compile, load and allocate. `built`: what the programs were lowered to; else that is done here, with GEMMs by the
+        backend `matmul`, those of fp32 in TF32 if `tf32`. `device`: else that of this rank. UserError where the GPU has too little
+        memory."""
         lap = laps()
         self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
         self.device = device or driver.device(self.ranks.number)
@@ -178,10 +180,11 @@ class CudaSession(ArenaSession):
         free = max(self.context.free_bytes() - HEADROOM, 0)
         limit = (free, f"free memory of {self.device.name}, less {HEADROOM >> 20} MiB for code,")
         check_fits(self.plan, what=sizes_of(programs), limit=limit)
-        self.seconds = {"plan": lap()}  # of opening, by stage
+        self.seconds = {"plan": lap()}  # seconds of opening, by stage
         codes = compiled(self.specs, self.device.arch, processes=processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
+        # Programs whose graphs depend on `accumulate` and on `last` (Run), and those that call libraries.
         gemms = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
         self._by_accumulate = {name for name, found in gemms.items() if any(p.by_accumulate for p in found)}
         collectives = {n: [c for c in calls if isinstance(c, CollectiveCall)] for n, calls in self.calls.items()}
@@ -208,43 +211,48 @@ class CudaSession(ArenaSession):
     # --- building ---
 
     def _map_arena(self, tables: list[Table]) -> None:
-        """The arena, behind it the run-time scalars, the counter, and tables, which are written now."""
-        counter = self.plan.arena_bytes + -(-scalars.NBYTES // INPUT_ALIGN) * INPUT_ALIGN
+        """Allocate the arena, behind it the run-time scalars, the counter, and the tables, which are written now; all else is
+        zero."""
+        counter = self.plan.arena_bytes + round_up(scalars.NBYTES, INPUT_ALIGN)
         end = counter + INPUT_ALIGN
-        at: dict[Table, int] = {}
+        offsets: dict[Table, int] = {}
         for table in tables:
-            at[table] = end
-            end += -(-table.nbytes // INPUT_ALIGN) * INPUT_ALIGN
+            offsets[table] = end
+            end += round_up(table.nbytes, INPUT_ALIGN)
         try:
             self.memory = driver.DeviceMemory(end + ALIGN)
         except driver.DriverError as error:
             raise UserError(f"{self.device.name} refuses an arena of {self.plan.arena_bytes} bytes: {error}") from None
-        self.base = -(-self.memory.address // ALIGN) * ALIGN
+        self.base = round_up(self.memory.address, ALIGN)
         self._skip = self.base - self.memory.address
         self._scalars = self.base + self.plan.arena_bytes
         self._counter = self.base + counter
         self.memory.fill(0, 0, self.memory.nbytes, self.stream)
-        self._tables = {table: self.base + start for table, start in at.items()}
-        for table, start in at.items():
+        self._tables = {table: self.base + start for table, start in offsets.items()}
+        for table, start in offsets.items():
             self._set(start, np.frombuffer(table.packed(self._address), np.uint8))
 
     def _new_staging_buffer(self) -> StagingBuffer:
-        """Programs share the memory of the inputs."""
-        start = -(-scalars.NBYTES // INPUT_ALIGN) * INPUT_ALIGN
-        at: dict[Tensor, int] = {}
+        """A buffer for the scalars and the inputs of any one program: programs share the memory of the inputs."""
+        start = round_up(scalars.NBYTES, INPUT_ALIGN)
+        offsets: dict[Tensor, int] = {}
         most = start
         for program in self.programs:
             end = start
             for t in self._inputs_of(program).values():
-                at[t] = end
-                end += -(-t.nbytes // INPUT_ALIGN) * INPUT_ALIGN
+                offsets[t] = end
+                end += round_up(t.nbytes, INPUT_ALIGN)
             most = max(most, end)
         buffer = StagingBuffer(most)
-        memory = buffer.memory.array
-        buffer.input_views = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(numpy_dtype(t.dtype)))
+
+        def view(t: Tensor) -> np.ndarray:
+            return buffer.memory.array[offsets[t] : offsets[t] + t.nbytes].view(numpy_dtype(t.dtype))
+
+        buffer.input_views = self._input_rooms(view)
         return buffer
 
     def _address(self, region: Region | Table | Counter) -> int:
+        """The device address of an argument."""
         if isinstance(region, Counter):
             return self._counter
         if isinstance(region, Table):
@@ -252,24 +260,27 @@ class CudaSession(ArenaSession):
         return self.base + self.plan.offsets[region.tensor] + region.start
 
     def _bound(self, run: Run) -> list[Bound]:
+        """The calls of a run, bound. In debug mode a tensor is filled after the last op that reads it; collectives that overlap the
+        program are waited for at its end."""
         low, dead = self.lowered[run.program], poison.deaths(self.plan, run.program) if self.guards else {}
         bound: list[Bound] = []
         for i, op in enumerate(low.ops):
             bound += [self._bind(call, run) for call in low.of[op].launches]
             bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
-        begun = [i for i, call in enumerate(bound) if isinstance(call, BoundCollective) and call.begins]
-        if begun:
-            bound.append(JoinCollectives(bound[begun[-1]].op, begun[-1], self.communicator()))
+        started = [i for i, call in enumerate(bound) if isinstance(call, BoundCollective) and call.begins]
+        if started:
+            bound.append(JoinCollectives(bound[started[-1]].op, started[-1], self.communicator()))
         return bound
 
     def communicator(self) -> Communicator:
-        """The one of all ranks, which they make when each is about to send for the first time: before, one of them may be at work
-        for the others."""
+        """NCCL's communicator of all ranks. They make it together, when each is about to send for the first time: earlier, one of
+        them may still be preparing something for the others, which would wait."""
         if self._communicator is None:
             self._communicator = Communicator(self.ranks, self.device)
         return self._communicator
 
     def _bind(self, call: Call, run: Run) -> Bound:
+        """A call with the addresses and sizes of a run."""
         if isinstance(call, Launch):
             return BoundLaunch(call, self.kernels[call.spec], run.sizes, self._address, self._scalars)
         if isinstance(call, CollectiveCall):
@@ -278,6 +289,7 @@ class CudaSession(ArenaSession):
         return BoundGemm(call, self.cublas, run.sizes, self._address, run.accumulate)
 
     def _graph(self, run: Run) -> driver.Graph:
+        """The graph of a run: kept (least recently used ones are freed), or captured now."""
         if run in self._graphs:
             self._graphs.move_to_end(run)
             return self._graphs[run]
@@ -309,37 +321,39 @@ class CudaSession(ArenaSession):
         return int(self._block.ints[scalars.SCALARS[name].index])
 
     def _run(self, program: str) -> Run:
-        """The run that begins. A program without batch or length is the same for all."""
+        """The key of the run that begins, from its scalars. Only sizes that the program has are in it."""
         sizes = Sizes.of({name: self._scalar(name) for name in self._limits[program]})
         accumulate = program in self._by_accumulate and bool(self._scalar("accumulate"))
         return Run(program, sizes, accumulate, program in self._by_last and bool(self._scalar("last")))
 
     def _captures(self, run: Run) -> bool:
-        """Whether a graph may be captured: of a library's calls not before they ran once, since it loads its code in the first, or
-        connects ranks."""
+        """Whether this run may be captured as a graph; it counts as run from now on. A program with calls of libraries must run
+        once before: in the first call they load code, or connect ranks."""
         ready = run.program not in self._by_library or run in self._ran
         self._ran.add(run)
         return ready
 
     def _start(self, program: str) -> None:
+        """Put a run on the stream: the copies of its inputs, then its graph, or its calls one by one."""
         self._send_inputs(program)
         run = self._run(program)
-        driver.launches(run)
+        driver.note_launch(run)
         if self._captures(run) and not driver.blocking():
             self._graph(run).launch(self.stream)
         else:
             self._launch_each(run)
 
     def _launch_each(self, run: Run) -> None:
-        """With CUDA_LAUNCH_BLOCKING each is waited for, so that an error names the launch that made it."""
+        """The calls of a run without a graph. With CUDA_LAUNCH_BLOCKING each is waited for, so that an error names its launch."""
         for launch in self._bound(run):
             if driver.blocking():
-                driver.launches(launch)
+                driver.note_launch(launch)
             launch.run(self.stream)
             if driver.blocking():
                 self.context.synchronize()
 
     def _send_inputs(self, program: str) -> None:
+        """Start the copies of the scalars and of the inputs, as long as they are in this run, from the staging buffer."""
         buffer = self._staging_buffers[0]
         buffer.memory.array[: scalars.NBYTES] = self._block.ints.view(np.uint8)
         driver.call("cuMemcpyHtoDAsync", self._scalars, buffer.memory.address, scalars.NBYTES, self.stream)
@@ -350,8 +364,8 @@ class CudaSession(ArenaSession):
         buffer.copied.record(self.stream)
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
-        """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order. Waiting for
-        other ranks at the end of a program counts for the last transfer that has begun."""
+        """Run a program; gives the op of each call, in order, and the milliseconds that the GPU spent on it, between events around
+        it. Waiting for other ranks at the end of a program counts for the last collective that was started."""
         bound: list[Bound] = []
         events: list[driver.Event] = []
 
@@ -391,7 +405,7 @@ class CudaSession(ArenaSession):
         self._run_by(lambda: self._launch_each(self._run(program)), program, values)
 
     def _run_by(self, start: Callable[[], None], program: str, values: dict[str, Any]) -> None:
-        """A run of another kind: `start` instead of the graph, after the inputs."""
+        """Run a program with `start` in the place of its graph, after the copies of its inputs."""
 
         def begin() -> None:
             self._send_inputs(program)
@@ -405,11 +419,11 @@ class CudaSession(ArenaSession):
             self._starts[program] = usual
 
     def replay(self, program: str, **sizes: int) -> None:
-        """The graph of such a run once more, with the inputs and run-time scalars that are there."""
+        """Launch the graph of a run of these sizes, with the inputs and run-time scalars of the last run."""
         self._graph(replace(self._run(program), sizes=Sizes.of(sizes))).launch(self.stream)
 
     def captured(self, program: str, wanted: Callable[[Call], bool], **sizes: int) -> driver.Graph:
-        """The `wanted` calls of a run of these sizes, with the run-time scalars of the last run."""
+        """A graph of those calls of a run of these sizes that are `wanted`, with the run-time scalars of the last run."""
         run = replace(self._run(program), sizes=Sizes.of(sizes))
         bound = [self._bind(call, run) for call in self.calls[program] if wanted(call)]
 

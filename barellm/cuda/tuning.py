@@ -174,8 +174,8 @@ def entry_name(target: Target, key: Key) -> str:
 
 
 def from_entry(entry: Any, key: Key, arch: int) -> Config:
-    """The configuration of an entry. It is a ValueError if this architecture has no such one, or if it has other bits than the
-    default."""
+    """The configuration of an entry of the database. ValueError if the entry is malformed, or if the configuration is none that
+    this key has on this architecture (`configs`: those that are bitwise equal to the default)."""
     kind, name = key.kind, NAMES[key.kind]
     try:
         fields = {str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()}
@@ -195,7 +195,8 @@ def to_entry(choice: Config) -> dict[str, Any]:
 
 
 def select_config(target: Target, key: Key) -> Any:
-    """The configuration of a kernel: tuned, else the default. Tokens are the planned ones."""
+    """The configuration of a kernel: `forced`, else tuned (if the user asks for tuned ones), else the default. The key's tokens are
+    the planned maximum. An entry that does not fit is ignored with a warning."""
     for found in _counters:
         found[key] += 1
     if key in _forced:

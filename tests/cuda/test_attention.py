@@ -28,7 +28,7 @@ ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention_config, "select_attention_config", lambda role, *shape: TILES[role])
-    monkeypatch.setattr(attention_kv_cache, "PART", 48)
+    monkeypatch.setattr(attention_kv_cache, "SPLIT_KEYS", 48)
 
 
 @each_shape

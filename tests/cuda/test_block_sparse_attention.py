@@ -51,7 +51,7 @@ RELATIVE = [
 @pytest.mark.extended
 def test_relative_terms(shape, length, block, text, groups, distances, dtype, monkeypatch):
     """Also in more parts than one."""
-    monkeypatch.setattr(relative_position_bias_backward, "PART", 2)
+    monkeypatch.setattr(relative_position_bias_backward, "MIN_TILES", 2)
     planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
     of = {"groups": groups, "packed": block == 64, "distances": distances}
     check_op(FORWARD, **forward_case(shape, dtype, planned, **of))

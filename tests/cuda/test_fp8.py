@@ -87,10 +87,10 @@ def test_hopper_multiplies_8_bits_by_its_own_instructions():
     p.output("loss", loss)
     p.backward(loss)
     found = lower_and_plan({"train": p}, Target(90)).specs
-    found = {spec: op for spec, op in found.items() if spec.name in ("eight_gemm", "transpose_codes", "quantise")}
+    found = {spec: op for spec, op in found.items() if spec.name in ("fp8_gemm", "transpose_codes", "quantise")}
     table = rows(found, 90)
     assert not [text for name, row in table.items() for text in wrong(name, row)]
-    products = {name: row for name, row in table.items() if name.startswith("eight_gemm")}
+    products = {name: row for name, row in table.items() if name.startswith("fp8_gemm")}
     assert len(products) == 3 and all(row["QGMMA"] >= 4 and not row["spills"] for row in products.values()), products
 
 

@@ -234,7 +234,7 @@ def few_bits_specs() -> dict[Specialisation, str]:
     return one_of_each(found)
 
 
-FEW_BITS = ("quantized_skinny_gemm", "quantized_mma", "written_out")
+FEW_BITS = ("quantized_skinny_gemm", "quantized_mma", "dequantize")
 
 
 def stream_specs() -> dict[Specialisation, str]:

@@ -84,17 +84,17 @@ def wrong_workspace(monkeypatch) -> None:
 
 def wrong_rows(monkeypatch) -> None:
     """A tensor map is of fewer rows than the matrix: what lies beyond counts as zeros, or is dropped."""
-    encode = launch.encode
-    monkeypatch.setattr(launch, "encode", lambda at, a, rows, *rest: encode(at, a, max(rows - 8, 1), *rest))
+    encode = launch.encode_tensor_map
+    monkeypatch.setattr(launch, "encode_tensor_map", lambda at, a, rows, *rest: encode(at, a, max(rows - 8, 1), *rest))
 
 
 def wrong_stride(monkeypatch) -> None:
-    encode = launch.encode
+    encode = launch.encode_tensor_map
 
     def skewed(at, argument, *rest) -> None:
         encode(at, replace(argument, stride=argument.stride + 8), *rest)
 
-    monkeypatch.setattr(launch, "encode", skewed)
+    monkeypatch.setattr(launch, "encode_tensor_map", skewed)
 
 
 @pytest.mark.slow

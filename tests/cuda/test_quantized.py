@@ -12,7 +12,7 @@ from barellm.assembly.programs import build
 from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.gemm.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16, TURN
+from barellm.cuda.kernels.gemm.quantized_mma import INT4_BF16, INT4_FP16, NF4_BF16, NF4_FP16, WARP_BLOCKS
 from barellm.cuda.step import lower_and_plan
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
@@ -190,7 +190,7 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     code = device_code.read(cubin := triton_compile(call.spec, 90).asm["cubin"], shared=0)
     loop = longest_loop(device_code.disassembled(cubin))
     if wide:
-        each = TURN.value * 128 / 32
+        each = WARP_BLOCKS.value * 128 / 32
         assert sum(word.startswith("HMMA.16816.F32") for word in loop) == each / 8 and code.registers <= 64
     else:
         each = dict(call.spec.constants)["BB"] * 128 / (32 * dict(call.spec.options)["num_warps"])
@@ -202,10 +202,10 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
 @pytest.mark.parametrize(
     "dtype, asm, table",
     [
-        ("bf16", BF16, INTEGERS),
-        ("fp16", FP16, INTEGERS),
-        ("bf16", NORMAL_BF16, NORMAL_QUANTILES),
-        ("fp16", NORMAL_FP16, NORMAL_QUANTILES),
+        ("bf16", INT4_BF16, INTEGERS),
+        ("fp16", INT4_FP16, INTEGERS),
+        ("bf16", NF4_BF16, NORMAL_QUANTILES),
+        ("fp16", NF4_FP16, NORMAL_QUANTILES),
     ],
 )
 @pytest.mark.extended

@@ -16,7 +16,7 @@ import numpy as np
 
 from barellm.cuda.kernel import Specialisation
 from barellm.cuda.kernels.gemm.binary_mma import AND_POPC
-from barellm.cuda.kernels.gemm.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16
+from barellm.cuda.kernels.gemm.quantized_mma import INT4_BF16, INT4_FP16, NF4_BF16, NF4_FP16
 from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES
 from tests.simulators import gluon_stub
 from tests.simulators.gluon_machine import DTYPES, _memory
@@ -166,7 +166,7 @@ def _codes(x: Any, table: tuple[float, ...]) -> Callable[[Values, Values, Values
 
 
 ASM = {AND_POPC.value: _and_popc}
-for _dtype, _integers, _normal in ((ml_dtypes.bfloat16, BF16, NORMAL_BF16), (np.float16, FP16, NORMAL_FP16)):
+for _dtype, _integers, _normal in ((ml_dtypes.bfloat16, INT4_BF16, NF4_BF16), (np.float16, INT4_FP16, NF4_FP16)):
     ASM |= {_integers.value: _codes(_dtype, INTEGERS), _normal.value: _codes(_dtype, NORMAL_QUANTILES)}
 LAYOUTS = ("NVMMADistributedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout",
            "DotOperandLayout")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What ranks on GPUs do together. Tensors travel by NCCL (`cuda.nccl`); what has arrived is added here, in the ranks' order."""
+"""Collectives of ranks on GPUs. Tensors travel by NCCL (`cuda.nccl`); what has arrived is added here, in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def sum_over_ranks(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, RANK: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y (n) = the gradients of COUNT ranks, in their order; `own` (n) is that of RANK, and others (COUNT - 1, n) the rest."""
+    """y (n) = the sum of the gradients of COUNT ranks, in their order: `own` (n) is that of RANK, others (COUNT - 1, n) the rest.
+    BLOCK elements of one entry of the table for each program."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
@@ -55,39 +56,41 @@ def sum_over_ranks(
 
 
 def sum_unit(op: Any) -> int:
-    """Elements of which the places and the lengths of an `SumOverRanks` are multiples: a span may begin anywhere."""
+    """The largest number of elements, up to a vector, that divides the lengths and beginnings of a `SumOverRanks`' operands: a
+    shard may begin anywhere."""
     return gcd(unit_of(op.own), op.own.first_element, op.y.first_element)
 
 
 @lowering("sum_over_ranks", floats="fp32", spans="own y")
 def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
+    """One launch for the sums of a group of shards."""
     sums: list[Any] = members(op)
     unit = sum_unit(sums[0])
     firsts, programs = first_programs(ceil_div(s.own.size, BLOCK) for s in sums)
-    columns = {
-        "first": ("i64", firsts),
-        "units": ("i64", [s.own.size // unit for s in sums]),
-        **{name: column(getattr(s, name) for s in sums) for name in FIELDS[2:]},
-    }
+    columns = {"first": ("i64", firsts), "units": ("i64", [s.own.size // unit for s in sums])}
+    columns |= {name: column(getattr(s, name) for s in sums) for name in FIELDS[2:]}
     table = Table({name: columns[name] for name in FIELDS}, writes=("y",))
     constants = {**entry_constants(len(sums)), "UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1}
     constants["BLOCK"] = BLOCK
     c.launch(sum_over_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
-def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
+def _append_collective(
+    op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False
+) -> None:
+    """Append the transfer of an op, with the `regions` that travel of each of its operands."""
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
 
 @lowering("all_to_all", floats="fp32", spans="*")
 def lower_exchange(op: Any, c: Lowering) -> None:
-    _travel(op, c, lambda t: [part(t)])
+    _append_collective(op, c, lambda t: [part(t)])
 
 
 @lowering("start_all_to_all", floats="fp32", spans="*")
 def lower_start_all_to_all(op: Any, c: Lowering) -> None:
-    _travel(op, c, lambda t: [part(t)], overlapped=True)
+    _append_collective(op, c, lambda t: [part(t)], overlapped=True)
 
 
 @lowering("wait_all_to_all", floats="fp32")
@@ -97,4 +100,4 @@ def lower_wait_all_to_all(op: Any, c: Lowering) -> None:
 
 @lowering("all_gather", floats=f"fp32 {PLANES}", spans="*")
 def lower_gather(op: Any, c: Lowering) -> None:
-    _travel(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])
+    _append_collective(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])

@@ -18,16 +18,18 @@ POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS, MOMENTUM = (
 )
 STORE, ADD = constant(MODES["store"]), constant(MODES["add"])
 
-VECTOR = 16  # elements: 16 bytes of the smallest type are 8 of them, and Triton wants to see twice that
-# Columns of a block whose rows are summed. With one to a lane, its product is fused with the sum over lanes: of two that add each
-# other's, each rounds only the other's, and they end with different sums, of which any may be written.
+VECTOR = 16  # elements: 16 bytes are 8 of the smallest type, and Triton wants to see twice that
+# Least columns of a block whose rows are summed: two for each of 32 lanes. With one, the product before the sum is fused into the
+# butterfly reduction over lanes: of two lanes that add each other's, each rounds only the other's product, and they differ in the
+# end.
 MIN_SUM_COLUMNS = 64
 BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 bytes a tensor
 
 
 @device
 def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
-    """Store `value`, or add it to what is there, as the mode and the run's `accumulate` say."""
+    """Store `value` to the pointers `to`, or add it to what is there, as MODE (kernel.MODES) says: STORE, ADD, or by the run-time
+    scalar `accumulate` ("start")."""
     if MODE == STORE:
         tl.store(to, value, mask=mask)
     else:
@@ -40,33 +42,34 @@ def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
 
 @device
 def scalar_fp64(scalars, AT: tl.constexpr):
-    """A run-time scalar that is a float, as fp64."""
+    """The run-time scalar number AT, one that is a float, as fp64."""
     return tl.load(scalars + AT).to(tl.float64, bitcast=True)
 
 
 @device
 def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Indices (BLOCK,) of this program's elements and the mask of those below units * UNIT. What is a multiple of a vector is
-    visible to the compiler, which a bare count is not: without it no masked access would be wider than an element."""
+    """Indices (BLOCK,) i64 of this program's elements, and the mask of those below n = units * UNIT. A factor UNIT makes visible to
+    the compiler that n is a multiple of a vector: of a bare count no masked access would be wider than an element."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return i, i < units.to(tl.int64) * UNIT
 
 
 @device
 def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """This program's row numbers (BR,) i64, columns (BC,), and the mask (BR, BC) of those below rows and C."""
+    """This program's rows (BR,) i64, columns (BC,), and the mask (BR, BC) of those below `rows` and C. Grid: blocks of rows, of
+    columns."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     return row, column, (row < rows)[:, None] & (column < C)[None, :]
 
 
 def unit_of(t: Tensor) -> int:
-    """Elements, up to a vector, of which a tensor's count is a multiple."""
+    """UNIT of a tensor: the largest number of elements, up to a vector, that divides its count in every run."""
     return gcd(t.width, VECTOR)
 
 
 def matrix_unit(op: Any, t: Tensor) -> int:
-    """The same of one matrix of a bank."""
+    """UNIT of each matrix of a bank t."""
     return gcd(t.size // op.matrices, VECTOR)
 
 
@@ -76,12 +79,12 @@ def pow2(n: int) -> int:
 
 
 def row_strides(**tensors: Tensor) -> dict[str, int]:
-    """Constants NAME_STRIDE: how many elements apart the rows of a tensor or view lie."""
+    """Constants NAME_STRIDE: elements from a row of a tensor or view to the next."""
     return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
 
 
 def view_strides(**operands: Any) -> dict[str, int | None]:
-    """Constants NAME_STRIDE as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
+    """Constants NAME_STRIDE of operands of any kind: elements from a row of a view to the next; None where rows are contiguous."""
     return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
@@ -92,34 +95,21 @@ def elementwise(
     unit = unit_of(like)
     units = Count(tuple(d.name for d in like.dims), like.width // unit)
     c.launch(
-        function,
-        {**operands, "units": units},
-        {"UNIT": unit, "BLOCK": BLOCK, **constants},
-        grid=lambda s: (ceil_div(units(s) * unit, BLOCK),),
-        writes=writes,
-    )
+        function, {**operands, "units": units}, {"UNIT": unit, "BLOCK": BLOCK, **constants},
+        grid=lambda s: (ceil_div(units(s) * unit, BLOCK),), writes=writes,
+    )  # fmt: skip
 
 
 def rowwise(
-    c: Lowering,
-    function: DeviceFunction,
-    like: Tensor,
-    operands: dict[str, Any],
-    *,
-    writes: str,
-    least: int = 1,
-    **constants: Any,
-) -> None:
-    """Launch a kernel with parameters `rows`, C, BR and BC over tiles of the rows (..., C) of `like`, at least `least` columns
-    wide."""
+    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, least: int = 1, **constants: Any
+) -> None:  # fmt: skip
+    """Launch a kernel with parameters `rows`, C, BR and BC over blocks (BR, BC) of the rows (..., C) of `like`: BLOCK elements,
+    `least` to 256 columns wide."""
     C = int(like.shape[-1])
     rows = c.rows(like)
     BC = max(least, min(256, pow2(C)))
     BR = BLOCK // BC
     c.launch(
-        function,
-        {**operands, "rows": rows},
-        {"C": C, "BR": BR, "BC": BC, **constants},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(C, BC)),
-        writes=writes,
-    )
+        function, {**operands, "rows": rows}, {"C": C, "BR": BR, "BC": BC, **constants},
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(C, BC)), writes=writes,
+    )  # fmt: skip

@@ -8,8 +8,8 @@ from barellm.cuda.lang import device, tl
 
 @device
 def peak(out, a, b, iterations, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
-    """Each thread block does the same matmul again and again, a (ROWS, DEPTH) by b (DEPTH, COLS), from shared memory and registers.
-    out: a number for each block."""
+    """Peak FLOP/s: each thread block does the same matmul a (ROWS, DEPTH) b (DEPTH, COLS) `iterations` times, from shared memory
+    and registers. out (blocks): a number that depends on all of them."""
     m, n, k = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, DEPTH)
     x = tl.load(a + m[:, None] * DEPTH + k[None, :])
     y = tl.load(b + k[:, None] * COLS + n[None, :])
@@ -21,7 +21,8 @@ def peak(out, a, b, iterations, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: t
 
 @device
 def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr):
-    """Reads READ streams of n floats in a, writes WRITE of them in b, updates UPDATE of them in c. n is a multiple of BLOCK."""
+    """Bandwidth: reads READ streams of n floats of a, writes WRITE of them to b, updates UPDATE of them in c, each of which depends
+    on all reads. n is a multiple of BLOCK."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(READ):
@@ -31,13 +32,13 @@ def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constex
     for s in tl.static_range(UPDATE):
         at = c + s * n.to(tl.int64) + i
         tl.store(at, tl.load(at) * 0.5 + total)
-    if WRITE + UPDATE == 0:
+    if WRITE + UPDATE == 0:  # never true, but the compiler must keep the reads
         tl.store(b + i, total, mask=total == 1e30)
 
 
 @device
 def differences(found, a, b, n, blocks, BLOCK: tl.constexpr):
-    """found (programs): how many numbers differ, of the `blocks` times BLOCK that a program looks at; a and b have n."""
+    """found (programs): how many of the numbers a (n) and b (n) differ, of the `blocks` times BLOCK that each program compares."""
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
     first = tl.program_id(0).to(tl.int64) * blocks * BLOCK

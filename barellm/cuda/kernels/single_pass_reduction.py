@@ -1,10 +1,9 @@
 """Single-pass reduction over all programs of a launch: the last program to arrive adds up the partial sums of the others (CUDA's
 threadFenceReduction).
 
-Each program stores its partial sum, then counts itself. Who finds that all others have counted themselves adds the partial sums in
-the order of their places, so the bits do not depend on who it is. It also sets the counter back to zero, as the next launch expects
-it: nobody clears it between launches. It pays where the partial sums are few, because one program adds them while the other
-multiprocessors are idle.
+Each program stores its partial sum, then increments the counter. The program that finds all others counted adds the partial sums in
+order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
+partial sums are few, because one program adds them while the other multiprocessors are idle.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ def is_last_program(counter):
 
 @device
 def store_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    """out (1) = the sum of partials (n), in order. For the last program of a launch."""
+    """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch. A vector of two,
+    one of them masked, since store_or_add takes vectors."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)

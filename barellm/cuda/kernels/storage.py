@@ -1,8 +1,9 @@
 """What kernels see as fp32 though memory may not be: weights and moments.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" and "bf16_u16", whose lo
-has no sign, or the nearest fp16 and the fp32 weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
-`program.moments`.
+A weight is one array, or two planes p and lo (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" (hi is the nearest bf16)
+and "bf16_u16", whose lo is unsigned (hi is truncated), or the nearest fp16 and the fp32 weight of "fp16_fp32". FORMAT: one of
+these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits of exponent and
+mantissa.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, plane
 
 REBIAS = constant(REBIAS_BITS)
-WHOLE = constant(16)  # the unit of a tensor of its own, whose first plane lies at a multiple of 16 elements
+WHOLE = constant(16)  # UNIT of a tensor that is no part of a bank: its first plane begins at a multiple of 16 elements
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
@@ -45,14 +46,14 @@ def weight_constants(t: Tensor) -> dict[str, Any]:
 
 @device
 def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """To the first plane, or the fp32 weights, of a matrix or tensor whose count of elements is a multiple of UNIT."""
+    """A pointer to the first plane, or the fp32 weights, of a tensor whose count of elements is a multiple of UNIT."""
     ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "fp16_fp32" else tl.int16
     return aligned_pointer(table, entry, PARAM, ENTRIES, ONE, UNIT)
 
 
 @device
 def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """To the second plane of the same. fp32 begins behind as many fp16, which are half as long."""
+    """A pointer to the second plane of the same. fp32 begins behind as many fp16, which are half as long."""
     TWO: tl.constexpr = tl.float32 if FORMAT == "fp16_fp32" else tl.uint16 if FORMAT == "bf16_u16" else tl.int16
     MULTIPLE: tl.constexpr = UNIT if FORMAT != "fp16_fp32" or UNIT == 1 else UNIT // 2
     return aligned_pointer(table, entry, LO, ENTRIES, TWO, MULTIPLE)
@@ -60,7 +61,7 @@ def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.c
 
 @device
 def load_weight(p, lo, i, mask):
-    """fp32 values; zero off the mask."""
+    """fp32 values of a weight's elements i; zero off the mask."""
     if lo is None:
         return tl.load(p + i, mask=mask, other=0.0)
     elif lo.dtype.element_ty == tl.float32:
@@ -78,6 +79,7 @@ def to_bf16(value):
 
 @device
 def store_weight(p, lo, i, mask, value):
+    """Store fp32 values as a weight's elements i, in all of its planes."""
     if lo is None:
         tl.store(p + i, value, mask=mask)
     elif lo.dtype.element_ty == tl.float32:
@@ -85,8 +87,8 @@ def store_weight(p, lo, i, mask, value):
         tl.store(lo + i, value, mask=mask)
     else:
         bits = value.to(tl.int32, bitcast=True)
-        up = 0 if lo.dtype.element_ty == tl.uint16 else 0x8000
-        tl.store(p + i, ((bits + up) >> 16).to(tl.int16), mask=mask)
+        half = 0 if lo.dtype.element_ty == tl.uint16 else 0x8000  # truncated, or rounded to the nearest
+        tl.store(p + i, ((bits + half) >> 16).to(tl.int16), mask=mask)
         tl.store(lo + i, bits.to(lo.dtype.element_ty), mask=mask)
 
 
@@ -97,12 +99,13 @@ def moment_constants(name: str, t: Tensor) -> dict[str, Any]:
 
 
 def moment_operand(t: Tensor) -> Any:
+    """A moment as the operand of a launch."""
     return (part(t), "i16") if t.dtype in FORMATS else t
 
 
 @device
 def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """fp32 values; zero off the mask."""
+    """fp32 values of a moment's elements i; zero off the mask. Codes are the upper bits of fp32 with another exponent bias."""
     if MANTISSA is None:
         return tl.load(p + i, mask=mask, other=0.0)
     else:
@@ -116,7 +119,8 @@ def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
 
 @device
 def store_moment(p, i, mask, value, dither, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Encodes as `moments.encode` does, or keeps fp32. `dither`: int32 below 2^(23 - MANTISSA) to round at random."""
+    """Store fp32 values as a moment's elements i, encoded as `moments.encode` does. `dither`: int32 below 2^(23 - MANTISSA) for
+    stochastic rounding, None for the nearest. LEAST, MOST: bits of the smallest and the largest number of the format."""
     if MANTISSA is None:
         tl.store(p + i, value, mask=mask)
     else:
@@ -129,6 +133,7 @@ def store_moment(p, i, mask, value, dither, MANTISSA: tl.constexpr, SIGNED: tl.c
         if dither is None:
             code = (tl.where(tiny, 0, magnitude - REBIAS) + (1 << (SHIFT - 1))) >> SHIFT
         else:
+            # A number below LEAST becomes LEAST or 0, in proportion to its size.
             PER_LEAST: tl.constexpr = 2.0 ** (SHIFT + 60) / (1 + 2.0**-MANTISSA)
             below = (tl.where(tiny, magnitude.to(tl.float32, bitcast=True), 0.0) * PER_LEAST).to(tl.int32)
             code = (tl.where(tiny, below, magnitude - REBIAS) + dither) >> SHIFT

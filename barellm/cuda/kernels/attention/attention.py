@@ -9,12 +9,15 @@ strides of their own: three tensors, or columns of one.
 Sliding windows and document masks (attention_mask.py) skip blocks of keys that none of a program's queries sees. Paired heads
 (modded-nanogpt) are one sequence of twice the length, FOLD = 2 positions for each token: T, H and C are those of that one.
 
-Groups of constants that the kernels of attention take (tuples; None or -1: not there):
+Tuples of constants that the kernels of attention take (None or -1: not there):
 
     HEADS    H, GROUP_SIZE, D, DP                 STRIDES  elements from a row to the next, of q, k, v
-    DROPOUT  threshold of a random word, 1 / (1 - rate)                   OFFSETS  k and v behind q, if they are in one tensor
-    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; the place of a run-time scale
-    MASKING  causal, local (windows or documents), the place of the run-time window, FOLD
+    DROPOUT  threshold of a random word, 1 / (1 - rate)        OFFSETS  of k and v behind q, if they are in one tensor
+    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar
+    MASKING  causal, local (windows or documents), index of the run-time window's scalar, FOLD
+
+Operands and names that recur: `starts`: first positions of documents; `seq`: positions of a sequence; `stream`: number of dropout's
+random stream, `key` its Threefry key; m0, n0: first query and key of a block, BM and BN its size; `count`: keys of the sequence.
 
 Protocol of a program: a block of BM queries stays in registers (in shared memory where tensor cores want it there), as do its
 accumulators (BM, DP) and the running maximum and sum of each row. Blocks of BN keys and values are loaded by all warps with
@@ -54,12 +57,13 @@ LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 
 
 @device
-def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
-    """Which of the probabilities (BM, BN) from (m0, n0) dropout keeps."""
+def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
+    """Which of the probabilities (BM, BN) from (m0, n0) on dropout keeps. Rows of the random stream are (query, head), columns
+    keys."""
     k0, k1 = key
     row = (m0 + tl.arange(0, BM)) * H + head
     zeros = tl.zeros((BM,), tl.uint32)
-    if BN == 16:  # one word of each call
+    if BN == 16:  # a call of the generator has two words, 16 columns apart: one of them
         first, second = calls(k0 + zeros, k1 + zeros, row, n0 // 32 * 16, BM, BN)
         word = tl.where(n0 % 32 == 0, first, second)
     else:
@@ -73,8 +77,9 @@ def attend_keys(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [begin, end): acc (BM, DP), row_sum and row_max (BM). `first_key` (BM): the first visible key of
-    each query, None where all before it are."""
+    """Online softmax of queries q (BM, DP) over the keys [begin, end): updates acc (BM, DP), row_sum and row_max (BM) fp32, the
+    maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first visible key of
+    each query under a local mask, else None."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -89,7 +94,7 @@ def attend_keys(
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if DROPOUT[0] > 0:
-            p = tl.where(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]), p * DROPOUT[1], 0.0)
+            p = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), p * DROPOUT[1], 0.0)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
@@ -102,9 +107,10 @@ def attention_forward(
     SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr,
     MASKING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BM queries of one head; the last block has the most keys and starts first. Only keys from the block's
-    first query on need the mask. Where all keys are seen every block has one, for keys beyond the last: ptxas waits for each
-    matmul of a loop over whole blocks with a second one for the rest."""
+    """A program is a block of BM queries of one head; the last block has the most keys and starts first. Causal: keys before the
+    block's first query need no mask, so there are two loops. Where all keys are seen there is one loop, whose every block is masked
+    for keys beyond the last: with a second loop for the rest, ptxas waits for each matmul of the first. Grid: blocks of queries,
+    heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -113,19 +119,19 @@ def attention_forward(
     WINDOW: tl.constexpr = MASKING[2]
     FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
-    PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
+    PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    token0, kv_column = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     scale_log2 = SCALES[0]
     if SCALES[1] >= 0:
         scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     begin, first_key = 0, None
     if MASKING[1]:
@@ -149,18 +155,18 @@ def attention_forward(
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
-    to = out + sequence.to(tl.int64) * seq * C + head * D
-    store_rows(to, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)
+    out_rows = out + sequence.to(tl.int64) * seq * C + head * D
+    store_rows(out_rows, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)
 
 
 def head_sizes(op: Any) -> tuple[int, int, int]:
-    """H, D, DP; paired heads are half as many."""
+    """(H, D, DP) of an op: heads, head size, padded head size. Two paired heads count as one."""
     D = int(op.out.shape[-1]) // op.heads
     return op.heads // getattr(op, "fold", 1), D, padded_head_size(D)
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The groups of constants of an attention op."""
+    """The tuples of constants of an attention op."""
     H, D, DP = head_sizes(op)
     return {
         "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
@@ -176,7 +182,7 @@ def offset_from_q(q: Tensor, x: Tensor) -> int | None:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """q, k and v, of which those that lie behind q are absent, and the starts of documents."""
+    """Operands q, k, v and starts; k and v are None where they are behind q in its tensor (OFFSETS)."""
     three = {"q": op.q} | {
         name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))
     }
@@ -184,7 +190,7 @@ def operands_of(op: Any) -> dict[str, Any]:
 
 
 def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
-    """The grid: blocks of a sequence, heads of all sequences, chunks of the head size."""
+    """The grid: blocks of `size` positions of a sequence, `heads` of all sequences, chunks of the head size."""
     fold = op.fold
     return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), chunks)
 
@@ -203,7 +209,8 @@ def seq(s: Any) -> int:
 
 
 def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
-    """The configuration of a kernel: tuned for these sizes, else the default. Local masks are not tuned: their windows change."""
+    """The configuration of a kernel (`role`: attention_config.py): tuned for these sizes, else the default. Local masks are not
+    tuned: their windows change from step to step."""
     batch, length, C = (int(n) for n in op.out.shape)
     if op.window is not None or op.starts is not None:
         return attention_config.select_masked_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
@@ -218,11 +225,13 @@ def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
 
 
 def options(t: AttentionConfig) -> dict[str, Any]:
+    """The compiler's options of a configuration, as `Lowering.launch` takes them."""
     return {"warps": t.num_warps, "stages": t.num_stages, "registers": t.max_registers}
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Any, c: Lowering) -> None:
+    """The forward pass, by the warp-specialized kernel if the configuration says so."""
     constants = constants_of(op)
     t = config_of(op, c, "forward")
     if t.warp_specialized:

@@ -7,7 +7,11 @@ block of queries and streams keys. No program adds to another's sums, so no atom
 loaded with cp.async, `num_stages` in flight; Triton places the waits and barriers.
 
 Over the P visible pairs of a head it does 14 P D operations: 4 P D compute scores again, and 2 P D the matmul dout v^T a second
-time."""
+time.
+
+Names: p: probabilities, dp = dout v^T, ds = p (dp - delta) the gradient of the scores; `stats` (B, H, T, STATS) fp32: for each
+query lse / ln 2, delta, and with a local mask the first visible key. Paired heads: PAIR_STRIDES of q and of k, v
+(attention_tiles.py)."""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ from barellm.cuda.kernels.attention.attention import (
     blocks,
     config_of,
     constants_of,
+    dropout_mask,
     head_sizes,
-    kept,
     operands_of,
     options,
     sequence_length,
@@ -55,8 +59,8 @@ from barellm.program.integers import ceil_div
 def attention_stats(
     stats, out, dout, lse, starts, scalars, seq, HEADS: tl.constexpr, MASKING: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """For each query lse / ln 2, and delta, the sum of dout * out over a head's columns. With a local mask also the first visible
-    key: fp32 holds it exactly up to 2^24."""
+    """stats of BM queries of a head: lse / ln 2 and delta, the sum of dout * out over its columns; with a local mask also the first
+    visible key, which fp32 holds exactly up to 2^24. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -64,24 +68,28 @@ def attention_stats(
     FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
-    row = tl.program_id(1).to(tl.int64) * seq
+    first_row = tl.program_id(1).to(tl.int64) * seq
     start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
-    a, b = load_rows(out + start, m0, seq, C, BM, D, DP), load_rows(dout + start, m0, seq, C, BM, D, DP)
+    out_block, dout_block = (
+        load_rows(out + start, m0, seq, C, BM, D, DP),
+        load_rows(dout + start, m0, seq, C, BM, D, DP),
+    )
     m = m0 + tl.arange(0, BM)
-    to = stats + STATS * (row + m)
-    tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
-    tl.store(to + 1, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=m < seq)
+    query_stats = stats + STATS * (first_row + m)
+    tl.store(query_stats, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
+    tl.store(query_stats + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
     if MASKING[1]:
         if starts is not None:
             starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
         first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
-        tl.store(to + 2, first_key.to(tl.float32), mask=m < seq)
+        tl.store(query_stats + 2, first_key.to(tl.float32), mask=m < seq)
 
 
 @device
 def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
-    """(BM,) each, zeros beyond `count`: lse, delta, and the first visible key as i32 if LOCAL. One load of as many elements as the
-    program has threads; of fewer, Triton would have each thread load all that its scores need: 16 of a block of 64, and twice."""
+    """lse / ln 2, delta, and the first visible key as i32 (if LOCAL, else 0) of the queries from m0 on, (BM,) each, zeros beyond
+    `count`. One load of as many elements as the program has threads; of fewer, Triton would have each thread load all that its
+    scores need: 16 of a block of 64, and twice."""
     m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
     used = (m < count)[:, None] & (i < 2 + LOCAL)[None, :]
     both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
@@ -96,8 +104,9 @@ def add_queries(
     CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
     PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from m0 on contribute to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed,
-    (BN, BM), so no operand of a matmul must change its layout. Queries beyond `count` are zeros, and so is what they add."""
+    """Add what BM queries from m0 on contribute to the DC columns from `first` on of dk and dv (BN, DC) of keys from n0 on. Scores
+    are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC < DP and
+    k_rows and v_rows are read again. Queries beyond `count` are zeros, and so is what they add."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -111,23 +120,23 @@ def add_queries(
         s = dot_over_columns(
             k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC
         )
-    top, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
-    p = tl.math.exp2(s * scale_log2 - top[None, :])
+    lse, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
+    p = tl.math.exp2(s * scale_log2 - lse[None, :])
     if CAUSAL:
         p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if LOCAL:
         p = tl.where(first_key[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if DC == DP:
-        do = load_rows(dout, m0, count, C, BM, D, DP)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        dout_block = load_rows(dout, m0, count, C, BM, D, DP)
+        dp = tl.dot(v, tl.trans(dout_block), input_precision="ieee")
     else:
-        do = load_columns(dout + first, m0, count, D - first, C, BM, DC)
+        dout_block = load_columns(dout + first, m0, count, D - first, C, BM, DC)
         dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p
     if DROPOUT[0] > 0:
-        keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
+        keeps = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
         p_dropped, dp = tl.where(keeps, p * DROPOUT[1], 0.0), tl.where(keeps, dp * DROPOUT[1], 0.0)
-    dv = tl.dot(p_dropped.to(do.dtype), do, dv, input_precision="ieee")
+    dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
@@ -139,9 +148,10 @@ def attention_dkv(
     STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DKV_MODES: tl.constexpr,
     DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BN keys of one KV head; it visits the queries from the block's first key on, those of the diagonal
-    with the mask, or all queries with no mask: what keys beyond the last one get is not written. Of a large head size it does DC
-    columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers.
+    """dk and dv of a block of BN keys of one KV head. Causal: it visits the queries from the block's first key on, those of the
+    diagonal with the mask; else all queries without one: what keys beyond the last one get is not written. Of a large head size it
+    does DC columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers. Grid: blocks of keys,
+    KV heads of all sequences, chunks of columns. DKV_MODES, DKV_STRIDES: of dk and dv.
 
     Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop would
     keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So it is with a local mask: its
@@ -160,13 +170,13 @@ def attention_dkv(
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     K_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * G * D
     PAIR_STRIDES: tl.constexpr = ((FOLD - 1) * C, K_PAIR_STRIDE)
-    token = sequence.to(tl.int64) * (seq // FOLD)
+    token0 = sequence.to(tl.int64) * (seq // FOLD)
     first = 0
     if DC < DP:
         first = tl.program_id(2) * DC
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + group * D
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D
-    q += token * STRIDES[0] + group * (GROUP_SIZE * D)
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D
+    q += token0 * STRIDES[0] + group * (GROUP_SIZE * D)
     dout += sequence.to(tl.int64) * seq * C + group * (GROUP_SIZE * D)
     stats += STATS * (tl.program_id(1).to(tl.int64) * GROUP_SIZE * seq)
     key = (0, 0)
@@ -194,71 +204,63 @@ def attention_dkv(
                 True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     elif GROUP_SIZE == 1:
-        clear = 0
+        below_diagonal = 0
         if CAUSAL:
-            clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
-            for m0 in range(begin, clear, BM):
+            below_diagonal = min(tl.cdiv(n0 + BN, BM) * BM, seq)
+            for m0 in range(begin, below_diagonal, BM):
                 k_sum, v_sum = add_queries(
                     k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
                     True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
-        for m0 in range(clear, seq, BM):
+        for m0 in range(below_diagonal, seq, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
                 False, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     else:
-        count = tl.cdiv(stop - begin, BM)
+        count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
         for i in range(0, GROUP_SIZE * count):
-            served, m0 = i // count, begin + i % count * BM
+            group_head, m0 = i // count, begin + i % count * BM  # `group_head`: query head of the group
             k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
-                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + served,
+                k_sum, v_sum, keys, values, q + group_head * D, k, v, dout + group_head * D, stats + STATS * (group_head * seq),
+                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
                 CAUSAL, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     softmax_scale = SOFTMAX_SCALE
     if SCALES[1] >= 0:
         softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
-    at = group * D + first
+    column = group * D + first
     store_rows(
-        dk + token * DKV_STRIDES[0] + at, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0], DKV_STRIDES[0],
-        BN, DC, K_PAIR_STRIDE,
+        dk + token0 * DKV_STRIDES[0] + column, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0],
+        DKV_STRIDES[0], BN, DC, K_PAIR_STRIDE,
     )  # fmt: skip
     store_rows(
-        dv + token * DKV_STRIDES[1] + at,
-        n0,
-        seq,
-        v_sum,
-        D - first,
-        scalars,
-        DKV_MODES[1],
-        DKV_STRIDES[1],
-        BN,
-        DC,
-        K_PAIR_STRIDE,
-    )
+        dv + token0 * DKV_STRIDES[1] + column, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1],
+        BN, DC, K_PAIR_STRIDE,
+    )  # fmt: skip
 
 
 @device
 def add_keys(
-    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, first_key, scale_log2, key, head,
+    dq, q, do, k_rows, v_rows, lse, delta, m0, begin, end, count, first_key, scale_log2, key, head,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [begin, end) contribute to dq (BM, DP)."""
+    """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
+    and of dout; `lse` and delta (BM,): lse / ln 2 and delta; k_rows, v_rows: pointers to the head's keys and values."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - top[:, None])
+        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None])
         p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if first_key is not None:
             p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if DROPOUT[0] > 0:
-            dp = tl.where(kept(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
+            dp = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -269,7 +271,8 @@ def attention_dq(
     STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DQ_MODE: tl.constexpr,
     DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BM queries of one head, as in the forward pass."""
+    """dq of a block of BM queries of one head, with the loops over keys of the forward pass. Grid: blocks of queries, heads of all
+    sequences. DQ_MODE, DQ_STRIDE: of dq."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -283,19 +286,19 @@ def attention_dq(
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
-    shared = head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
+    token0, first_row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
+    kv_column = head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     scale_log2 = SCALES[0]
     if SCALES[1] >= 0:
         scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
     do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
-    top, delta, first = stats_of(stats + STATS * row, m0, seq, LOCAL, BM)
+    lse, delta, first = stats_of(stats + STATS * first_row, m0, seq, LOCAL, BM)
     total = tl.zeros((BM, DP), tl.float32)
     begin, first_key = 0, None
     if LOCAL:
@@ -306,23 +309,25 @@ def attention_dq(
     stop = seq
     if CAUSAL:
         total = add_keys(
-            total, queries, do, k, v, top, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
             MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        total, queries, do, k, v, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
         MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     softmax_scale = SOFTMAX_SCALE
     if SCALES[1] >= 0:
         softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
-    dq = dq + token * DQ_STRIDE + head * D
+    dq = dq + token0 * DQ_STRIDE + head * D
     store_rows(dq, m0, seq, total * softmax_scale, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP, Q_PAIR_STRIDE)
 
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
+    """attention_stats, then dk and dv, then dq; each of the last two by the warp-specialized kernel if its configuration says
+    so."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
@@ -335,12 +340,12 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
-    t = select(op, c, "keys", "dk", "dv")
+    t = select_backward_config(op, c, "keys", "dk", "dv")
     if t.warp_specialized:
         launch_backward(op, c, t, stats, constants["SCALES"][0], keys=True)
     else:
         launch_dkv(op, c, t, operands, constants)
-    t = select(op, c, "queries", "dq")
+    t = select_backward_config(op, c, "queries", "dq")
     if t.warp_specialized:
         return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
     written = {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride}
@@ -352,9 +357,9 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-def select(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
-    """The configuration of dk and dv, or dq. The warp-specialized kernel only stores: where a result is added to, it is the
-    default."""
+def select_backward_config(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
+    """The configuration of dk and dv (`role` "keys") or of dq ("queries"). The warp-specialized kernel only stores: where one of
+    the `results` is added to, it is the default without it."""
     t = config_of(op, c, role)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
         role = "shared keys" if role == "keys" and op.heads != op.kv_heads else role
@@ -363,7 +368,7 @@ def select(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
 
 
 def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
-    """Append dk and dv without warp specialization."""
+    """Append attention_dkv: DC columns a program, all of them up to MAX_HEAD_SIZE_DKV."""
     _, _, D, DP = constants["HEADS"]
     DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}

@@ -23,9 +23,9 @@ from barellm.cuda.kernels.common import POS, row_strides
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
-FEW = 16  # new tokens up to which the keys are split
-PART = 128  # keys of a split where there are so few tokens
-COPY = 1024
+SPLIT_TOKENS = 16  # new tokens up to which the keys are split
+SPLIT_KEYS = 128  # keys of a split
+COPY = 1024  # columns of a row that one program copies
 
 
 @device
@@ -33,7 +33,7 @@ def append_to_caches(
     k_cache, v_cache, k, v, scalars, seq,
     C: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows pos .. pos + T of the caches = k and v. Axis 0 of the grid: tokens; axis 1: blocks of their C columns."""
+    """Rows pos .. pos + T of the caches (B, L, C) = k and v (B, T, C). Grid: tokens, blocks of their C = G * D columns."""
     token = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = (token // seq).to(tl.int64) * L + tl.load(scalars + POS) + token % seq
@@ -44,7 +44,8 @@ def append_to_caches(
 
 @device
 def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """(BM, DP) of a group's rows `i` (BM,), zeros beyond `count` rows and D columns."""
+    """Queries (BM, DP) of a KV head: its group's rows `i` (BM,), zeros beyond `count` rows and D columns. `q`: the group's first
+    head in the sequence's first token."""
     d = tl.arange(0, DP)
     at = q + (i // GROUP_SIZE * STRIDE + i % GROUP_SIZE * D)[:, None] + d[None, :]
     mask = (i < count)[:, None]
@@ -54,8 +55,8 @@ def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: t
 
 
 @device
-def seen(pos, m0, seq, GROUP_SIZE: tl.constexpr, BM: tl.constexpr):
-    """How many keys the block of rows from m0 on sees: those up to its last token."""
+def visible_keys(pos, m0, seq, GROUP_SIZE: tl.constexpr, BM: tl.constexpr):
+    """How many keys the block of BM rows from m0 on sees: those up to its last token."""
     return pos + min((m0 + BM - 1) // GROUP_SIZE + 1, seq)
 
 
@@ -65,27 +66,21 @@ def attention_split_kv(
     SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of a group over the keys of one split: partials (splits, B, T, H, D) not yet divided, stats (splits, B, T, H, 2) the
-    greatest score, in units of ln 2, and the sum. Grid: blocks of rows, groups of all sequences, splits."""
+    """Online softmax of BM rows of a group over the `part` keys of one split: partials (splits, B, T, H, D) fp32, not yet divided
+    by the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. Splits beyond the
+    last key write nothing. Grid: blocks of rows, KV heads of all sequences, splits."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)
     m0 = tl.program_id(0) * BM
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     begin = tl.program_id(2) * part
-    end = min(begin + part, seen(pos, m0, seq, GROUP_SIZE, BM))
+    end = min(begin + part, visible_keys(pos, m0, seq, GROUP_SIZE, BM))
     if begin < end:
         i = m0 + tl.arange(0, BM)
         m = i // GROUP_SIZE
-        queries = query_rows(
-            q + sequence.to(tl.int64) * seq * Q_STRIDE + group * (GROUP_SIZE * D),
-            i,
-            seq * GROUP_SIZE,
-            Q_STRIDE,
-            GROUP_SIZE,
-            D,
-            DP,
-        )
+        group_q = q + sequence.to(tl.int64) * seq * Q_STRIDE + group * (GROUP_SIZE * D)
+        queries = query_rows(group_q, i, seq * GROUP_SIZE, Q_STRIDE, GROUP_SIZE, D, DP)
         start = sequence.to(tl.int64) * L * C + group * D
         acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
         row_max = tl.full((BM,), float("-inf"), tl.float32)
@@ -95,7 +90,8 @@ def attention_split_kv(
             sees = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
             s = tl.where(sees, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a token that sees none of these keys
+            # A token may see none of these keys: its maximum stays -inf, and -inf less -inf would be NaN.
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.math.exp2(s - base[:, None])
             rescale = tl.math.exp2(row_max - base)
             row_sum = row_sum * rescale + tl.sum(p, 1)
@@ -115,10 +111,12 @@ def combine_split_kv(
     out, partials, stats, scalars, seq, part,
     BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """out = the splits' partial results combined, in their order. Grid: tokens, heads."""
+    """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
+    of probabilities. `part`: keys of a split; BM: of attention_split_kv, whose blocks decide how many splits a row has. Grid:
+    tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
-    last = seen(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
+    last = visible_keys(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
     d = tl.arange(0, DP)
     acc, row_sum, row_max = tl.zeros((DP,), tl.float32), 0.0, float("-inf")
     for i in range(tl.cdiv(last, part)):
@@ -132,21 +130,23 @@ def combine_split_kv(
 
 
 @dataclass(frozen=True)
-class Part:
-    """Keys of one program: few where there are few tokens, else all."""
+class KeysPerSplit:
+    """A `Size`: keys of one split of a cache of length L: SPLIT_KEYS where there are few new tokens, else all."""
 
     L: int
 
     def __call__(self, sizes: Sizes) -> int:
-        return min(PART, self.L) if sizes.seq <= FEW else self.L
+        return min(SPLIT_KEYS, self.L) if sizes.seq <= SPLIT_TOKENS else self.L
 
     def count(self, sizes: Sizes) -> int:
+        """The number of splits."""
         return ceil_div(self.L, self(sizes))
 
 
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Any, c: Lowering) -> None:
-    """The second launch is for a few tokens, the third for many: at run time one of them has an empty grid."""
+    """Append k and v to the caches; then attention with the configuration for few and with that for many new tokens, each with its
+    combination: at run time one of both pairs has empty grids."""
     (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
     share, width = op.heads // op.kv_heads, int(op.k.shape[-1])
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
@@ -155,8 +155,9 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
         {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
-    part = Part(L)
-    most = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, FEW)) * B
+    part = KeysPerSplit(L)
+    # partial rows at most: all T tokens unsplit, or the few that are split
+    most = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, SPLIT_TOKENS)) * B
     found = {"partials": c.scratch("partials", (most, C)), "stats": c.scratch("stats", (most, H, 2))}
     head = {"H": H, "GROUP_SIZE": share, "D": D, "DP": DP}
     constants = head | {"SCALE_LOG2": log2(e) / sqrt(D), "L": L, **row_strides(q=op.q)}
@@ -164,7 +165,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 
         def grid(s: Sizes, few: bool = few, BM: int = t.queries) -> tuple[int, ...]:
-            rows = s.seq * share if (s.seq <= FEW) == few else 0
+            rows = s.seq * share if (s.seq <= SPLIT_TOKENS) == few else 0
             return (ceil_div(rows, BM), s.batch * op.kv_heads, part.count(s))
 
         c.launch(
@@ -173,5 +174,5 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
         )  # fmt: skip
         c.launch(
             combine_split_kv, {"out": op.out, **found, "seq": seq, "part": part}, head | {"BM": t.queries},
-            grid=lambda s, few=few: (s.tokens if (s.seq <= FEW) == few else 0, op.heads), writes="out", warps=1,
+            grid=lambda s, few=few: (s.tokens if (s.seq <= SPLIT_TOKENS) == few else 0, op.heads), writes="out", warps=1,
         )  # fmt: skip

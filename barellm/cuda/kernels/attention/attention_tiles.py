@@ -1,5 +1,7 @@
-"""Loads and stores of blocks of a head's rows: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a power of two, or
-DC of them. Of paired heads two rows, PAIR_STRIDE from each other, share a STRIDE; such blocks begin at an even row."""
+"""Loads and stores of blocks of rows of one head: D columns of a matrix whose rows are STRIDE elements apart, padded to DP, a power
+of two, or a chunk of DC of them. `base` points to column 0 of the head in row 0 of the sequence; `first`: the block's first row,
+`count`: rows of the sequence. Of paired heads two rows, PAIR_STRIDE elements from each other, share a STRIDE; such blocks begin at
+an even row."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from barellm.cuda.lang import device, tl
 
 @device
 def kv_pointer(q, x, AT: tl.constexpr):
-    """The pointer to k or v: AT elements behind q if it is None."""
+    """The pointer to k or v, `x`; if x is None they are in the tensor of q, AT elements behind its first column."""
     if x is None:
         return q + AT
     else:
@@ -18,7 +20,7 @@ def kv_pointer(q, x, AT: tl.constexpr):
 
 @device
 def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.constexpr):
-    """The offsets of columns d of the rows first + row."""
+    """Pointers (rows, columns) to columns d of the rows first + row."""
     if PAIR_STRIDE > 0:
         places = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
         return base + tl.cast(first // 2, tl.int64) * STRIDE + places[:, None] + d[None, :]
@@ -30,7 +32,7 @@ def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.cons
 def load_rows(
     base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """(ROWS, DP) of a matrix from row `first` on, zeros beyond `count` rows and D columns."""
+    """A block (ROWS, DP) from row `first` on, zeros beyond `count` rows and D columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     mask = (row < count - first)[:, None]
@@ -43,7 +45,8 @@ def load_rows(
 def load_columns(
     base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """The same as `load_rows`, for DC columns, of which a run-time number is `left`."""
+    """A block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns, a run-time number. `base`: of its first
+    column."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
     at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
@@ -54,7 +57,8 @@ def dot_over_columns(
     a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, A_PAIR_STRIDE: tl.constexpr, B_PAIR_STRIDE: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
 ):  # fmt: skip
-    """(BN, BM): rows of a from n0 on times rows of b from m0 on, DC of their D columns at a time."""
+    """a b^T (BN, BM) of BN rows of a from n0 on and BM rows of b from m0 on, zeros beyond `count` rows: a sum over D columns in
+    steps of DC, so that no block DP wide is in registers."""
     total = tl.zeros((BN, BM), tl.float32)
     for d0 in range(0, D, DC):
         left = load_columns(a + d0, n0, count, D - d0, A_STRIDE, BN, DC, A_PAIR_STRIDE)
@@ -68,7 +72,7 @@ def store_rows(
     base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     PAIR_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Write (ROWS, DP) where `load_rows` reads, of `left` columns."""
+    """Store or add (MODE) a block `value` (ROWS, DP) from row `first` on: its rows below `count` and its columns below `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     store_or_add(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)

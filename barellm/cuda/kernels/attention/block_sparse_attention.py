@@ -2,8 +2,13 @@
 `program/layouts.py` has the tables). Also what the backward pass shares with it. Shapes and groups of constants as in attention.py.
 
 A program is BM queries of one row of the layout, and loops over the entries of its list. BM and BN divide the layout's BLOCK, so a
-tile lies in one block and has one kind: all of kind 0 is visible, of any other kind the bits of a mask are looked up. It does 4
-BLOCK^2 D operations for each listed block."""
+tile lies in one block and has one kind: all of kind 0 is visible, of kind n > 0 the bits of mask n - 1 are looked up. It does 4
+BLOCK^2 D operations for each listed block.
+
+`rows` (in backward `columns` too), a table of i32: for each list (a row or column of blocks of one head) its first entry, and the
+number of entries behind the last; then for each entry the block of keys (of queries), then each entry's kind. `masks` (kinds,
+BLOCK, WORDS): one bit for each (key, query). LAYOUT: BLOCK, number of lists, number of entries. TERMS: the first distance that has
+a relative term, and how many have one (0: no terms; relative_position_bias.py); `relative`: their vectors."""
 
 from __future__ import annotations
 
@@ -26,23 +31,24 @@ from barellm.runtime.lowering import weight_operand
 
 @device
 def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
-    """Of part i of the entries' blocks, PART positions each: its first position, its place in the block, and the block's kind."""
+    """Tile i of the listed blocks, which are cut into tiles of PART positions: its first position in the sequence, its offset in
+    its block, and the block's kind."""
     BLOCK: tl.constexpr = LAYOUT[0]
-    entry, place = i // (BLOCK // PART), i % (BLOCK // PART) * PART
-    at = table + LAYOUT[1] + 1 + entry
-    return tl.load(at) * BLOCK + place, place, tl.load(at + LAYOUT[2])
+    entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
+    entry_ptr = table + LAYOUT[1] + 1 + entry
+    return tl.load(entry_ptr) * BLOCK + offset, offset, tl.load(entry_ptr + LAYOUT[2])
 
 
 @device
 def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
-    """The parts of the entries of a row of all heads' rows."""
+    """[begin, end) of the tiles, of PART positions each, of the blocks in list `row`, for `block_of`."""
     return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
 
 
 @device
-def seen(masks, kind, query, key, BLOCK: tl.constexpr):
-    """Which queries see which keys, for places in a block that broadcast to a tile. Of kind 0 nothing is loaded; a branch would
-    make each wgmma wait for the one before."""
+def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
+    """Which of the queries see which of the keys of a block of this kind; query, key: offsets in the block, which broadcast to a
+    tile. Of kind 0 nothing is loaded and all is visible; a branch would make each wgmma wait for the one before."""
     WORDS: tl.constexpr = (BLOCK + 31) // 32
     at = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
     return (tl.load(at, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0
@@ -53,7 +59,8 @@ def block_sparse_attention_forward(
     out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
     OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BM queries of one head; the last of a sequence, whose lists are the longest if any are, start first."""
+    """A program is BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a sequence,
+    whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -62,20 +69,20 @@ def block_sparse_attention_forward(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
+    token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     row_max = tl.full((BM,), LOWEST, tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
     begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = block_of(rows, i, LAYOUT, BN)
+        n0, offset, kind = block_of(rows, i, LAYOUT, BN)
         s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
-        sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
+        sees = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
         s = tl.where(sees, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * SCALE_LOG2)
         p = tl.math.exp2(s * SCALE_LOG2 - new_max[:, None])
@@ -86,12 +93,11 @@ def block_sparse_attention_forward(
         row_max = new_max
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
-    store_rows(out + token * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
+    store_rows(out + token0 * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The groups of constants: those of attention.py, and LAYOUT: positions of a block, lists, their entries; TERMS: the first
-    distance that has a relative term, and how many have one."""
+    """The tuples of constants of an op: those of attention.py, LAYOUT and TERMS."""
     (H, D, DP), layout, (first, last) = head_sizes(op), op.layout, op.distances
     return {
         "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
@@ -101,21 +107,22 @@ def constants_of(op: Any) -> dict[str, Any]:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """q, k and v, of which those that lie behind q are absent, the masks, the vectors of relative terms, and the length."""
+    """Operands q, k, v (k and v None where they are behind q in its tensor), masks, vectors of relative terms, and seq."""
     relative = None if op.relative is None else weight_operand(op.relative)
     kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": axis_size(op.q, 1)}
 
 
 def axis_size(t: Tensor, axis: int) -> Count:
-    """A run's size of one axis."""
+    """A `Size`: how long an axis of t is in a run."""
     n = t.shape[axis]
     return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
 
 
 def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
-    """The tile of attention in windows, made smaller until it divides the layout's blocks. With relative terms it is a square of
-    32, or of 16 and four warps in fp32: others spill, and ptxas has the wgmmas of 64 wait for one another."""
+    """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
+    layout's block. With relative terms tiles are squares of 32, or of 16 and four warps in fp32: others spill, and ptxas has the
+    wgmmas of 64 wait for one another."""
     t = attention_config.select_masked_config(
         role, padded_head_size(int(op.out.shape[-1]) // op.heads), op.q.dtype, c.target.arch
     )
@@ -127,7 +134,7 @@ def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
 
 
 def grid_of(op: Any, heads: int, size: int) -> Any:
-    """Blocks of a sequence, heads of all sequences."""
+    """The grid: blocks of `size` positions of a sequence, `heads` of all sequences."""
     batch, length = axis_size(op.q, 0), axis_size(op.q, 1)
     return lambda s: (ceil_div(length(s), size), batch(s) * heads)
 

@@ -1,4 +1,5 @@
-"""Block-sparse attention, backward (Dao 2023): shapes as in attention_backward.py.
+"""Block-sparse attention, backward (Dao 2023): shapes and names as in attention_backward.py, tables as in
+block_sparse_attention.py.
 
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
 no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
@@ -19,11 +20,11 @@ from barellm.cuda.kernels.attention.block_sparse_attention import (
     config_of,
     constants_of,
     grid_of,
+    is_visible,
     operands_of,
-    seen,
 )
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms, add_terms_dq
-from barellm.cuda.kernels.attention.relative_position_bias_backward import append_gradient
+from barellm.cuda.kernels.attention.relative_position_bias_backward import append_drelative
 from barellm.cuda.lang import device, tl
 
 
@@ -33,8 +34,8 @@ def block_sparse_attention_dkv(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BN keys of one KV head; the queries of its group's heads come one head after the other. Scores are transposed,
-    (BN, BM)."""
+    """dk and dv of BN keys of one KV head, over the queries that `columns` lists, one head of the group after the other. Scores are
+    transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -44,32 +45,32 @@ def block_sparse_attention_dkv(
     G: tl.constexpr = H // GROUP_SIZE
     n0 = tl.program_id(0) * BN
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
-    token = sequence.to(tl.int64) * seq
-    keys = load_rows(kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + group * D, n0, seq, STRIDES[1], BN, D, DP)
-    values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
+    token0 = sequence.to(tl.int64) * seq
+    keys = load_rows(kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D, n0, seq, STRIDES[1], BN, D, DP)
+    values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     key = n0 % BLOCK + tl.arange(0, BN)
-    for served in range(0, GROUP_SIZE):
-        head = group * GROUP_SIZE + served
+    for group_head in range(0, GROUP_SIZE):  # query heads of the group
+        head = group * GROUP_SIZE + group_head
         begin, end = block_range(columns, head * (LAYOUT[1] // H) + n0 // BLOCK, BLOCK, BM)
         for i in range(begin, end):
-            m0, place, kind = block_of(columns, i, LAYOUT, BM)
-            queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
+            m0, offset, kind = block_of(columns, i, LAYOUT, BM)
+            queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             if TERMS[1] > 0:
                 s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, TERMS, C, D, DP)
             lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
-            sees = seen(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
+            sees = is_visible(masks, kind, (offset + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
             p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
-            do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
+            do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
             v_sum = tl.dot(p.to(do.dtype), do, v_sum, input_precision="ieee")
             k_sum = tl.dot((p * (dp - delta[None, :])).to(queries.dtype), queries, k_sum, input_precision="ieee")
     store_rows(
-        dk + token * DKV_STRIDES[0] + group * D, n0, seq, k_sum * SOFTMAX_SCALE, D, scalars, DKV_MODES[0], DKV_STRIDES[0], BN, DP
+        dk + token0 * DKV_STRIDES[0] + group * D, n0, seq, k_sum * SOFTMAX_SCALE, D, scalars, DKV_MODES[0], DKV_STRIDES[0], BN, DP
     )  # fmt: skip
     store_rows(
-        dv + token * DKV_STRIDES[1] + group * D, n0, seq, v_sum, D, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DP
+        dv + token0 * DKV_STRIDES[1] + group * D, n0, seq, v_sum, D, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DP
     )
 
 
@@ -79,7 +80,7 @@ def block_sparse_attention_dq(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     DQ_MODE: tl.constexpr, DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BM queries of one head, as in the forward pass."""
+    """dq of BM queries of one head, over the keys that `rows` lists. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -88,23 +89,23 @@ def block_sparse_attention_dq(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared
-    v = kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared
-    queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
-    do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
+    token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
+    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+    queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
+    do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
     lse, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
     total = tl.zeros((BM, DP), tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
     begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = block_of(rows, i, LAYOUT, BN)
+        n0, offset, kind = block_of(rows, i, LAYOUT, BN)
         keys, values = load_rows(k, n0, seq, STRIDES[1], BN, D, DP), load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
         p = tl.math.exp2(s * SCALE_LOG2 - lse[:, None])
-        sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
+        sees = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
         p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -112,19 +113,20 @@ def block_sparse_attention_dq(
         if TERMS[1] > 0:
             total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, TERMS, C, D, DP)
     store_rows(
-        dq + token * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP
+        dq + token0 * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP
     )
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
+    """lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     saved = {"stats": stats, "dout": op.dout, "seq": operands["seq"]}
     c.launch(
         attention_stats,
         saved | {"out": op.out, "lse": op.lse, "starts": None},
-        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},
+        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},  # neither causal nor local
         grid=grid_of(op, op.heads, 64), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
@@ -144,4 +146,4 @@ def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
         grid=grid_of(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip
     if op.relative is not None:
-        append_gradient(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)
+        append_drelative(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)

@@ -21,6 +21,10 @@ maps end with the batch and not with a sequence: beyond a last, partial block li
 zero, so they must be finite.
 
 It computes what attention.py does, with the online softmax rescaled at other blocks of keys, so that bits differ.
+
+Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q_empty), keys and values alike. A work item w is a
+tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES, in the
+phase i // STAGES & 1 of its barrier (its opposite in waits for an empty stage). WG: the consumer, 0 or 1.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ def tile_at(w, seq):
 def producer(
     q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr
 ):
-    """TMA loads into every free stage: also of the next tile."""
+    """The producer warp: for each tile TMA loads of its queries, then of keys and values from the diagonal back, into every free
+    stage, also of the next tile. `items`: tiles of all heads."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -87,7 +92,8 @@ def consumer(
     out, lse, queries, keys, values, pingpong, seq, items,
     WG: gl.constexpr, SCALE_LOG2: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """WG_M queries of each tile. `i` counts blocks of keys, `t` tiles."""
+    """A consumer warpgroup: attention of WG_M queries of each tile, with acc (WG_M, D), row_max and row_sum in registers. Q K^T of
+    block i + 1 is issued before P V of block i, so the tensor cores work on P V during the softmax of block i + 1."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -131,9 +137,8 @@ def consumer(
             # and a wait for a barrier begins another basic block.
             hopper.mbarrier.wait(v_full.index(next_i % STAGES), next_i // STAGES & 1)
             acc, p = hopper.warpgroup_mma_wait(0, deps=(sums, p))
-            weights = register_operand(
-                p, v_ring.dtype, SUMS
-            )  # not before: the wgmma reads the last ones from registers
+            # Not before the wait: the last wgmma reads its operand, the old weights, from registers.
+            weights = register_operand(p, v_ring.dtype, SUMS)
             hopper.mbarrier.arrive(v_empty.index(i % STAGES))
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, SUMS), assert_trivial=True), 1)
             i += 1
@@ -148,7 +153,7 @@ def consumer(
 
 @gluon
 def start_qk(q, k, SCORES: gl.constexpr):
-    """Issue the wgmma q (64, D) k^T."""
+    """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory; the scores (64, keys) must be waited for."""
     KEYS: gl.constexpr = k.shape[0]
     none = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
     return hopper.warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -156,26 +161,17 @@ def start_qk(q, k, SCORES: gl.constexpr):
 
 @gluon
 def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """Probabilities as a register operand of wgmma; in these layouts they are there already."""
+    """Probabilities p (64, keys) rounded to `dtype`, as a register operand of wgmma: in these layouts each thread has its elements
+    already."""
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon
 def write_tile(
-    out,
-    lse,
-    acc,
-    row_sum,
-    row_max,
-    head,
-    first,
-    seq,
-    SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-):
-    """Epilogue: divide by the row sums, write those queries of a consumer that are in the sequence."""
+    out, lse, acc, row_sum, row_max, head, first, seq,
+    SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Epilogue: out = acc / row_sum and lse of a consumer's queries from `first` on, those that are in the sequence."""
     m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse + head * seq + m, (row_max + gl.log2(row_sum)) * LN_2, mask=m < seq)
     scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, SUMS), assert_trivial=True)
@@ -185,8 +181,8 @@ def write_tile(
 
 @gluon
 def store_rows(to, y, first, seq, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Write the rows of y (WG_M, D), from `first` on, that are in the sequence; STRIDE: elements from a row of the matrix to the
-    next."""
+    """Store y (WG_M, D) to rows `first` onwards of `to`, those below seq; STRIDE: elements from a row to the next. The layout gives
+    each thread 8 adjacent columns, 16 bytes."""
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     y = gl.convert_layout(y.to(to.dtype.element_ty), STORE_LAYOUT)
     m = gl.expand_dims(first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, STORE_LAYOUT)), 1)
@@ -199,7 +195,8 @@ def hopper_attention(
     out, lse, q_map, k_map, v_map, seq, heads, SCALE_LOG2: gl.constexpr, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`heads`: of all sequences."""
+    """Allocate shared memory and mbarriers, and start the warps. NAME_map: tensor maps of q, k, v; `heads`: of all sequences;
+    SCALE_LOG2: softmax scale times log2(e); STAGES: of keys and values."""
     q_ring = gl.allocate_shared_memory(q_map.dtype, [4, WG_M, D], q_map.layout)
     k_ring = gl.allocate_shared_memory(k_map.dtype, [STAGES, BLOCK, D], k_map.layout)
     v_ring = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, D], v_map.layout)
@@ -234,8 +231,8 @@ def hopper_attention(
 
 
 def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: float) -> None:
-    """Append the forward pass of an op with this configuration: causal over complete sequences, heads of 64 or 128
-    columns of 16-bit numbers, without dropout."""
+    """Append the forward pass of an op with a warp-specialized configuration: causal over complete sequences, heads of 64 or 128
+    columns of 16-bit numbers, without dropout. `scale_log2`: softmax scale times log2(e)."""
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     assert (tile.queries, tile.keys) == (BLOCK.value, BLOCK.value), tile
@@ -253,5 +250,5 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The tensor map of q, k or v, where they lie, with boxes of `rows` of one head."""
+    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D: one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

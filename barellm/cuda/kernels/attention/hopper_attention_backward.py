@@ -18,7 +18,10 @@ wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that 
 beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
 the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
 
-Groups of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: rows of dx and dy.
+Tuples of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row
+to the next of dx and dy. Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring,
+b_ring, stats_ring or None, full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in
+hopper_attention.py.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 @gluon
 def streamed_rows(tile_row, seq, DKV: gl.constexpr):
-    """The rows that stream past the tile at `tile_row`: from its first key to the last query, or from the first key to its last
-    query."""
+    """[begin, stop) of the rows that stream past the tile at `tile_row`: of its keys (DKV) the queries from the first key on, of
+    its queries the keys up to the last query."""
     if DKV:
         return tile_row, seq
     else:
@@ -61,7 +64,8 @@ def producer(
     x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
     DKV: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """TMA loads into every free stage: also of the next tile."""
+    """The producer warp: for each tile TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
+    those of each query head of the group, into every free stage, also of the next tile. `items`: tiles of all heads."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -105,7 +109,8 @@ def consumer(
     dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
     WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
 ):  # fmt: skip
-    """WG_M rows of each tile. `i` counts streamed blocks, `t` tiles."""
+    """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv) of (WG_M, D) in registers, over the
+    streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -177,8 +182,8 @@ def consumer(
 
 @gluon
 def skip_block(full, empty, i):
-    """Release the i-th block, which only the other consumer needs. Not before it is full: then the other consumer has released the
-    stage's last block, and the two arrivals for this block are not counted with those for that one."""
+    """Release block i, which only the other consumer needs, unread; gives i + 1. Not before it is full: then the other consumer has
+    released the stage's last block, and the two arrivals for this block are not counted with those for that one."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     hopper.mbarrier.arrive(empty.index(i % STAGES))
@@ -187,7 +192,9 @@ def skip_block(full, empty, i):
 
 @gluon
 def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
-    """A statistic of each streamed query, (1, STREAM_ROWS), in the registers of its scores: lse (0) or delta (1)."""
+    """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
+    (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
+    data moves between them."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]],
         [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
@@ -204,8 +211,9 @@ def hopper_attention_backward(
     dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
     DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dx is dk and dy dv, or dx is dq and dy None. `heads`: of the tiles, of all sequences. `stats` are for dq, `stats_map` for dk
-    and dv: the same matrix."""
+    """Allocate shared memory and mbarriers, and start the warps. dx is dk and dy dv (DKV), or dx is dq and dy None. NAME_map:
+    tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the tiles, of
+    all sequences. STAGES: of the streamed blocks."""
     D: gl.constexpr = HEADS[2]
     x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
@@ -240,8 +248,9 @@ def hopper_attention_backward(
 def launch_backward(
     op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool
 ) -> None:
-    """Append dk and dv (`keys`), or dq, of an op with this configuration: causal over complete sequences, heads of 64 or
-    128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: of attention_stats."""
+    """Append dk and dv (`keys`), or dq, of an op with a warp-specialized configuration: causal over complete sequences, heads of 64
+    or 128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: those of attention_stats;
+    `scale_log2`: softmax scale times log2(e)."""
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     assert (tile.queries, tile.keys) == (

@@ -1,7 +1,9 @@
-"""RMSNorm of heads and half-truncated rotary positions, both ways. Shapes: x, y, dy, dx (batch, seq, W), rows of x and dx X_ROW and
-DX_STRIDE elements apart; rstd (batch, seq, COUNT) for COUNT heads of D columns; cos, sin (positions, D / 4) fp32.
+"""QK norm (RMSNorm of each head) and half-truncated RoPE (modded-nanogpt), forward and backward. Shapes: x, y, dy, dx (batch, seq,
+W), rows of x and dx X_STRIDE and DX_STRIDE elements apart; rstd (batch, seq, COUNT) for COUNT = HEADS + key heads of D columns;
+cos, sin (positions, D / 4) fp32. PAIRED: two neighbouring heads are one of a sequence of twice the length. SHIFT: the upper half of
+each key's columns belongs to the next position.
 
-A program has BR heads, one after the other in memory, in registers: each is read once.
+A program has BR heads, one after the other in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from barellm.program.integers import ceil_div
 
 
 @device
-def transposed(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """v (BR, BC) with its planes rotated by the angles of `position` (BR,); those from D / 4 on stay."""
+def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Heads v (BR, BC) with their planes, pairs of adjacent columns, rotated by the angles of `position` (BR,); planes from D / 4
+    on stay (half-truncated). BACK: by the opposite angles."""
     plane = tl.arange(0, BC // 2)
     at = position[:, None] * (D // 4) + plane[None, :]
     turning = mask & (plane < D // 4)[None, :]
@@ -28,8 +31,9 @@ def transposed(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr,
 
 
 @device
-def place(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
-    """The heads of this program: number (BR,), mask, row, head in the row, position in the sequence and in the tables."""
+def head_indices(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
+    """Of this program's heads, (BR,) each: number in the tensor, mask, row, head of the row, position in the sequence, and position
+    in the tables."""
     unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
     t = row % seq
@@ -45,8 +49,9 @@ def qk_rotary(
     X_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, PAIRED: tl.constexpr, SHIFT: tl.constexpr,
     EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The upper half of a key, if it moves, is stored in the next row."""
-    unit, live, row, head, t, position = place(rows, seq, COUNT, PAIRED, BR)
+    """y = rotated x * rstd, and rstd of each head. SHIFT: the upper half of a key is stored in the next position's row; that of the
+    last position is dropped, and the first keeps its own too."""
+    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
     v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(
@@ -54,7 +59,7 @@ def qk_rotary(
     )
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)
     tl.store(rstd + unit, inverse, mask=live)
-    n = transposed(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
+    n = rotate(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
     i = unit[:, None] * D + column[None, :]
     if SHIFT:
         moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
@@ -71,8 +76,9 @@ def qk_rotary_backward(
     X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
     PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - n mean(dn n)), dn being dy rotated back."""
-    unit, live, row, head, t, position = place(rows, seq, COUNT, PAIRED, BR)
+    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: where the forward pass stored the upper half
+    of a key, dy is read."""
+    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
     i = unit[:, None] * D + column[None, :]
@@ -83,7 +89,7 @@ def qk_rotary_backward(
         given += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
     else:
         given = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    dn = transposed(given, cos, sin, position, live[:, None], D, True, BR, BC)
+    dn = rotate(given, cos, sin, position, live[:, None], D, True, BR, BC)
     within = (head * D)[:, None] + column[None, :]
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
     n = tl.load(x + row[:, None] * X_STRIDE + within, mask=mask, other=0.0).to(tl.float32) * inverse
@@ -92,27 +98,18 @@ def qk_rotary_backward(
 
 
 def launch(op: Any, c: Lowering, function: Any, operands: dict[str, Any], *, writes: str, **constants: Any) -> None:
+    """Launch one of the two kernels over all heads of op.x, with the operands and constants that both have."""
     count, rows = op.heads + op.kv_heads, c.rows(op.x)
     D = int(op.x.shape[-1]) // count
     BC = max(MIN_SUM_COLUMNS, pow2(D))
     BR = max(1, BLOCK // BC)
-    shape = {
-        "D": D,
-        "HEADS": op.heads,
-        "COUNT": count,
-        "PAIRED": bool(op.paired),
-        "SHIFT": bool(op.shift),
-        "BR": BR,
-        "BC": BC,
-    }
+    shape = {"D": D, "HEADS": op.heads, "COUNT": count, "BR": BR, "BC": BC}
+    shape |= {"PAIRED": bool(op.paired), "SHIFT": bool(op.shift)}
     tables = {"cos": op.cos, "sin": op.sin}
     c.launch(
-        function,
-        {**operands, **tables, "rows": rows, "seq": lambda s: s.seq},
-        shape | constants,
-        grid=lambda s: (ceil_div(rows(s) * count, BR),),
-        writes=writes,
-    )
+        function, {**operands, **tables, "rows": rows, "seq": lambda s: s.seq}, shape | constants,
+        grid=lambda s: (ceil_div(rows(s) * count, BR),), writes=writes,
+    )  # fmt: skip
 
 
 @lowering("qk_rotary", views="x")

@@ -1,8 +1,9 @@
 """Relative position terms of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), which depends on the key's distance only.
-Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the distance FIRST + m.
+Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the vector of the distance TERMS[0] + m; C = H * D.
 
-A tile of BT queries and BT keys has 2 BT - 1 distances. The matmul of the queries with their vectors, (BT, 2 BT), has the term of
-query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is nobody's. Both are gathers along a row.
+A tile of BT queries from m0 on and BT keys from n0 on has 2 BT - 1 distances. The matmul of the queries with the vectors of
+distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is
+unused. Both are gathers along a row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from barellm.cuda.lang import device, tl
 
 @device
 def has_terms(m0, n0, BT: tl.constexpr, TERMS: tl.constexpr):
-    """Whether some pair of a tile of queries from m0 on and of keys from n0 on has a term."""
+    """Whether any pair of a tile's queries and keys is at a distance that has a term."""
     return (m0 - n0 + BT > TERMS[0]) & (m0 - n0 - BT < TERMS[0] + TERMS[1] - 1)
 
 
@@ -22,7 +23,8 @@ def vectors_of(
     relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """(2 BT, DP): the vectors of the distances from gap - BT on, zeros where there is none."""
+    """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros for distances without a term. `relative`: of
+    the head's first column."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = gap - BT - TERMS[0] + w
     at = row_pointers(relative, gap - BT - TERMS[0], w, d, C, 0)
@@ -31,19 +33,19 @@ def vectors_of(
 
 @device
 def to_keys(terms, BT: tl.constexpr):
-    """(BT, 2 BT) of distances -> (BT, BT) of keys."""
+    """Terms by distance (BT queries, 2 BT) as terms by key (BT queries, BT keys)."""
     return tl.gather(terms, tl.arange(0, BT)[:, None] - tl.arange(0, BT)[None, :] + BT, 1)
 
 
 @device
 def to_keys_transposed(terms, BT: tl.constexpr):
-    """(2 BT, BT) of distances -> (BT, BT), keys being rows."""
+    """Terms by distance (2 BT, BT queries) as terms by key (BT keys, BT queries)."""
     return tl.gather(terms, tl.arange(0, BT)[None, :] - tl.arange(0, BT)[:, None] + BT, 0)
 
 
 @device
 def to_distances(ds, BT: tl.constexpr):
-    """(BT, BT) of keys -> (BT, 2 BT) of distances, 0 where there is no such key."""
+    """Gradients by key (BT queries, BT keys) as gradients by distance (BT queries, 2 BT), 0 where the tile has no such key."""
     key = tl.arange(0, BT)[:, None] + BT - tl.arange(0, 2 * BT)[None, :]
     there = (key >= 0) & (key < BT)
     return tl.where(there, tl.gather(ds, tl.where(there, key, 0), 1), 0.0)
@@ -54,7 +56,8 @@ def add_terms(
     s, queries, relative, m0, n0, TRANSPOSED: tl.constexpr, BT: tl.constexpr, TERMS: tl.constexpr,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Scores (BT, BT), keys being rows where they are transposed, and their terms."""
+    """Scores s (BT queries, BT keys), or their transpose, plus their relative terms; `queries` (BT, DP). Tiles without terms skip
+    it."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)
         if TRANSPOSED:
@@ -69,7 +72,8 @@ def add_terms_dq(
     dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """dq (BT, DP) and what their terms, whose scores have the gradient ds (BT, BT), give the queries."""
+    """dq (BT, DP) plus what the relative terms contribute: the scores' gradient ds (BT, BT) times the vectors of their
+    distances."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)
         dq = tl.dot(to_distances(ds, BT).to(vectors.dtype), vectors, dq, input_precision="ieee")

@@ -1,8 +1,9 @@
-"""The gradient of the relative terms' vectors, of attention by layout. Shapes as in relative_position_bias.py.
+"""The gradient of the relative terms' vectors in block-sparse attention. Shapes as in relative_position_bias.py.
 
-A program has one gap between a tile of queries and one of keys, and looks through the rows for tiles that far apart. It writes 2 BT
-distances, the lower half of which the program of the gap before has too. So two halves are added, and no sum meets another
-program's. It does 10 BT^2 D operations for each tile that it finds, for it computes the scores and their gradient again.
+A program has one gap, in tiles, between a tile of queries and one of keys, and looks through the layout for tiles that far apart.
+It has the sums of 2 BT distances, the lower half of which the program of the gap before has too. Each half goes to partials of its
+own, (slices, 2, M, H * D), which are added in order, so no program adds to another's sums. It does 10 BT^2 D operations for each
+tile that it finds, for it computes the scores and their gradient again.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention.attention import options
 from barellm.cuda.kernels.attention.attention_backward import STATS, stats_of
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows
-from barellm.cuda.kernels.attention.block_sparse_attention import axis_size, seen
+from barellm.cuda.kernels.attention.block_sparse_attention import axis_size, is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import to_distances, to_keys, vectors_of
 from barellm.cuda.kernels.gemm.split_k import reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
-MOST_PARTS = 16  # sums of the gradient, of at least PART tiles of queries each
-PART = 16
+MAX_SLICES = 16  # partial sums over the tiles of queries (as split-K), of at least MIN_TILES tiles each
+MIN_TILES = 16
 
 
 @device
 def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
-    """The kind of the entry of a row of all heads' rows that names the block `key`, -1 if none does."""
+    """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed.
+    All entries, LONGEST at most, are compared at once."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
     at = rows + LAYOUT[1] + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
@@ -39,7 +41,7 @@ def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The number of tiles of queries of all sequences, which is cut into parts."""
+    """A `Size`: the number of tiles of `tile` queries of all sequences; `chunk` of them make a slice."""
 
     batch: Count
     length: Count
@@ -49,14 +51,15 @@ class Tiles:
         return self.batch(sizes) * ceil_div(self.length(sizes), self.tile)
 
     def most(self, sizes: Sizes) -> int:
-        """At most so many parts: also of fewer tiles."""
-        return min(MOST_PARTS, ceil_div(self(sizes), PART))
+        """An upper bound of the slices, for these and for smaller sizes."""
+        return min(MAX_SLICES, ceil_div(self(sizes), MIN_TILES))
 
     def chunk(self, sizes: Sizes) -> int:
+        """Tiles of a slice."""
         return ceil_div(self(sizes), self.most(sizes))
 
     def halves(self, sizes: Sizes) -> int:
-        """Sums to be added, two for each part."""
+        """Partial sums to be added: two for each slice."""
         return 2 * ceil_div(self(sizes), self.chunk(sizes))
 
 
@@ -66,53 +69,52 @@ def block_sparse_attention_drelative(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     LEAST: tl.constexpr, LONGEST: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """partials (parts, 2, M, H * D). A program is one gap, in tiles, one head, and `chunk` of the `count` tiles of queries of all
-    sequences."""
+    """partials (slices, 2, M, H * D): the sums over tiles of the scores' gradients by distance, transposed, times the queries.
+    Grid: gaps from LEAST tiles on, heads, slices of `chunk` of the `count` tiles of queries of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
     BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
-    gap, head, part = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    gap, head, slice = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = (seq + BT - 1) // BT
-    shared = head // GROUP_SIZE * D
+    kv_column = head // GROUP_SIZE * D
     vectors = vectors_of(relative + head * D, gap * BT, BT, TERMS, C, D, DP)
     total = tl.zeros((2 * BT, DP), tl.float32)
-    place = tl.arange(0, BT)
-    for i in range(part * chunk, tl.minimum(part * chunk + chunk, count)):
+    index = tl.arange(0, BT)
+    for i in range(slice * chunk, tl.minimum(slice * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
         if (n0 >= 0) & (n0 < seq):
             kind = kind_of_block(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, n0 // BLOCK, LAYOUT, LONGEST)
             if kind >= 0:
-                token = sequence.to(tl.int64) * seq
-                queries = load_rows(q + token * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
-                keys = load_rows(
-                    kv_pointer(q, k, OFFSETS[0]) + token * STRIDES[1] + shared, n0, seq, STRIDES[1], BT, D, DP
-                )
-                values = load_rows(
-                    kv_pointer(q, v, OFFSETS[1]) + token * STRIDES[2] + shared, n0, seq, STRIDES[2], BT, D, DP
-                )
-                do = load_rows(dout + token * C + head * D, m0, seq, C, BT, D, DP)
+                token0 = sequence.to(tl.int64) * seq
+                queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
+                k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+                keys = load_rows(k_rows, n0, seq, STRIDES[1], BT, D, DP)
+                v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+                values = load_rows(v_rows, n0, seq, STRIDES[2], BT, D, DP)
+                do = load_rows(dout + token0 * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
                 lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
-                sees = seen(masks, kind, (m0 % BLOCK + place)[:, None], (n0 % BLOCK + place)[None, :], BLOCK)
+                sees = is_visible(masks, kind, (m0 % BLOCK + index)[:, None], (n0 % BLOCK + index)[None, :], BLOCK)
                 p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
                 dp = tl.dot(do, tl.trans(values), input_precision="ieee")
-                dt = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
-                total = tl.dot(tl.trans(dt), queries, total, input_precision="ieee")
+                distance_grads = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
+                total = tl.dot(tl.trans(distance_grads), queries, total, input_precision="ieee")
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
-    row = (gap - 1) * BT - TERMS[0] + w
-    at = (2 * part + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D
+    row = (gap - 1) * BT - TERMS[0] + w  # of the relative vectors; the half w // BT has its own partials
+    at = (2 * slice + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D
     inside = ((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :]
     tl.store(partials + at[:, None] + d[None, :], total * SOFTMAX_SCALE, mask=inside)
 
 
-def append_gradient(
+def append_drelative(
     c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]
 ) -> None:
-    """Append drelative, by square tiles; of heads wider than 64 columns larger ones than 16 spill."""
+    """Append drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. Of
+    heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq's kernel."""
     BT = tile.keys if constants["HEADS"][3] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)

@@ -1,6 +1,8 @@
-"""Rotary positions over packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF is half a head's columns.
+"""Rotary position embedding (RoPE) of packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF is half a head's
+columns.
 
-A plane is a pair of columns, HALF apart in one head. Moved are x and y once; the tables' rows come from the caches.
+A plane is a pair of columns, HALF apart in one head, that is rotated. x and y are moved once; the tables' rows come from the
+caches.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from barellm.cuda.kernels.common import BLOCK, POS, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
-WIDE = 256  # planes, or columns that pass through, of one program
+WIDE = 256  # planes, or columns that pass through, of one program's row
 
 
 @device
@@ -21,13 +23,14 @@ def rope(
     W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The first ROTARY_DIM columns are rotated, by position pos + t; those behind pass through. Axis 1 of the grid: blocks of
-    planes, then blocks of the columns behind."""
+    """Rotate the first ROTARY_DIM columns (whole heads) of each row by the angles of its position pos + t; the columns behind pass
+    through. INVERSE: the other way round, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns
+    behind."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
     PLANES: tl.constexpr = ROTARY_DIM // 2
-    TURNING: tl.constexpr = (PLANES + BC - 1) // BC
-    if tl.program_id(1) < TURNING:
+    ROTATED_BLOCKS: tl.constexpr = (PLANES + BC - 1) // BC
+    if tl.program_id(1) < ROTATED_BLOCKS:
         plane = tl.program_id(1) * BC + tl.arange(0, BC)
         mask = live & (plane < PLANES)[None, :]
         at = (tl.load(scalars + POS) + row % seq)[:, None] * HALF + (plane % HALF)[None, :]
@@ -40,7 +43,7 @@ def rope(
         store_or_add(y + i, mask, a * c - b * s, scalars, MODE)
         store_or_add(y + i + HALF, mask, b * c + a * s, scalars, MODE)
     else:
-        column = ROTARY_DIM + (tl.program_id(1) - TURNING) * BC + tl.arange(0, BC)
+        column = ROTARY_DIM + (tl.program_id(1) - ROTATED_BLOCKS) * BC + tl.arange(0, BC)
         mask = live & (column < W)[None, :]
         i = row[:, None] * W + column[None, :]
         store_or_add(y + i, mask, tl.load(x + i, mask=mask, other=0.0).to(tl.float32), scalars, MODE)
@@ -48,15 +51,15 @@ def rope(
 
 @lowering("rope", starts="y")
 def lower_rope(op: Any, c: Lowering) -> None:
+    """RoPE or its inverse on the first op.heads heads of each row."""
     W, HALF, rows = int(op.x.shape[-1]), int(op.cos.shape[-1]), c.rows(op.x)
-    transposed = op.heads * 2 * HALF
-    BC = min(WIDE, pow2(max(transposed // 2, W - transposed)))
+    rotary_dim = op.heads * 2 * HALF
+    BC = min(WIDE, pow2(max(rotary_dim // 2, W - rotary_dim)))
     BR = BLOCK // BC
-    constants = {"W": W, "ROTARY_DIM": transposed, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
+    constants = {"W": W, "ROTARY_DIM": rotary_dim, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
     c.launch(
-        rope,
-        {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
+        rope, {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
         constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(transposed // 2, BC) + ceil_div(W - transposed, BC)),
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)),
         writes="y",
-    )
+    )  # fmt: skip

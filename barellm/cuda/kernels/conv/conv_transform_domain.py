@@ -12,6 +12,9 @@ The last three alternate over passes of so many tiles that what one writes is st
 tiles of dy, m x m, are the filters, and the filter's size is the result's: both operands are transformed by tiles, and the GEMMs
 sum over tiles, with split-K. Everything is fp32, whatever images are stored in: 8 bits of a fraction are too few for the
 transforms.
+
+`rows` and `channels` are those of one group: for fprop K / groups and C / groups, for dgrad the other way round. `batch`: one
+position and one group of the batched GEMM.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.tensor import Tensor
 
-PASS = 6 << 20  # numbers of a pass's operands and products: 24 MB, about half of an H100's L2
-BLOCK = 128  # tiles of which a pass has a multiple, and so a GEMM columns
+PASS = 6 << 20  # elements of a pass's tiles and products: 24 MB of fp32, about half of an H100's L2
+BLOCK = 128  # a pass has a multiple of so many tiles, and a GEMM as many columns
 
 
 @device
@@ -35,9 +38,12 @@ def batched_gemm(
     out, a, b, first, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
     TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one position's and group's GEMM, of a (.., ROWS, DEPTH): with CHUNK None out (.., ROWS, COLUMNS) = a b, with
-    `count` columns that matter, of a multiple of BN. Otherwise out (part, .., ROWS, COLUMNS) = a b^T, where a part has CHUNK of the
-    depth, of which `count` matter; it is added to what is there but for the first pass."""
+    """One (BM, BN) tile of one batch of the batched GEMM. Grid: tiles, batches, split-K slices.
+
+    fprop, dgrad (CHUNK None): out (batches, ROWS, COLUMNS) = a (batches, ROWS, DEPTH) b (batches, DEPTH, COLUMNS). COLUMNS are
+    tiles, a multiple of BN, of which the grid covers the first `count`. wgrad: out (slices, batches, ROWS, COLUMNS) = a (batches,
+    ROWS, DEPTH) b^T (batches, COLUMNS, DEPTH). DEPTH is tiles, CHUNK of them for each slice, of which the first `count` are summed.
+    Passes but the first (`first` > 0) add to out."""
     m = tl.program_id(0) % tl.cdiv(ROWS, BM) * BM + tl.arange(0, BM)
     n = tl.program_id(0) // tl.cdiv(ROWS, BM) * BN + tl.arange(0, BN)
     batch, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -47,26 +53,27 @@ def batched_gemm(
     if CHUNK is not None:
         begin, end = part * CHUNK, min((part + 1) * CHUNK, count)
     acc = tl.zeros((BM, BN), tl.float32)
-    for at in range(begin, end, BK):
-        k = at + tl.arange(0, BK)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
         in_depth = k < DEPTH
-        left = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & in_depth[None, :], other=0.0)
+        a_block = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & in_depth[None, :], other=0.0)
         if CHUNK is None:
-            right = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=in_depth[:, None], other=0.0)
+            b_block = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=in_depth[:, None], other=0.0)
         else:
             mask = (n < COLUMNS)[None, :] & in_depth[:, None]
-            right = tl.load(b + n[None, :] * DEPTH + k[:, None], mask=mask, other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
-    to = (part.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
+            b_block = tl.load(b + n[None, :] * DEPTH + k[:, None], mask=mask, other=0.0)
+        acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
+    offset = (part.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
     mask = (m < ROWS)[:, None] & (n < COLUMNS)[None, :]
     if CHUNK is not None:
-        acc += tl.load(out + to, mask=mask & (first > 0), other=0.0)
-    tl.store(out + to, acc, mask=mask)
+        acc += tl.load(out + offset, mask=mask & (first > 0), other=0.0)
+    tl.store(out + offset, acc, mask=mask)
 
 
 @dataclass(frozen=True)
 class TransformKernel:
-    """A kernel of an algorithm: its constants and operands that others lack, and how many tiles or filters a program does."""
+    """A transform's kernel, with the `constants` and `operands` that only this algorithm has. `block`: tiles or filters of one
+    program."""
 
     function: DeviceFunction
     constants: dict[str, Any]
@@ -77,7 +84,8 @@ class TransformKernel:
 
 @dataclass(frozen=True)
 class FpropAlgorithm:
-    """An algorithm for y, or dx, of tiles of m x m and filters of `size`."""
+    """An algorithm for fprop or dgrad: output tiles of m x m, filters of `size` = (R, S), `positions` of the transform domain, and
+    the kernels of the filter, input and output transform, with their first operands."""
 
     m: int
     size: tuple[int, int]
@@ -89,7 +97,8 @@ class FpropAlgorithm:
 
 @dataclass(frozen=True)
 class WgradAlgorithm:
-    """An algorithm for dw of `size`, of tiles of dy of m x m."""
+    """An algorithm for wgrad of filters of `size` = (R, S): tiles of dy of m x m, `positions` of the transform domain, and the
+    kernels that transform tiles of dy, tiles of x, and the result."""
 
     m: int
     size: tuple[int, int]
@@ -101,48 +110,52 @@ class WgradAlgorithm:
 
 @dataclass(frozen=True)
 class Pass:
-    """A `Size`: how many of the tiles [first, first + room) there are."""
+    """A `Size`: how many tiles of the pass [first, first + room) a run has."""
 
     tiles: Count
     first: int
-    room: int
+    pass_tiles: int
 
     def __call__(self, sizes: Sizes) -> int:
-        return max(min(self.tiles(sizes) - self.first, self.room), 0)
+        return max(min(self.tiles(sizes) - self.first, self.pass_tiles), 0)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images are cut into tiles, and tiles into passes of `room`. `whole`: the same where there are tiles enough, on which the
-    order of sums depends."""
+    """How images are cut into tiles of m x m outputs, `rows` x `columns` of them for each image, and all `tiles` of a run, at
+    max_tiles `max_tiles`, into passes. `full_pass`: tiles of a full pass. It does not depend on the batch, so the order of wgrad's
+    sums, which it decides, does not either."""
 
     m: int
     rows: int
     columns: int
     tiles: Count
-    most: int
-    whole: int
+    max_tiles: int
+    full_pass: int
 
     @property
-    def room(self) -> int:
-        return min(self.whole, round_up(self.most, BLOCK))
+    def pass_tiles(self) -> int:
+        """The tiles for which buffers have room: those of a full pass, or all if they are fewer."""
+        return min(self.full_pass, round_up(self.max_tiles, BLOCK))
 
     @property
     def passes(self) -> list[Pass]:
-        return [Pass(self.tiles, first, self.room) for first in range(0, self.most, self.room)]
+        """The passes of the longest run; shorter runs leave the last ones empty."""
+        return [Pass(self.tiles, first, self.pass_tiles) for first in range(0, self.max_tiles, self.pass_tiles)]
 
     @classmethod
     def of(cls, plan: FpropAlgorithm | WgradAlgorithm, images: Tensor, size: tuple[int, int], channels: int) -> Tiling:
-        """Of pixels of `size`; `channels`: of all that is made for a tile."""
+        """The tiling of `images` (N, ...) with outputs of `size` = (P, Q). `channels`: of a tile's operands and products together,
+        which decide how many tiles a pass of PASS elements has."""
         rows, columns = ceil_div(size[0], plan.m), ceil_div(size[1], plan.m)
-        whole = max(PASS // (plan.positions * channels) // BLOCK, 1) * BLOCK
+        full_pass = max(PASS // (plan.positions * channels) // BLOCK, 1) * BLOCK
         return cls(
-            plan.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, whole
+            plan.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, full_pass
         )
 
 
-def rising(constants: dict[str, Any], axis: str, taps: int) -> tuple[int, bool]:
-    """The first offset of `taps` that are one apart, and whether they come in falling order."""
+def lowest_offset(constants: dict[str, Any], axis: str, taps: int) -> tuple[int, bool]:
+    """The lowest offset of an axis ("R" or "S") of `taps` adjacent taps, and whether they are in descending order (flipped)."""
     first, step = constants[f"{axis}_FIRST"], constants[f"{axis}_STEP"]
     assert abs(step) == (taps > 1), constants
     return min(first, first + (taps - 1) * step), step < 0
@@ -152,18 +165,12 @@ def append_tiles(
     c: Lowering, step: TransformKernel, v: Tensor, x: Tensor, tiling: Tiling, of: Pass, multiple: int, *, top: int = 0,
     left: int = 0, reflect: bool = False,
 ) -> None:  # fmt: skip
-    """Append v (positions, channels, room), of one pass, with zeros up to a multiple of tiles. Tile (i, j) of an image begins at
-    (i m + top, j m + left)."""
+    """Append the input transform `step` of one pass: v (positions, channels, room) of x (N, channels, H, W), with zeros up to the
+    next `multiple` of tiles. Tile (i, j) of an image begins at the pixel (i m + top, j m + left)."""
     channels = int(x.shape[1])
-    constants = {
-        "CHANNELS": channels,
-        "H": int(x.shape[2]),
-        "W": int(x.shape[3]),
-        "TOP": top,
-        "LEFT": left,
-        "REFLECT": reflect,
-    }
-    constants |= {"TH": tiling.rows, "TW": tiling.columns, "STEP": tiling.m, "ROOM": tiling.room, "BLOCK": step.block}
+    constants = {"CHANNELS": channels, "H": int(x.shape[2]), "W": int(x.shape[3])}
+    constants |= {"TOP": top, "LEFT": left, "REFLECT": reflect, "BLOCK": step.block}
+    constants |= {"TH": tiling.rows, "TW": tiling.columns, "STEP": tiling.m, "PASS_TILES": tiling.pass_tiles}
     c.launch(
         step.function, {"v": v, "x": x, "first": of.first, "count": of, **step.operands}, step.constants | constants,
         warps=step.warps, writes="v", grid=lambda s: (ceil_div(round_up(of(s), multiple), step.block), channels),
@@ -173,76 +180,87 @@ def append_tiles(
 def batched_gemm_constants(
     c: Lowering, rows: int, columns: int, depth: int, batches: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constants of a GEMM of `batches` at a time, and how to launch it."""
-    t = gemm_config.select_config(
-        "nn", rows, columns * batches, depth, "tf32" if c.target.tf32 else "fp32", c.target.arch
-    )
+    """The constants of `batched_gemm` for `batches` GEMMs (rows, depth) (depth, columns), and its launch options. The configuration
+    is that of one GEMM of all their columns."""
+    kind = "tf32" if c.target.tf32 else "fp32"
+    t = gemm_config.select_config("nn", rows, columns * batches, depth, kind, c.target.arch)
     constants = {"ROWS": rows, "TF32": c.target.tf32 or None, "BM": t.tile_m, "BN": t.tile_n, "BK": t.tile_k}
     return constants, {"warps": t.num_warps, "stages": t.num_stages}
 
 
-def append_forward(
+def append_fprop(
     c: Lowering, plan: FpropAlgorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
-    """`constants`: of `conv_implicit_gemm`, whose place this takes."""
+    """Append fprop or dgrad in the transform domain: the filter transform of `a`, then for each pass the input transform of x, the
+    batched GEMM and the output transform. `rows`: of one group of `out` (N, groups * rows, OUT_H, OUT_W); `constants`: those of
+    `conv_implicit_gemm` (convolution.py), whose place this takes."""
     groups, channels, size = constants["GROUPS"], constants["CHANNELS"], (constants["OUT_H"], constants["OUT_W"])
-    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
+    top, flip_r = lowest_offset(constants, "R", plan.size[0])
+    left, flip_s = lowest_offset(constants, "S", plan.size[1])
     strides = {n: constants[n] for n in ("A_GROUP", "A_ROW", "A_CHANNEL", "A_FIRST", "A_R", "A_S")}
-    for axis, falling, taps in (("A_R", high, plan.size[0]), ("A_S", wide, plan.size[1])):
-        if falling:
+    for axis, flip, taps in (("A_R", flip_r, plan.size[0]), ("A_S", flip_s, plan.size[1])):
+        if flip:  # read the filter from its last tap backwards, so that offsets in the image ascend
             strides |= {"A_FIRST": strides["A_FIRST"] + (taps - 1) * strides[axis], axis: -strides[axis]}
     tiling = Tiling.of(plan, x, size, groups * (channels + rows))
-    positions, room = plan.positions, tiling.room
+    positions, pass_tiles = plan.positions, tiling.pass_tiles
     u = c.scratch("filters", (positions, groups * rows, channels))
-    v = c.scratch("tiles", (positions, groups * channels, room))
-    gemm_out = c.scratch("products", (positions, groups * rows, room))
+    v = c.scratch("tiles", (positions, groups * channels, pass_tiles))
+    gemm_out = c.scratch("products", (positions, groups * rows, pass_tiles))
     sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": plan.filters.block}
     c.launch(
         plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
         warps=plan.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
     )  # fmt: skip
-    fixed, how = batched_gemm_constants(c, rows, room, channels, positions * groups)
-    fixed |= {"COLUMNS": room, "DEPTH": channels, "CHUNK": None}
-    to = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns, "ROOM": room}
-    to |= {"MODE": constants["MODE"], "BLOCK": plan.images.block}
+    fixed, options = batched_gemm_constants(c, rows, pass_tiles, channels, positions * groups)
+    fixed |= {"COLUMNS": pass_tiles, "DEPTH": channels, "CHUNK": None}
+    images = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns}
+    images |= {"PASS_TILES": pass_tiles, "MODE": constants["MODE"], "BLOCK": plan.images.block}
     for of in tiling.passes:
         where = {"first": of.first, "count": of}
         append_tiles(c, plan.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            batched_gemm, {"out": gemm_out, "a": u, "b": v, **where}, fixed, **how, writes="out",
+            batched_gemm, {"out": gemm_out, "a": u, "b": v, **where}, fixed, **options, writes="out",
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            plan.images.function, {"y": out, "gemm_out": gemm_out, **where, **plan.images.operands}, plan.images.constants | to,
+            plan.images.function, {"y": out, "gemm_out": gemm_out, **where, **plan.images.operands}, plan.images.constants | images,
             warps=plan.images.warps, grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
         )  # fmt: skip
 
 
-def append_gradient(
+def append_wgrad(
     c: Lowering, plan: WgradAlgorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
 ) -> None:
-    """`constants`: of `conv_wgrad`, whose place this takes."""
+    """Append wgrad in the transform domain: for each pass the transforms of dy and x and the batched GEMM, which adds up the
+    passes; then the transform of the result, which adds up the split-K slices. `constants`: those of `conv_wgrad` (convolution.py),
+    whose place this takes."""
     groups, rows, channels = constants["GROUPS"], constants["M"], constants["CHANNELS"]
-    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
+    reflect = constants["REFLECT"]
+    top, flip_r = lowest_offset(constants, "R", plan.size[0])
+    left, flip_s = lowest_offset(constants, "S", plan.size[1])
     tiling = Tiling.of(plan, x, (constants["P"], constants["Q"]), groups * (channels + rows))
-    positions, room = plan.positions, tiling.room
-    fixed, how = batched_gemm_constants(c, rows, channels, tiling.whole, positions * groups)
-    tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])
-    chunk = round_up(ceil_div(tiling.whole, gemm_config.num_splits(tiles * positions * groups, tiling.whole)), BLOCK)
-    parts = ceil_div(room, chunk)
-    made = {name: c.scratch(f"{name} tiles", (positions, int(t.shape[1]), room)) for name, t in (("dy", dy), ("x", x))}
-    gemm_out = c.scratch("products", (parts, positions, groups * rows, channels))
-    fixed |= {"COLUMNS": channels, "DEPTH": room, "CHUNK": chunk}
+    positions, pass_tiles = plan.positions, tiling.pass_tiles
+    fixed, options = batched_gemm_constants(c, rows, channels, tiling.full_pass, positions * groups)
+    tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])  # of one batch's result
+    splits = gemm_config.num_splits(tiles * positions * groups, tiling.full_pass)
+    chunk = round_up(ceil_div(tiling.full_pass, splits), BLOCK)  # tiles of a split-K slice
+    slices = ceil_div(pass_tiles, chunk)
+    dy_tiles = c.scratch("dy tiles", (positions, int(dy.shape[1]), pass_tiles))
+    x_tiles = c.scratch("x tiles", (positions, int(x.shape[1]), pass_tiles))
+    gemm_out = c.scratch("products", (slices, positions, groups * rows, channels))
+    fixed |= {"COLUMNS": channels, "DEPTH": pass_tiles, "CHUNK": chunk}
     for of in tiling.passes:
-        append_tiles(c, plan.dy, made["dy"], dy, tiling, of, fixed["BK"])
-        append_tiles(c, plan.x, made["x"], x, tiling, of, fixed["BK"], top=top, left=left, reflect=constants["REFLECT"])
+        append_tiles(c, plan.dy, dy_tiles, dy, tiling, of, fixed["BK"])
+        append_tiles(c, plan.x, x_tiles, x, tiling, of, fixed["BK"], top=top, left=left, reflect=reflect)
+        operands = {"out": gemm_out, "a": dy_tiles, "b": x_tiles, "first": of.first, "count": of}
         c.launch(
-            batched_gemm, {"out": gemm_out, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
-            grid=lambda s, of=of: (tiles, positions * groups, parts if of(s) else 0), writes="out",
+            batched_gemm, operands, fixed, **options,
+            grid=lambda s, of=of: (tiles, positions * groups, slices if of(s) else 0), writes="out",
         )  # fmt: skip
-    size = groups * rows * channels
+    filters, output = groups * rows * channels, plan.filters
+    sizes = {"SLICES": slices, "FILTERS": filters, "BLOCK": output.block}
     c.launch(
-        plan.filters.function, {"dw": dw, "gemm_out": gemm_out, **plan.filters.operands},
-        plan.filters.constants | {"PARTS": parts, "SIZE": size, "FLIP": high or wide, "MODE": mode, "BLOCK": plan.filters.block},
-        warps=plan.filters.warps, grid=lambda s: (ceil_div(size, plan.filters.block),), writes="dw",
+        output.function, {"dw": dw, "gemm_out": gemm_out, **output.operands},
+        output.constants | sizes | {"FLIP": flip_r or flip_s, "MODE": mode},
+        warps=output.warps, grid=lambda s: (ceil_div(filters, output.block),), writes="dw",
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Discrete Fourier transforms of squares of F x F real numbers, F a power of two, in registers.
+"""Two-dimensional FFTs of tiles of F x F real numbers, F a power of two, in registers.
 
-Half of a real transform is enough, and F F / 2 complex numbers hold it. Row frequencies f = 0 and F / 2 of each column are real, so
-one complex column transform does both: with z = a + i b of two real sequences, their transforms are A(k) = (z(k) + z*(-k)) / 2 and
-B(k) = (z(k) - z*(-k)) / 2i. So number (f, k), f < F / 2, k < F, is the transform at the frequencies f and k, but for f = 0. There
+A real tile's transform is Hermitian, so half of it is enough: F F / 2 complex elements hold it. Row frequencies f = 0 and F / 2 of
+each column are real, so one complex column transform does both: with z = a + i b of two real sequences, their transforms are A(k) =
+(z(k) + z*(-k)) / 2 and B(k) = (z(k) - z*(-k)) / 2i. So element (f, k), f < F / 2, k < F, is the transform at row frequency f and
+column frequency k, but for f = 0. There
 
     (0, 0) and (0, F / 2)    hold two real numbers each: A in the place of a real part, B in that of an imaginary one
     (0, k), 0 < k < F / 2    is A(k), at the row frequency 0
@@ -10,7 +11,8 @@ B(k) = (z(k) - z*(-k)) / 2i. So number (f, k), f < F / 2, k < F, is the transfor
 
 A thread has whole columns for the transform along rows, and then whole rows: in between, numbers go through shared memory. Axes are
 ordered so that this is the one time that the compiler has to move them (it moves what is joined far less often if a load decides
-where its numbers are).
+where its numbers are). One-dimensional transforms work on Python tuples of n tensors (real parts `re`, imaginary parts `im`): a
+tensor has one element of every sequence, and the recursion is unrolled at compile time.
 
 By halves (Cooley and Tukey 1965) such a transform takes some 3,000 operations for 16 x 16 numbers, and 17,000 for 32 x 32 (counted
 in the compiled code); as matmuls with the DFT matrices it would take 26,000 and 200,000. What a square of 16 comes from and goes to
@@ -25,15 +27,15 @@ from math import cos, pi, sin
 
 from barellm.cuda.lang import constant, device, tl
 
-LARGEST = 32
+LARGEST = 32  # F at most
 _ANGLES = [2 * pi * i / LARGEST for i in range(LARGEST)]
-COS, SIN = (constant(tuple(round(turn(a), 15) for a in _ANGLES)) for turn in (cos, sin))  # zeros are zeros
-STEPS = constant(LARGEST)
+COS, SIN = (constant(tuple(round(f(a), 15) for a in _ANGLES)) for f in (cos, sin))  # rounded: zeros are exact
+STEPS = constant(LARGEST)  # twiddle factors are powers of exp(2 pi i / STEPS)
 
 
 @device
-def times(re, im, AT: tl.constexpr, SIGN: tl.constexpr):
-    """(re + i im) exp(SIGN 2 pi i AT / LARGEST), an AT below half a circle."""
+def rotate(re, im, AT: tl.constexpr, SIGN: tl.constexpr):
+    """Multiply by a twiddle factor: (re + i im) exp(SIGN 2 pi i AT / LARGEST), AT below half a circle."""
     if AT == 0:
         made = (re, im)
     elif AT * 4 == STEPS:
@@ -44,17 +46,18 @@ def times(re, im, AT: tl.constexpr, SIGN: tl.constexpr):
 
 
 @device
-def transform(re, im, SIGN: tl.constexpr):
-    """The sums over j of x[j] exp(SIGN 2 pi i j k / n), n numbers of which re and im have the parts."""
+def complex_dft(re, im, SIGN: tl.constexpr):
+    """A complex DFT of n numbers re + i im (tuples of n tensors): X[k] = sum over j of x[j] exp(SIGN 2 pi i j k / n), by radix-2
+    decimation in time (Cooley and Tukey 1965), unscaled. Gives the tuples of X's real and imaginary parts."""
     N: tl.constexpr = len(re)
     if N == 1:
         made = (re, im)
     else:
-        a_re, a_im = transform(re[::2], im[::2], SIGN)
-        b_re, b_im = transform(re[1::2], im[1::2], SIGN)
+        a_re, a_im = complex_dft(re[::2], im[::2], SIGN)
+        b_re, b_im = complex_dft(re[1::2], im[1::2], SIGN)
         low_re, low_im, high_re, high_im = (), (), (), ()
-        for k in tl.static_range(N // 2):
-            t_re, t_im = times(b_re[k], b_im[k], k * (STEPS // N), SIGN)
+        for k in tl.static_range(N // 2):  # butterflies: X[k] = A[k] + w^k B[k], X[k + n / 2] = A[k] - w^k B[k]
+            t_re, t_im = rotate(b_re[k], b_im[k], k * (STEPS // N), SIGN)
             low_re += (a_re[k] + t_re,)
             low_im += (a_im[k] + t_im,)
             high_re += (a_re[k] - t_re,)
@@ -64,18 +67,19 @@ def transform(re, im, SIGN: tl.constexpr):
 
 
 @device
-def half_transform(x):
-    """Of n real numbers: the real parts of the frequencies 0 to n / 2, and the imaginary parts of those between."""
+def real_dft(x):
+    """The DFT of n real numbers x (a tuple): tuples of the n / 2 + 1 real parts of the frequencies 0 to n / 2, and of the n / 2 - 1
+    imaginary parts of those between (0 and n / 2 are real). Decimation in time: A of the even, B of the odd numbers."""
     N: tl.constexpr = len(x)
     if N == 2:
         made = ((x[0] + x[1], x[0] - x[1]), ())
     else:
-        a_re, a_im = half_transform(x[::2])
-        b_re, b_im = half_transform(x[1::2])
+        a_re, a_im = real_dft(x[::2])
+        b_re, b_im = real_dft(x[1::2])
         low_re, high_re = (a_re[0] + b_re[0],), (a_re[0] - b_re[0],)
-        low_im, middle, high_im = (), (-b_re[N // 4],), ()
-        for k in tl.static_range(1, N // 4):  # k, and n / 2 - k, its conjugate
-            t_re, t_im = times(b_re[k], b_im[k - 1], k * (STEPS // N), -1)
+        low_im, middle, high_im = (), (-b_re[N // 4],), ()  # frequency n / 4: A - i B, both real there
+        for k in tl.static_range(1, N // 4):  # A + w^k B: frequency k; A - w^k B: the conjugate of n / 2 - k
+            t_re, t_im = rotate(b_re[k], b_im[k - 1], k * (STEPS // N), -1)
             low_re += (a_re[k] + t_re,)
             low_im += (a_im[k - 1] + t_im,)
             re, im = (a_re[k] - t_re,), (t_im - a_im[k - 1],)
@@ -85,23 +89,24 @@ def half_transform(x):
 
 
 @device
-def from_half(re, im):
-    """n times the n real numbers of which `half_transform` gives (re, im)."""
+def inverse_real_dft(re, im):
+    """The inverse of `real_dft`, times n: n real numbers from n / 2 + 1 real and n / 2 - 1 imaginary parts. Decimation in
+    frequency: even numbers come from x(k) + x*(n / 2 - k), odd ones from the difference times a twiddle factor."""
     N: tl.constexpr = 2 * (len(re) - 1)
     if N == 2:
         made = (re[0] + re[1], re[0] - re[1])
     else:
         a_re, b_re = (re[0] + re[N // 2],), (re[0] - re[N // 2],)
         a_im, b_im = (), ()
-        for k in tl.static_range(1, N // 4):  # even numbers have x(k) + x*(n / 2 - k), odd ones the difference, turned
-            t_re, t_im = times(re[k] - re[N // 2 - k], im[k - 1] + im[N // 2 - k - 1], k * (STEPS // N), 1)
+        for k in tl.static_range(1, N // 4):
+            t_re, t_im = rotate(re[k] - re[N // 2 - k], im[k - 1] + im[N // 2 - k - 1], k * (STEPS // N), 1)
             a_re += (re[k] + re[N // 2 - k],)
             a_im += (im[k - 1] - im[N // 2 - k - 1],)
             b_re += (t_re,)
             b_im += (t_im,)
         a_re += (2.0 * re[N // 4],)
         b_re += (-2.0 * im[N // 4 - 1],)
-        even, odd = from_half(a_re, a_im), from_half(b_re, b_im)
+        even, odd = inverse_real_dft(a_re, a_im), inverse_real_dft(b_re, b_im)
         made = ()
         for j in tl.static_range(N // 2):
             made += (even[j], odd[j])
@@ -109,18 +114,18 @@ def from_half(re, im):
 
 
 @device
-def woven(parts):
-    """(A, B, n) of n tensors (A, B), n cut into axes of 2."""
+def interleave(parts):
+    """n tensors (A, B) as (A, B, 2, ..., 2), n = 2^k, the last k axes in the order of the tuple: a reshape makes (A, B, n)."""
     if len(parts) == 1:
         made = parts[0]
     else:
-        made = tl.join(woven(parts[::2]), woven(parts[1::2]))
+        made = tl.join(interleave(parts[::2]), interleave(parts[1::2]))
     return made
 
 
 @device
-def unwoven(x):
-    """The n tensors (A, B) of x (A, B, n)."""
+def deinterleave(x):
+    """The n tensors (A, B) of x (A, B, n): split into even and odd ones until each has one."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
     N: tl.constexpr = x.shape[2]
@@ -128,7 +133,7 @@ def unwoven(x):
         made = (tl.reshape(x, (A, B)),)
     else:
         even, odd = tl.split(tl.reshape(x, (A, B, N // 2, 2)))
-        evens, odds = unwoven(even), unwoven(odd)
+        evens, odds = deinterleave(even), deinterleave(odd)
         made = ()
         for i in tl.static_range(N // 2):
             made += (evens[i], odds[i])
@@ -136,25 +141,27 @@ def unwoven(x):
 
 
 @device
-def joined(parts):
-    """(A, n, B) of n tensors (A, B)."""
+def stack_columns(parts):
+    """n tensors (A, B) as one (A, n, B)."""
     A: tl.constexpr = parts[0].shape[0]
     B: tl.constexpr = parts[0].shape[1]
-    return tl.permute(tl.reshape(woven(parts), (A, B, len(parts))), (0, 2, 1))
+    return tl.permute(tl.reshape(interleave(parts), (A, B, len(parts))), (0, 2, 1))
 
 
 @device
 def spectrum(x):
-    """The numbers (f, k) of squares x (squares, F, F): real and imaginary parts (F / 2, F, squares)."""
+    """The forward transform of tiles x (tiles, F, F): real and imaginary parts (F / 2, F, tiles) of the elements (f, k), in the
+    packing of the module's docstring."""
     F: tl.constexpr = x.shape[1]
-    SQUARES: tl.constexpr = x.shape[0]
-    re, im = half_transform(unwoven(tl.permute(x, (0, 2, 1))))
+    TILES: tl.constexpr = x.shape[0]
+    re, im = real_dft(deinterleave(tl.permute(x, (0, 2, 1))))
     packed = (re[0], re[F // 2])
     for f in tl.static_range(1, F // 2):
         packed += (re[f], im[f - 1])
-    x = tl.permute(tl.reshape(woven(packed), (SQUARES, F, F // 2, 2)), (2, 0, 3, 1))
-    columns = unwoven(tl.reshape(x, (F // 2, SQUARES, 2 * F)))
-    re, im = transform(columns[:F], columns[F:], -1)
+    x = tl.permute(tl.reshape(interleave(packed), (TILES, F, F // 2, 2)), (2, 0, 3, 1))
+    columns = deinterleave(tl.reshape(x, (F // 2, TILES, 2 * F)))
+    re, im = complex_dft(columns[:F], columns[F:], -1)
+    # Row f = 0 has z = a + i b, a at the row frequency 0 and b at F / 2: A(k) for k < F / 2, B(F - k) for k > F / 2.
     first = (tl.arange(0, F // 2) == 0)[:, None]
     made_re, made_im = re[:1], im[:1]
     for k in tl.static_range(1, F):
@@ -166,15 +173,15 @@ def spectrum(x):
             a, b = 2.0 * re[k], 2.0 * im[k]
         made_re += (tl.where(first, 0.5 * a, re[k]),)
         made_im += (tl.where(first, 0.5 * b, im[k]),)
-    return joined(made_re), joined(made_im)
+    return stack_columns(made_re), stack_columns(made_im)
 
 
 @device
-def squares_of(re, im):
-    """F F times the squares (squares, F, F) of which `spectrum` gives these numbers."""
+def inverse_spectrum(re, im):
+    """The inverse of `spectrum`, times F^2: tiles (tiles, F, F) from real and imaginary parts (F / 2, F, tiles)."""
     F: tl.constexpr = re.shape[1]
-    SQUARES: tl.constexpr = re.shape[2]
-    re, im = unwoven(tl.permute(re, (0, 2, 1))), unwoven(tl.permute(im, (0, 2, 1)))
+    TILES: tl.constexpr = re.shape[2]
+    re, im = deinterleave(tl.permute(re, (0, 2, 1))), deinterleave(tl.permute(im, (0, 2, 1)))
     first = (tl.arange(0, F // 2) == 0)[:, None]
     z_re, z_im = re[:1], im[:1]
     for k in tl.static_range(1, F):
@@ -186,7 +193,7 @@ def squares_of(re, im):
             a, b = re[k], im[k]
         z_re += (tl.where(first, a, re[k]),)
         z_im += (tl.where(first, b, im[k]),)
-    rows_re, rows_im = transform(z_re, z_im, 1)
-    x = tl.permute(tl.reshape(woven(rows_re + rows_im), (F // 2, SQUARES, 2, F)), (1, 3, 0, 2))
-    packed = unwoven(tl.reshape(x, (SQUARES, F, F)))
-    return joined(from_half(packed[:1] + packed[2::2] + packed[1:2], packed[3::2]))
+    rows_re, rows_im = complex_dft(z_re, z_im, 1)
+    x = tl.permute(tl.reshape(interleave(rows_re + rows_im), (F // 2, TILES, 2, F)), (1, 3, 0, 2))
+    packed = deinterleave(tl.reshape(x, (TILES, F, F)))
+    return stack_columns(inverse_real_dft(packed[:1] + packed[2::2] + packed[1:2], packed[3::2]))

@@ -2,7 +2,9 @@
 (program/winograd.py).
 
 Positions (conv_transform_domain.py) are the n^2 elements of a transformed tile, n = m + 2. In a transform each thread has one tile,
-or one filter.
+or one filter: a matrix of tiles is a Python tuple of tensors (BLOCK,), row by row, element e of all tiles of the program. MATRIX is
+one of the transforms' constant matrices (Lavin and Gray 2016: B^T, G or A^T). TH x TW tiles cover an image, neighbours are STEP
+pixels apart; a pass has up to PASS_TILES tiles.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from barellm.program.winograd import Matrix, filter_matrix, input_matrix, output
 
 
 @device
-def element(MATRIX: tl.constexpr, ROW: tl.constexpr, v):
-    """Element ROW of MATRIX v."""
+def product_element(MATRIX: tl.constexpr, ROW: tl.constexpr, v):
+    """Element ROW of the product of MATRIX and the vector v, a tuple of tensors; factors 0 and 1 cost nothing."""
     total = tl.zeros_like(v[0])
     for i in tl.static_range(len(v)):
         if MATRIX[ROW][i] == 1.0:
@@ -27,18 +29,18 @@ def element(MATRIX: tl.constexpr, ROW: tl.constexpr, v):
 
 
 @device
-def both_ways(MATRIX: tl.constexpr, square):
-    """MATRIX square MATRIX^T of as many squares as a tensor has elements; a square is a tuple of tensors, row by row."""
+def transform_2d(MATRIX: tl.constexpr, square):
+    """MATRIX tile MATRIX^T of each of a program's tiles. `square`: a tuple of N^2 tensors for MATRIX (M, N); gives M^2."""
     SIZE: tl.constexpr = len(MATRIX[0])
-    EPILOGUES_BY_KIND: tl.constexpr = len(MATRIX)
-    half = ()
-    for i in tl.static_range(EPILOGUES_BY_KIND):
+    ROWS: tl.constexpr = len(MATRIX)
+    half = ()  # MATRIX tile, (M, N)
+    for i in tl.static_range(ROWS):
         for j in tl.static_range(SIZE):
-            half += (element(MATRIX, i, square[j::SIZE]),)
+            half += (product_element(MATRIX, i, square[j::SIZE]),)
     made = ()
-    for i in tl.static_range(EPILOGUES_BY_KIND):
-        for j in tl.static_range(EPILOGUES_BY_KIND):
-            made += (element(MATRIX, j, half[i * SIZE : i * SIZE + SIZE]),)
+    for i in tl.static_range(ROWS):
+        for j in tl.static_range(ROWS):
+            made += (product_element(MATRIX, j, half[i * SIZE : i * SIZE + SIZE]),)
     return made
 
 
@@ -47,101 +49,113 @@ def winograd_filters(
     u, a, MATRIX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, A_GROUP: tl.constexpr,
     A_ROW: tl.constexpr, A_CHANNEL: tl.constexpr, A_FIRST: tl.constexpr, A_R: tl.constexpr, A_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """u (positions, GROUPS ROWS, CHANNELS) = MATRIX g MATRIX^T."""
+    """Filter transform: u (positions, GROUPS * ROWS, CHANNELS) = MATRIX g MATRIX^T of 3 x 3 filters g. A_NAME: strides of the
+    filters `a` (FILTER of convolution.py)."""
     SIZE: tl.constexpr = GROUPS * ROWS * CHANNELS
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = at // CHANNELS
-    of = a + row // ROWS * A_GROUP + row % ROWS * A_ROW + at % CHANNELS * A_CHANNEL + A_FIRST
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = index // CHANNELS
+    filters = a + row // ROWS * A_GROUP + row % ROWS * A_ROW + index % CHANNELS * A_CHANNEL + A_FIRST
     taps = ()
     for r in tl.static_range(3):
         for s in tl.static_range(3):
-            taps += (tl.load(of + r * A_R + s * A_S, mask=at < SIZE, other=0.0).to(tl.float32),)
-    made = both_ways(MATRIX, taps)
-    for position in tl.static_range(len(made)):
-        tl.store(u + position * SIZE + at, made[position], mask=at < SIZE)
+            taps += (tl.load(filters + r * A_R + s * A_S, mask=index < SIZE, other=0.0).to(tl.float32),)
+    transformed = transform_2d(MATRIX, taps)
+    for position in tl.static_range(len(transformed)):
+        tl.store(u + position * SIZE + index, transformed[position], mask=index < SIZE)
 
 
 @device
 def winograd_tiles(
     v, x, first, count, MATRIX: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, TH: tl.constexpr,
-    TW: tl.constexpr, STEP: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, REFLECT: tl.constexpr, ROOM: tl.constexpr,
+    TW: tl.constexpr, STEP: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, REFLECT: tl.constexpr, PASS_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """v (positions, CHANNELS, ROOM) = MATRIX d MATRIX^T of the tiles [first, first + count) of x (N, CHANNELS, H, W), and zeros up
-    to a whole block. Tile (i, j) of an image begins at the pixel (i STEP + TOP, j STEP + LEFT)."""
+    """Input transform: v (positions, CHANNELS, PASS_TILES) = MATRIX d MATRIX^T of the tiles d in [first, first + count) of x (N,
+    CHANNELS, H, W); zeros behind them up to a multiple of BLOCK. Tile (i, j) of an image begins at the pixel (i STEP + TOP, j STEP
+    + LEFT). REFLECT: padding reflects. A program does BLOCK tiles of a channel."""
     SIZE: tl.constexpr = len(MATRIX[0])
-    at, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    tile = first + at
+    t, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    tile = first + t
     plane = (tile // (TH * TW)).to(tl.int64) * CHANNELS + channel
     top, left = tile % (TH * TW) // TW * STEP + TOP, tile % TW * STEP + LEFT
-    seen = ()
+    pixels = ()
     for i in tl.static_range(SIZE):
         for j in tl.static_range(SIZE):
             row, column = top + i, left + j
             if REFLECT:
                 row, column = reflect_index(row, H), reflect_index(column, W)
-            inside = (at < count) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            seen += (tl.load(x + plane * (H * W) + row * W + column, mask=inside, other=0.0).to(tl.float32),)
-    made = both_ways(MATRIX, seen)
-    for position in tl.static_range(len(made)):
-        tl.store(v + (position * CHANNELS + channel) * ROOM + at, made[position])
+            inside = (t < count) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+            pixels += (tl.load(x + plane * (H * W) + row * W + column, mask=inside, other=0.0).to(tl.float32),)
+    transformed = transform_2d(MATRIX, pixels)
+    for position in tl.static_range(len(transformed)):
+        tl.store(v + (position * CHANNELS + channel) * PASS_TILES + t, transformed[position])
 
 
 @device
 def winograd_images(
     y, gemm_out, first, count, scalars, MATRIX: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    TH: tl.constexpr, TW: tl.constexpr, ROOM: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+    TH: tl.constexpr, TW: tl.constexpr, PASS_TILES: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles [first, first + count), what lies in the images y (N, CHANNELS, H, W)."""
+    """Output transform: MATRIX m MATRIX^T, (STEP, STEP) outputs of each of the tiles [first, first + count), into y (N, CHANNELS,
+    H, W), from gemm_out (positions, CHANNELS, PASS_TILES). A program does BLOCK tiles of a channel."""
     SIZE: tl.constexpr = len(MATRIX[0])
     STEP: tl.constexpr = len(MATRIX)
-    at, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    tile, there = first + at, at < count
-    square = ()
+    t, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    tile, live = first + t, t < count
+    products = ()
     for position in tl.static_range(SIZE * SIZE):
-        square += (tl.load(gemm_out + (position * CHANNELS + channel) * ROOM + at, mask=there, other=0.0),)
-    made = both_ways(MATRIX, square)
+        products += (tl.load(gemm_out + (position * CHANNELS + channel) * PASS_TILES + t, mask=live, other=0.0),)
+    pixels = transform_2d(MATRIX, products)
     plane = (tile // (TH * TW)).to(tl.int64) * CHANNELS + channel
     top, left = tile % (TH * TW) // TW * STEP, tile % TW * STEP
     for i in tl.static_range(STEP):
         for j in tl.static_range(STEP):
             row, column = top + i, left + j
             to = y + plane * (H * W) + row * W + column
-            store_or_add(to, there & (row < H) & (column < W), made[i * STEP + j], scalars, MODE)
+            store_or_add(to, live & (row < H) & (column < W), pixels[i * STEP + j], scalars, MODE)
 
 
 @device
 def winograd_wgrad(
-    dw, gemm_out, scalars, MATRIX: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, FLIP: tl.constexpr, MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dw, gemm_out, scalars, MATRIX: tl.constexpr, SLICES: tl.constexpr, FILTERS: tl.constexpr, FLIP: tl.constexpr,
+    MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw (SIZE, 3, 3) of the sum over slices of gemm_out (PARTS, positions, SIZE). FLIP: filters are read from their end."""
+    """Output transform of wgrad: dw (FILTERS, 3, 3) from gemm_out (SLICES, positions, FILTERS), summed over split-K slices. FLIP:
+    taps are stored in reverse order, for true convolution."""
     POSITIONS: tl.constexpr = len(MATRIX[0]) * len(MATRIX[0])
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    square = ()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    products = ()
     for position in tl.static_range(POSITIONS):
         total = tl.zeros((BLOCK,), tl.float32)
-        for part in range(PARTS):
-            total += tl.load(gemm_out + (part * POSITIONS + position) * SIZE + at, mask=at < SIZE, other=0.0)
-        square += (total,)
-    made = both_ways(MATRIX, square)
+        for slice in range(SLICES):
+            total += tl.load(
+                gemm_out + (slice * POSITIONS + position) * FILTERS + index, mask=index < FILTERS, other=0.0
+            )
+        products += (total,)
+    taps = transform_2d(MATRIX, products)
     for tap in tl.static_range(9):
-        store_or_add(dw + at * 9 + (8 - tap if FLIP else tap), at < SIZE, made[tap], scalars, MODE)
+        store_or_add(dw + index * 9 + (8 - tap if FLIP else tap), index < FILTERS, taps[tap], scalars, MODE)
 
 
-def matrix(values: Matrix) -> tuple[tuple[float, ...], ...]:
+def as_constant(values: Matrix) -> tuple[tuple[float, ...], ...]:
     """A matrix as a constant of the code."""
     return tuple(map(tuple, values))
 
 
-def _step(function: DeviceFunction, values: Matrix) -> TransformKernel:
-    return TransformKernel(function, {"MATRIX": matrix(values)}, BLOCK)
+def transform_kernel(function: DeviceFunction, values: Matrix) -> TransformKernel:
+    return TransformKernel(function, {"MATRIX": as_constant(values)}, BLOCK)
 
 
 def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
     """The algorithms for y or dx, and for dw, in tiles of m x m."""
     n = m + 2
-    tiles = _step(winograd_tiles, input_matrix(n))
-    filters, images = _step(winograd_filters, filter_matrix(m, 3)), _step(winograd_images, output_matrix(m, 3))
-    dy, dw = _step(winograd_tiles, filter_matrix(3, m)), _step(winograd_wgrad, output_matrix(3, m))
+    tiles = transform_kernel(winograd_tiles, input_matrix(n))
+    filters, images = (
+        transform_kernel(winograd_filters, filter_matrix(m, 3)),
+        transform_kernel(winograd_images, output_matrix(m, 3)),
+    )
+    dy, dw = (
+        transform_kernel(winograd_tiles, filter_matrix(3, m)),
+        transform_kernel(winograd_wgrad, output_matrix(3, m)),
+    )
     return FpropAlgorithm(m, (3, 3), n * n, filters, tiles, images), WgradAlgorithm(m, (3, 3), n * n, dy, tiles, dw)

@@ -1,4 +1,5 @@
-"""Bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32."""
+"""Hashed bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32:
+cu_seqlens has the first position of each document of a row, then seq in the slots that are left."""
 
 from __future__ import annotations
 
@@ -10,22 +11,24 @@ from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.documents import HASH
 
-OWN, BEFORE = (constant(factor) for factor in HASH)
+TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
 
 
 @device
 def bigram_ids(
     ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """ids = (token * TOKEN_FACTOR xor token before * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last bucket,
+    at the first position of a row. RESERVED: there the id of position 1 is hashed as if MODULUS came before."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     inner = mask & (i % seq != 0)
-    own = tl.load(tokens + i, mask=mask, other=0) * OWN
+    own = tl.load(tokens + i, mask=mask, other=0) * TOKEN_FACTOR
     before = tl.load(tokens + i - 1, mask=inner, other=0)
     if RESERVED:
         before = tl.where(i % seq == 1, MODULUS, before)
-    left = (own ^ (before * BEFORE)) % MODULUS
-    left = tl.where(left < 0, left + MODULUS, left)
-    tl.store(ids + i, tl.where(inner, left, MODULUS), mask=mask)
+    hashed = (own ^ (before * BEFORE_FACTOR)) % MODULUS
+    hashed = tl.where(hashed < 0, hashed + MODULUS, hashed)  # % has the sign of the dividend
+    tl.store(ids + i, tl.where(inner, hashed, MODULUS), mask=mask)
 
 
 @lowering("bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"))
@@ -36,7 +39,8 @@ def lower_bigram_ids(op: Any, c: Lowering) -> None:
 
 @device
 def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each row: how many documents begin before a block of tokens is known when the block before it is done."""
+    """cu_seqlens of one row: a document begins at position 0 and at each later SEPARATOR. A program goes through its row BLOCK
+    tokens at a time, because a document's slot is the number of those that begin before it."""
     row = tl.program_id(0).to(tl.int64)
     of, to = tokens + row * seq, cu_seqlens + row * SLOTS
     found = 1
@@ -55,17 +59,16 @@ def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.const
 @lowering("cu_seqlens", also=dict.fromkeys(("cu_seqlens", "tokens"), "i32"))
 def lower_cu_seqlens(op: Any, c: Lowering) -> None:
     c.launch(
-        cu_seqlens,
-        {"cu_seqlens": op.cu_seqlens, "tokens": op.tokens, "seq": lambda s: s.seq},
-        {"SEPARATOR": op.separator, "SLOTS": int(op.cu_seqlens.shape[1]), "BLOCK": BLOCK},
-        grid=lambda s: (s.batch,),
+        cu_seqlens, {"cu_seqlens": op.cu_seqlens, "tokens": op.tokens, "seq": lambda s: s.seq},
+        {"SEPARATOR": op.separator, "SLOTS": int(op.cu_seqlens.shape[1]), "BLOCK": BLOCK}, grid=lambda s: (s.batch,),
         writes="cu_seqlens",
-    )
+    )  # fmt: skip
 
 
 @device
 def document_starts(starts, cu_seqlens, seq, parts, SLOTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each position looks for the last document that begins at or before it, in halves of what is left."""
+    """starts of BLOCK positions of a row (`parts` blocks a row): the last entry of cu_seqlens that is not beyond the position, by
+    binary search over BITS bits of the slot."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     of = cu_seqlens + row * SLOTS
@@ -80,16 +83,10 @@ def document_starts(starts, cu_seqlens, seq, parts, SLOTS: tl.constexpr, BITS: t
 
 @lowering("document_starts", also=dict.fromkeys(("starts", "cu_seqlens", "tokens"), "i32"))
 def lower_document_starts(op: Any, c: Lowering) -> None:
-    slots = int(op.cu_seqlens.shape[1])
+    """One program for each block of positions of each row."""
+    slots, operands = int(op.cu_seqlens.shape[1]), {"starts": op.starts, "cu_seqlens": op.cu_seqlens}
     c.launch(
-        document_starts,
-        {
-            "starts": op.starts,
-            "cu_seqlens": op.cu_seqlens,
-            "seq": lambda s: s.seq,
-            "parts": lambda s: ceil_div(s.seq, BLOCK),
-        },
+        document_starts, operands | {"seq": lambda s: s.seq, "parts": lambda s: ceil_div(s.seq, BLOCK)},
         {"SLOTS": slots, "BITS": (slots - 1).bit_length(), "BLOCK": BLOCK},
-        grid=lambda s: (s.batch * ceil_div(s.seq, BLOCK),),
-        writes="starts",
-    )
+        grid=lambda s: (s.batch * ceil_div(s.seq, BLOCK),), writes="starts",
+    )  # fmt: skip

@@ -21,14 +21,16 @@ from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
 SORTED = 1024  # keys that one program sorts
-STEPS = 32  # sorted keys that one program adds up
-COLUMNS = 256  # of dy, at once
+STEPS = 32  # sorted keys whose rows of dy one program adds up
+COLUMNS = 256  # of dy, for each program
 
 
 @device
 def embedding(
     y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
+    """y = wte[token], plus wpe[pos + t] if there are position embeddings; a block (BR, BC) for each program. NAME_lo: second planes
+    of weights, or None (storage.py)."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
     value = load_weight(wte, wte_lo, token[:, None] * C + column[None, :], mask)
@@ -69,36 +71,38 @@ def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
 
 @device
 def sort_blocks(keys, tokens, n, BLOCK: tl.constexpr):
-    """keys (n) i64: each BLOCK of them in order; what is beyond n sorts behind."""
+    """keys (n) i64 = token * 2^32 + position, each BLOCK of them sorted; what is beyond n sorts last."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < n, other=0x7FFFFFFF).to(tl.int64)
     tl.store(keys + i, tl.sort((token << 32) | i), mask=i < n)
 
 
 @device
-def below(keys, key, first, last, steps):
-    """How many of the sorted keys [first, last) are less than each `key`; 2^steps is more than there are."""
+def count_below(keys, key, first, last, steps):
+    """How many of the sorted keys [first, last) are less than each `key`, by binary search in `steps`: 2^steps is more than last -
+    first."""
     low, high = first, last
     for _ in range(0, steps):
         middle = (low + high) // 2
-        open = low < high
-        less = tl.load(keys + middle, mask=open, other=0) < key
-        low = tl.where(open & less, middle + 1, low)
-        high = tl.where(open & (less == 0), middle, high)
+        unfinished = low < high
+        less = tl.load(keys + middle, mask=unfinished, other=0) < key
+        low = tl.where(unfinished & less, middle + 1, low)
+        high = tl.where(unfinished & (less == 0), middle, high)
     return low - first
 
 
 @device
 def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
-    """Runs of `run` sorted keys become runs of twice as many."""
+    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's place is its place in its own run plus the number of keys
+    below it in the other run. A program does BLOCK keys."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     key = tl.load(keys + i, mask=mask, other=0)
-    mine = i // run * run
-    pair = i // (2 * run) * (2 * run)
-    other = tl.minimum(2 * pair + run - mine, n)
-    count = below(keys, key, other, tl.minimum(other + run, n), steps)
-    tl.store(merged + pair + (i - mine) + count, key, mask=mask)
+    own_run = i // run * run
+    pair_start = i // (2 * run) * (2 * run)
+    other_run = tl.minimum(2 * pair_start + run - own_run, n)
+    count = count_below(keys, key, other_run, tl.minimum(other_run + run, n), steps)
+    tl.store(merged + pair_start + (i - own_run) + count, key, mask=mask)
 
 
 @device
@@ -106,15 +110,16 @@ def add_token_rows(
     dweight, partials, keys, dy, scalars, n,
     C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy's rows by token, for STEPS sorted keys and a block of columns. partials (programs, 2, C): the sum of a token that
-    began before the first key, and of one that goes on behind the last; where that is one token, the first."""
+    """Sums of dy's rows by token, for STEPS sorted keys and a block of columns. A token whose keys are all here goes to dweight.
+    partials (programs, 2, C): the sum of a token that began before the first key, and of one that goes on behind the last; of one
+    that does both only the first."""
     begin = tl.program_id(0) * STEPS
     end = tl.minimum(begin + STEPS, n)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = column < C
     slots = partials + tl.program_id(0).to(tl.int64) * (2 * C) + column
-    before = tl.load(keys + begin - 1, mask=begin > 0, other=-1) >> 32
-    behind = tl.load(keys + end, mask=end < n, other=-1) >> 32
+    previous_token = tl.load(keys + begin - 1, mask=begin > 0, other=-1) >> 32
+    next_token = tl.load(keys + end, mask=end < n, other=-1) >> 32
     total = tl.zeros((BC,), tl.float32)
     key = tl.load(keys + begin)
     for i in range(begin, end):
@@ -123,9 +128,9 @@ def add_token_rows(
         total += tl.load(dy + row * C + column, mask=inside, other=0.0).to(tl.float32)
         key = tl.load(keys + i + 1, mask=i + 1 < end, other=-1)
         if (key >> 32) != token:  # its last one here
-            if token == before:
+            if token == previous_token:
                 tl.store(slots, total, mask=inside)
-            elif (i + 1 == end) & (token == behind):
+            elif (i + 1 == end) & (token == next_token):
                 tl.store(slots + C, total, mask=inside)
             else:
                 store_or_add(dweight + token * C + column, inside, total, scalars, MODE)
@@ -137,16 +142,17 @@ def join_token_rows(
     dweight, partials, keys, scalars, n, steps,
     C: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """A token that goes on behind a program's last key and began in it: its parts, in the order of the programs."""
+    """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, BR at a time, in the
+    order of the programs."""
     program = tl.program_id(0)
     last = program * STEPS + STEPS - 1
     token = tl.load(keys + last, mask=last < n, other=-1) >> 32
-    behind = tl.load(keys + last + 1, mask=last + 1 < n, other=-1) >> 32
-    before = tl.load(keys + program * STEPS - 1, mask=program > 0, other=-1) >> 32
-    if (token == behind) & (token >= 0) & (token != before):
+    next_token = tl.load(keys + last + 1, mask=last + 1 < n, other=-1) >> 32
+    previous_token = tl.load(keys + program * STEPS - 1, mask=program > 0, other=-1) >> 32
+    if (token == next_token) & (token >= 0) & (token != previous_token):
         column = tl.program_id(1) * BC + tl.arange(0, BC)
         inside = column < C
-        count = below(keys, (token + 1) << 32, last, n, steps)
+        count = count_below(keys, (token + 1) << 32, last, n, steps)
         programs = (last + count - 1) // STEPS + 1
         total = tl.zeros((BR, BC), tl.float32)
         for first in range(program, programs, BR):
@@ -158,14 +164,14 @@ def join_token_rows(
 
 
 @device
-def clear_others(
+def clear_absent_tokens(
     dweight, keys, scalars, rows, n, steps,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows of tokens that do not occur, where the run stores."""
+    """Zeros in the rows of dweight (rows, C) of tokens that do not occur, unless the run adds to dweight."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     first = tl.zeros((BR,), tl.int32)
-    at = below(keys, row << 32, first, first + n, steps)
+    at = count_below(keys, row << 32, first, first + n, steps)
     found = tl.load(keys + at, mask=at < n, other=-1) >> 32
     zeros = tl.zeros((BR, BC), tl.float32)
     store_or_add(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
@@ -173,53 +179,41 @@ def clear_others(
 
 @lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
-    tokens, C, written = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
-    most, n = tokens.size, c.elements(tokens)
-    steps = most.bit_length() + 1
-    block = max(2, min(SORTED, pow2(most)))
-    keys, merged = (c.scratch(name, (most,), "fp64") for name in ("keys", "merged"))
+    """Sort the keys in blocks, merge them until they are one run, clear the rows of absent tokens, then sum by token in two
+    launches."""
+    tokens, C, dweight_mode = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
+    max_tokens, n = tokens.size, c.elements(tokens)
+    steps = max_tokens.bit_length() + 1
+    block = max(2, min(SORTED, pow2(max_tokens)))
+    keys, merged = (c.scratch(name, (max_tokens,), "fp64") for name in ("keys", "merged"))
 
-    def i64(t: Any) -> Any:
+    def i64(t: Any) -> Any:  # scratch of 8-byte elements is declared as fp64
         return part(t), "i64"
 
     c.launch(
-        sort_blocks,
-        {"keys": i64(keys), "tokens": tokens, "n": n},
-        {"BLOCK": block},
-        grid=lambda s: (ceil_div(n(s), block),),
-        writes="keys",
-        warps=4 if block >= 512 else 1,
-    )
+        sort_blocks, {"keys": i64(keys), "tokens": tokens, "n": n}, {"BLOCK": block},
+        grid=lambda s: (ceil_div(n(s), block),), writes="keys", warps=4 if block >= 512 else 1,
+    )  # fmt: skip
     run = block
-    while run < most:
+    while run < max_tokens:
         c.launch(
-            merge_runs,
-            {"merged": i64(merged), "keys": i64(keys), "n": n, "run": run, "steps": run.bit_length() + 1},
-            {"BLOCK": 256},
-            grid=lambda s: (ceil_div(n(s), 256),),
-            writes="merged",
-        )
+            merge_runs, {"merged": i64(merged), "keys": i64(keys), "n": n, "run": run, "steps": run.bit_length() + 1},
+            {"BLOCK": 256}, grid=lambda s: (ceil_div(n(s), 256),), writes="merged",
+        )  # fmt: skip
         keys, merged, run = merged, keys, 2 * run
     BC = min(COLUMNS, pow2(C))
-    partials = c.scratch("partials", (ceil_div(most, STEPS), 2, C))
+    partials = c.scratch("partials", (ceil_div(max_tokens, STEPS), 2, C))
     operands: dict[str, Any] = {"dweight": op.dweight, "keys": i64(keys), "n": n}
-    constants: dict[str, Any] = {"C": C, "MODE": written}
+    constants: dict[str, Any] = {"C": C, "MODE": dweight_mode}
     if op.modes["dweight"] != "add":
         clear = operands | {"steps": steps}
-        rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
+        rowwise(c, clear_absent_tokens, op.dweight, clear, writes="dweight", MODE=dweight_mode)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
-        add_token_rows,
-        operands | {"partials": partials, "dy": op.dy},
-        sums,
-        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)),
-        writes="dweight partials",
-        warps=2,
-    )
+        add_token_rows, operands | {"partials": partials, "dy": op.dy}, sums,
+        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight partials", warps=2,
+    )  # fmt: skip
     c.launch(
-        join_token_rows,
-        operands | {"partials": partials, "steps": steps},
-        sums | {"BR": 8},
-        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)),
-        writes="dweight",
-    )
+        join_token_rows, operands | {"partials": partials, "steps": steps}, sums | {"BR": 8},
+        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight",
+    )  # fmt: skip

@@ -21,12 +21,12 @@ from barellm.cuda.kernels.common import pow2, store_or_add
 from barellm.cuda.lang import ampere, constant, device, gl, gluon
 from barellm.program.integers import ceil_div
 
-FIRST, LAST = 80, 90  # compute capabilities whose tensor cores multiply single bits
-TILES = (128, 64)  # rows and columns of a block's tile, the first where that fills the card
+FIRST_ARCH, LAST_ARCH = 80, 90  # compute capabilities whose tensor cores multiply single bits
+TILES = (128, 64)  # rows and columns of a thread block's tile, the first where that fills the card
 STAGES = 3  # buffers of the ring
-VECTOR = 4  # words of 16 bytes, the most that one copy brings
-ROW = 32  # words of a row in shared memory, at most: a row of all banks
-STEP = constant(8)  # words of a row that one instruction multiplies
+VECTOR = 4  # words of 16 bytes, the most that one cp.async brings
+ROW = 32  # words of a row in shared memory, at most: one of each bank
+STEP = constant(8)  # words of a row (K = 256 bits) that one instruction multiplies
 # The operands in the order in which `mma_popc` has a thread's values, where it is lane 4 g + t of its warp: words t and t + 4 of
 # a's row g, then of row g + 8; the same of b's column g, twice; sums of columns 2 t and 2 t + 1 in row g, then in row g + 8.
 AND_POPC = constant(
@@ -41,15 +41,17 @@ def binary_mma(
     y, a, b, scalars, rows, N: gl.constexpr, W: gl.constexpr, COLUMNS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, DEPTH: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """UNIT: words that one copy may bring, a divisor of W."""
+    """One TILE_M x TILE_N tile of y (rows, N) = COLUMNS - 2 ones(a xor b), by 128 threads. DEPTH: words of a row in a stage of the
+    ring; UNIT: words that one copy may bring, a divisor of W. The xor is by ones(a) + ones(b) - 2 ones(a and b): the tensor cores
+    count the last, `a_ones` and `b_ones` the others."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    EXCHANGED: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // DEPTH, DEPTH // 4, [1, 0])
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // DEPTH, DEPTH // 4, [1, 0])
     COPY: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // DEPTH, DEPTH // UNIT], [4, 1], [1, 0])
     A_ROWS: gl.constexpr = gl.BlockedLayout([1, DEPTH * TILE_M // 128], [TILE_M // 4, 128 // TILE_M], [4, 1], [0, 1])
     B_ROWS: gl.constexpr = gl.BlockedLayout([1, DEPTH * TILE_N // 128], [TILE_N // 4, 128 // TILE_N], [4, 1], [0, 1])
     m, n = gl.program_id(0) * TILE_M, gl.program_id(1) * TILE_N
-    a_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_M, DEPTH], EXCHANGED)
-    b_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_N, DEPTH], EXCHANGED)
+    a_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_M, DEPTH], SWIZZLED)
+    b_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_N, DEPTH], SWIZZLED)
     for s in gl.static_range(STAGES - 1):
         async_load(a_ring.index(s), a, m, rows, s * DEPTH, W, COPY)
         async_load(b_ring.index(s), b, n, N, s * DEPTH, W, COPY)
@@ -59,15 +61,15 @@ def binary_mma(
     b_ones = gl.zeros([TILE_N], gl.int32, gl.SliceLayout(1, B_ROWS))
     for i in range(gl.cdiv(W, DEPTH)):
         ampere.async_copy.wait_group(STAGES - 2)
-        ahead = i + STAGES - 1
-        async_load(a_ring.index(ahead % STAGES), a, m, rows, ahead * DEPTH, W, COPY)
-        async_load(b_ring.index(ahead % STAGES), b, n, N, ahead * DEPTH, W, COPY)
+        loaded_step = i + STAGES - 1
+        async_load(a_ring.index(loaded_step % STAGES), a, m, rows, loaded_step * DEPTH, W, COPY)
+        async_load(b_ring.index(loaded_step % STAGES), b, n, N, loaded_step * DEPTH, W, COPY)
         ampere.async_copy.commit_group()
         a_words, b_words = a_ring.index(i % STAGES), b_ring.index(i % STAGES)
         for k in gl.static_range(0, DEPTH, STEP):
             acc = mma_popc(a_words.slice(k, STEP, 1), b_words.slice(k, STEP, 1), acc, SUMS)
-        a_ones += counted(a_words.load(A_ROWS))
-        b_ones += counted(b_words.load(B_ROWS))
+        a_ones += count_ones_of_rows(a_words.load(A_ROWS))
+        b_ones += count_ones_of_rows(b_words.load(B_ROWS))
     ampere.async_copy.wait_group(0)  # zeros from beyond the last word: the conversions may use the ring's memory
 
     acc = gl.convert_layout(acc.reshape([TILE_M, TILE_N]), SUMS, assert_trivial=True)
@@ -84,7 +86,8 @@ def binary_mma(
 
 @gluon
 def async_load(to, words, first, rows, column, W: gl.constexpr, COPY: gl.constexpr):
-    """Start to copy words of the rows from `first` on, those from `column` on; what is beyond the matrix becomes zero."""
+    """Start cp.async of a stage `to` (rows, DEPTH) from `words` (rows, W): rows from `first` on, words from `column` on; zeros
+    beyond the matrix."""
     row = first + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, COPY))
     at = column + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, COPY))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(at < W, 0)
@@ -94,36 +97,37 @@ def async_load(to, words, first, rows, column, W: gl.constexpr, COPY: gl.constex
 
 @gluon
 def mma_popc(a_words, b_words, acc, SUMS: gl.constexpr):
-    """both (blocks of 8 rows, 8, blocks of 8 columns, 8), plus what STEP words of the rows and of the columns have in common.
+    """acc (blocks of 8 rows, 8, blocks of 8 columns, 8) plus ones(a and b) over STEP words: a_words (TILE_M, STEP), b_words
+    (TILE_N, STEP) in shared memory.
 
     A thread's operands become tensors with the shape and the layout of its sums, so that an elementwise function of four elements
-    is one instruction: those of a are the same for all columns, those of b for all rows. No conversion moves anything."""
-    LIKE: gl.constexpr = acc.type.layout
+    is one instruction: those of a are broadcast over all columns, those of b over all rows. No conversion moves data."""
+    ACC_LAYOUT: gl.constexpr = acc.type.layout
     a = a_words.load(gl.DotOperandLayout(0, SUMS, 1)).reshape([acc.shape[0], 8, 2, 4]).permute((0, 1, 3, 2))
     b = b_words.permute((1, 0)).load(gl.DotOperandLayout(1, SUMS, 1))
     b = b.reshape([2, 4, acc.shape[2], 8]).permute((3, 2, 1, 0))
-    a = gl.convert_layout(a.reshape([acc.shape[0], 8, 1, STEP]), LIKE, assert_trivial=True)
-    b = gl.convert_layout(b.reshape([1, 8, acc.shape[2], STEP]), LIKE, assert_trivial=True)
+    a = gl.convert_layout(a.reshape([acc.shape[0], 8, 1, STEP]), ACC_LAYOUT, assert_trivial=True)
+    b = gl.convert_layout(b.reshape([1, 8, acc.shape[2], STEP]), ACC_LAYOUT, assert_trivial=True)
     a, b = gl.broadcast(a, acc)[0], gl.broadcast(b, acc)[0]
     return gl.inline_asm_elementwise(AND_POPC, REGISTERS, [a, b, acc], gl.int32, is_pure=True, pack=4)
 
 
 @device
-def ones(x):
-    """How many bits of each word (uint32) are set. The compiler knows this arithmetic and makes one instruction of it, popc."""
+def popcount(x):
+    """Population count of each word (uint32). The compiler knows this arithmetic and makes one instruction of it, popc."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
 @gluon
-def counted(words):
-    """The ones of each row."""
-    return gl.sum(ones(words.to(gl.uint32, bitcast=True)).to(gl.int32), 1)
+def count_ones_of_rows(words):
+    """The number of ones in each row of words (rows, DEPTH) i32."""
+    return gl.sum(popcount(words.to(gl.uint32, bitcast=True)).to(gl.int32), 1)
 
 
 def launch(op: Any, c: Lowering) -> None:
-    """Append a BinaryMatmul. Its integers do not depend on the tile."""
+    """Append a BinaryMatmul: y (rows, N) of a (rows, W) and b (N, W) words. Results are integers, so no tile changes them."""
     N, W = (int(n) for n in op.b.shape)
     rows, most = c.rows(op.y), op.y.size // N
     tile = next((t for t in TILES if ceil_div(most, t) * ceil_div(N, t) >= gemm_config.WAVE), TILES[-1])

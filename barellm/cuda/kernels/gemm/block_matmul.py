@@ -1,9 +1,16 @@
-"""Products with block-sparse matrices (program/ops/gemm/block_matmul.py): y = x W, dx = dy W^T, and the gradient of each block.
+"""Block-sparse GEMM (program/ops/gemm/block_matmul.py): y = x W, dx = dy W^T, and the gradient of each block of W.
 
-A program of the first two is BM tokens and one segment of the layout's lists, whose blocks it walks in one chain of additions, so
-that nothing is added to memory twice; an empty list gives zeros. Parts of a long list, which would keep one multiprocessor busy
-alone, go to `partials` and are added in order. A program of the last is one block and a part of the tokens. Blocks of BS are padded
-to BP, 16 at least.
+Shapes: x (rows, C), y (rows, K), weight (blocks, BS, BS): the blocks of W (C, K) that are there; blocks of BS x BS are padded to
+BP, 16 at least, in registers. `table` (i32, block_layouts.Lists) has for each block column of the result a list of entries: the
+block column of x and the number of the block in weight.
+
+    4 numbers for each segment: result's block column, slot in `partials` (-1: none), first and last + 1 entry
+    3 numbers for each cut (a list of several segments), from CUTS on: block column, first and last + 1 slot
+    ENTRIES numbers from OTHERS on: block columns of x; then ENTRIES numbers of blocks
+
+A program of y or dx is BM tokens and one segment, whose blocks it walks in one chain of additions, so that nothing is added to
+memory twice; an empty list gives zeros. Segments of a long list, which would keep one multiprocessor busy alone, go to `partials`
+and are added in order. A program of the gradient is one block and a split-K slice of the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-TOKENS = 64  # of a program, or of an iteration
+TOKENS = 64  # BM: of a program, or of a step of the gradient
 
 
 @device
@@ -30,25 +37,28 @@ def block_gemm(
     K: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of one list's columns of out (rows, K), or of their slot in partials (rows, SLOTS * BS); x is (rows, C)."""
-    segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM
+    """BM rows of one segment's columns: of out (rows, K), or of their slot in partials (rows, SLOTS * BS). x (rows, C); TRANSPOSED:
+    by the transposes of the blocks, for dx. Grid: blocks of rows, segments."""
+    segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM  # the segment's four numbers
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     row_in, b_in = (m < rows - m0)[:, None], b < BS
     x += tl.cast(m0, tl.int64) * C
-    at = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
+    in_block = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
     acc = tl.zeros((BM, BP), tl.float32)
     for entry in range(tl.load(segment + 2), tl.load(segment + 3)):
-        source, number = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
-        a = tl.load(x + m[:, None] * C + source * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
-        w = tl.load(weight + number.to(tl.int64) * (BS * BS) + at, mask=b_in[:, None] & b_in[None, :], other=0.0)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        x_column, block = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
+        x_block = tl.load(x + m[:, None] * C + x_column * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
+        w_block = tl.load(
+            weight + block.to(tl.int64) * (BS * BS) + in_block, mask=b_in[:, None] & b_in[None, :], other=0.0
+        )
+        acc = tl.dot(x_block, w_block, acc, input_precision="ieee")
     inside, slot = row_in & b_in[None, :], tl.load(segment + 1)
     row = tl.cast(m0, tl.int64) + m[:, None]
-    to = out + row * K + tl.load(segment) * BS + b[None, :]
+    out_ptrs = out + row * K + tl.load(segment) * BS + b[None, :]
     if SLOTS:
         tl.store(partials + row * (SLOTS * BS) + slot * BS + b[None, :], acc, mask=inside & (slot >= 0))
         inside = inside & (slot < 0)
-    store_or_add(to, inside, acc, scalars, MODE)
+    store_or_add(out_ptrs, inside, acc, scalars, MODE)
 
 
 @device
@@ -56,7 +66,8 @@ def add_slots(
     out, partials, table, scalars, rows, MODE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, CUTS: tl.constexpr,
     BS: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of one long list's columns: the sum of its slots, in order."""
+    """BM rows of one cut's columns of out: the sum of its slots of partials (rows, SLOTS * BS), in order. Grid: blocks of rows,
+    cuts."""
     cut = table + CUTS + 3 * tl.program_id(1)
     row, b = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None], tl.arange(0, BP)[None, :]
     inside = (row < rows) & (b < BS)
@@ -71,40 +82,42 @@ def block_gradient(
     partials, x, dy, places, rows, chunk, C: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, BS: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x^T dy for the two columns of one block, over `chunk` rows; partials (parts, blocks, BS, BS)."""
-    number, part = tl.program_id(0), tl.program_id(1)
+    """The gradient x^T dy of one block over `chunk` rows: partials (slices, ENTRIES, BS, BS). `places` (2, ENTRIES): the block row
+    and column of each block of W, so the columns of x and dy. Grid: blocks, split-K slices."""
+    number, slice = tl.program_id(0), tl.program_id(1)
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     b_in = b < BS
-    first = part * chunk
-    left = x + tl.cast(first, tl.int64) * C + tl.load(places + number) * BS + m[None, :] * C + b[:, None]
-    right = dy + tl.cast(first, tl.int64) * K + tl.load(places + ENTRIES + number) * BS + m[:, None] * K + b[None, :]
+    first = slice * chunk
+    x_ptrs = x + tl.cast(first, tl.int64) * C + tl.load(places + number) * BS + m[None, :] * C + b[:, None]
+    dy_ptrs = dy + tl.cast(first, tl.int64) * K + tl.load(places + ENTRIES + number) * BS + m[:, None] * K + b[None, :]
     acc = tl.zeros((BP, BP), tl.float32)
     for m0 in range(first, tl.minimum(first + chunk, rows), BM):
         row_in = m < rows - m0
-        a = tl.load(left, mask=b_in[:, None] & row_in[None, :], other=0.0)
-        d = tl.load(right, mask=row_in[:, None] & b_in[None, :], other=0.0)
-        acc = tl.dot(a, d, acc, input_precision="ieee")
-        left += BM * C
-        right += BM * K
-    to = partials + (tl.cast(part, tl.int64) * ENTRIES + number) * (BS * BS) + b[:, None] * BS + b[None, :]
+        x_block = tl.load(x_ptrs, mask=b_in[:, None] & row_in[None, :], other=0.0)
+        dy_block = tl.load(dy_ptrs, mask=row_in[:, None] & b_in[None, :], other=0.0)
+        acc = tl.dot(x_block, dy_block, acc, input_precision="ieee")
+        x_ptrs += BM * C
+        dy_ptrs += BM * K
+    to = partials + (tl.cast(slice, tl.int64) * ENTRIES + number) * (BS * BS) + b[:, None] * BS + b[None, :]
     tl.store(to, acc, mask=b_in[:, None] & b_in[None, :])
 
 
-def padded(block: int) -> dict[str, int]:
+def tile_constants(block: int) -> dict[str, int]:
+    """BS, BP and BM for blocks of block x block."""
     return {"BS": block, "BP": max(16, block), "BM": TOKENS}
 
 
-def append_gemm(
-    op: Any, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool
-) -> None:
-    block, rows = op.layout.block, c.rows(given)
-    C, K = int(given.shape[-1]), int(op.outputs[out].shape[-1])
+def append_gemm(op: Any, c: Lowering, x: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+    """Append op.outputs[out] = given W, or given W^T if `transposed`: by the `lists` of the layout, which are in `table`; then the
+    sums of long lists, if there are any."""
+    block, rows = op.layout.block, c.rows(x)
+    C, K = int(x.shape[-1]), int(op.outputs[out].shape[-1])
     segments, slots = len(lists.segments), lists.slots
-    partials = c.scratch("partials", (given.size // C, slots * block)) if slots else None
+    partials = c.scratch("partials", (x.size // C, slots * block)) if slots else None
     operands = {"out": op.outputs[out], "partials": partials, "table": table, "rows": rows}
-    sizes = {"K": K, "SLOTS": slots, "MODE": mode(op, out)} | padded(block)
+    sizes = {"K": K, "SLOTS": slots, "MODE": mode(op, out)} | tile_constants(block)
     c.launch(
-        block_gemm, operands | {"x": given, "weight": weight_operand(op.weight)},
+        block_gemm, operands | {"x": x, "weight": weight_operand(op.weight)},
         sizes | {"C": C, "TRANSPOSED": transposed, "OTHERS": 4 * segments + lists.cuts.size, "ENTRIES": len(op.layout)},
         grid=lambda s: (ceil_div(rows(s), TOKENS), segments), writes="out partials" if slots else "out", warps=4, stages=3,
     )  # fmt: skip
@@ -125,6 +138,7 @@ def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
+    """The gradients of all blocks, with split-K over the tokens: partial sums, added in order."""
     layout, rows = op.layout, c.rows(op.x)
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size
@@ -132,7 +146,7 @@ def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
     partials = c.scratch("partials", (gemm_config.max_splits(count, op.x.size // C), n))
     c.launch(
         block_gradient, {"partials": partials, "x": op.x, "dy": op.dy, "places": op.places, "rows": rows, "chunk": split},
-        {"C": C, "K": K, "ENTRIES": count} | padded(layout.block),
+        {"C": C, "K": K, "ENTRIES": count} | tile_constants(layout.block),
         grid=lambda s: (count, split.count(s)), writes="partials", warps=4, stages=3,
     )  # fmt: skip
     reduce_splits(c, op.dweight, partials, split.count, n, mode(op, "dweight"))

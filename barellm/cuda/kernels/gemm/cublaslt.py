@@ -1,9 +1,8 @@
-"""Products by NVIDIA's cuBLASLt, where the target asks for them and it has them in the form that ours have.
+"""GEMM by NVIDIA's cuBLASLt, where the target asks for it and the library has the same operation.
 
-It takes what `matmul.append_gemm` takes where rows are multiples of 16 bytes and lie side by side. The only activation that it has
-is GELU, in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 GEMMs with GELU stay ours. A bias has
-the dtype of the result there: in 16 bits it is rounded first. What NVIDIA's library computes for those has the same rounding as
-ours otherwise, in another order of the sums."""
+It takes what `matmul.append_gemm` takes where rows are contiguous multiples of 16 bytes. The only activation that it has is GELU,
+in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 GEMMs with GELU stay ours. A bias has the dtype of
+the result there: in 16 bits it is rounded first. Otherwise it rounds as ours does, in another order of the sums."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, view_stride
 
 WORKSPACE_BYTES = (32 << 20) + WORKSPACE_ALIGN  # what NVIDIA recommends for Hopper, and room to align it
-ROW = 16  # bytes, of which rows are multiples
+ROW = 16  # bytes: rows and the beginnings of operands are multiples of them
 MODE_NAMES = {number: name for name, number in MODES.items()}
 
 
@@ -28,7 +27,8 @@ def fits(
     c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, bias: Any = None, residual: Any = None, pre: Any = None,
     epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `append` takes this GEMM, with the arguments of `matmul.append_gemm`."""
+    """Whether `append` takes this GEMM, with the arguments of `matmul.append_gemm`: an epilogue that cuBLASLt has, contiguous and
+    aligned rows, a and b of one dtype, the result in it or in fp32, `pre` and `residual` of the result's dtype."""
     if c.target.matmul != "cublaslt" or (_activation(epilogue), bias is not None) not in EPILOGUES:
         return False
     if any(view_stride(v) for v in (out, a, b, residual, pre)):
@@ -41,20 +41,19 @@ def fits(
         return False
     if any(dtype != kind for _, dtype in operands[3:]) or (pre is not None and kind == "fp32"):
         return False
-    return mode == MODES["store"] or (residual is None and pre is None)
+    return mode == MODES["store"] or (residual is None and pre is None)  # one matrix C is all that it can add
 
 
 def append(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
     residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Appends what `matmul.append_gemm` would, as a call of the library."""
-    (to, kind), (left, dtype), (right, _) = (operand_of(v) for v in (out, a, b))
-    spec = GemmSpec(
-        gemm_kind, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
-    )
+    """Append what `matmul.append_gemm` means, as a call of the library. Its arguments are those; the GEMM `fits`."""
+    (out_region, kind), (a_region, dtype), (b_region, _) = (operand_of(v) for v in (out, a, b))
+    tf32 = dtype == "fp32" and c.target.tf32
+    spec = GemmSpec(gemm_kind, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], tf32)
     extra = [None if v is None else operand_of(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
-    c.launches.append(LibraryGemm(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
+    c.launches.append(LibraryGemm(spec, out_region, a_region, b_region, *extra, part(_workspace(c)), rows, c.op))
 
 
 def _activation(epilogue: str) -> str:

@@ -1,7 +1,9 @@
-"""GEMM epilogues, done on the accumulators: bias, an activation or its slope, the residual.
+"""GEMM epilogues, done on the accumulators: bias, an activation or its derivative, the residual.
 
-Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_STRIDE, PRE_STRIDE and OTHER_STRIDE are the elements
-from a row of a view to the next, None where rows lie side by side."""
+Shapes: out, pre, other (M, N); bias (N); all but out may be None. EPILOGUE: "" (none), an activation, whose input is written to
+`pre`; an activation's derivative ("gelu_backward", ...), whose input is read from `other`; or "residual", read from `other`. MODE:
+whether out is stored or added to. `at`: flat offset(s) row * N + column of elements in a contiguous (M, N). OUT_STRIDE, PRE_STRIDE
+and OTHER_STRIDE: elements from a row of a view to the next, None where rows are contiguous."""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from barellm.cuda.lang import device, tl
 
 @device
 def row_offsets(at, row, N, STRIDE: tl.constexpr):
-    """The offsets of elements `at` of a matrix (M, N), in rows `row`, in one whose rows lie ROW elements apart (None: N
-    elements)."""
+    """Offsets of the elements `at` (BM, BN) of a contiguous matrix (M, N), which are in rows `row` (BM,), in one whose rows are
+    STRIDE elements apart."""
     if STRIDE is not None:
         at += row.to(tl.int64)[:, None] * (STRIDE - N)
     return at
@@ -27,8 +29,8 @@ def epilogue_tile(
     EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the accumulators of the tile at (m0, n0), the element `at` of a matrix (M, N), with what the fusion table adds to a
-    GEMM: in SUBTILES, one after the other, so that what is added finds registers."""
+    """Epilogue of the accumulators (BM, BN) of the tile at (m0, n0), whose first element is number `at`. It is done in SUBTILES (a
+    power of two) parts of the columns, one after the other, by halving: `pre` and `other` then need few registers at a time."""
     if SUBTILES > 1:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         half = acc.shape[1] // 2
@@ -51,6 +53,8 @@ def epilogue_subtile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
+    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`; what is beyond (M, N) is
+    masked."""
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     n_in = n < N - n0
     mask = (m < M - m0)[:, None] & n_in[None, :]
@@ -70,6 +74,6 @@ def epilogue_subtile(
 
 
 def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
-    """The matrix that an epilogue writes besides the result (an activation's input), and the one that it reads (a slope's input, or
-    a residual)."""
+    """(pre, other) of `epilogue_tile`: the matrix that the epilogue writes besides the result (an activation's input), and the one
+    that it reads (a derivative's input, or a residual)."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

@@ -1,9 +1,10 @@
-"""Products of codes of 8 bits, by tensor cores that have them (compute capability 8.9 and later), with fp32 sums; and of the longer
-numbers that other ways to round to 8 bits leave.
+"""FP8 GEMM: operands of e4m3 or e5m2 on tensor cores that have them (compute capability 8.9 and later), accumulated in fp32, with
+one scale for each tensor. And GEMMs of the bf16 or fp32 operands that other ways of rounding to 8 bits give (optim/scales.py).
 
-Shapes: x (tokens, K), weight (K, N), y (tokens, N), row-major; scales (1,). Tensor cores want both operands with the depth of the
-product as their last axis. So one kernel does out (M, N) = a b^T with a (M, depth) and b (N, depth), and what lies the other way
-round is transposed first: the weight for y, x and dy for dweight. A code is a byte to read and a byte to write there.
+Shapes: x (tokens, K), weight (K, N), y (tokens, N), row-major; scales (1,): a value is its code times the scale. Tensor cores want
+both operands K-major (the contracted dimension, `depth`, as the last axis). So one kernel does out (M, N) = a b^T with a (M, depth)
+and b (N, depth), and what lies the other way round is transposed first: the weight for y, x and dy for dweight; a byte to read and
+a byte to write for each code. per_target: a gradient's scale is relative to 1 / targets of the step (`inv_targets`).
 
 Hopper's tensor cores keep few bits of a sum over e4m3 or e5m2: after each DEPTH of them it is added to one in fp32.
 """
@@ -20,15 +21,16 @@ from barellm.program.integers import ceil_div, round_up
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-FIRST = 89  # the compute capability that has these formats
-ROWS, COLUMNS = 128, 128  # of a tile of the result
-DEPTH = 128  # bytes of a tile of the operands, and the codes in the sums that a tensor core makes by itself
-GROUP = 8  # rows of tiles that blocks of neighbouring numbers share
+FIRST_ARCH = 89  # the first compute capability that has these formats
+ROWS, COLUMNS = 128, 128  # a tile of the result (M, N)
+DEPTH = 128  # bytes of K for each step, and the codes in the sums that a tensor core makes by itself
+GROUP = 8  # rows of tiles that are walked column by column (grouped rasterization)
 TRANSPOSE_TILE = 64  # side of the tiles that are transposed
 
 
 @device
 def divisor(scale, scalars, PER_TARGET: tl.constexpr):
+    """The number that one code stands for: `scale`, times inv_targets where PER_TARGET."""
     by = tl.load(scale)
     if PER_TARGET:
         by *= scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
@@ -37,7 +39,7 @@ def divisor(scale, scalars, PER_TARGET: tl.constexpr):
 
 @device
 def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Conversions to 8 bits saturate."""
+    """y = x / scale, rounded to y's dtype; conversions to 8 bits saturate. The division is correctly rounded, as on the CPU."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * divisor(scale, scalars, PER_TARGET))
@@ -46,95 +48,105 @@ def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.con
 
 @device
 def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
-    """y (COLUMNS, rows), whose rows lie Y_STRIDE bytes apart, = x (rows, COLUMNS); zeros behind them up to a multiple of DEPTH."""
+    """y (COLUMNS, rows) = x^T of x (rows, COLUMNS), a TILE x TILE tile for each program. Rows of y are Y_STRIDE elements apart,
+    with zeros behind the last element up to a multiple of DEPTH, so that the GEMM needs no mask over K."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     r0, c0 = tl.program_id(0) // ACROSS * TILE, tl.program_id(0) % ACROSS * TILE
     x += tl.cast(r0, tl.int64) * COLUMNS + c0
     y += tl.cast(c0, tl.int64) * Y_STRIDE + r0
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
-    within = c < COLUMNS - c0
-    value = tl.load(x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & within[None, :], other=0.0)
+    column_in = c < COLUMNS - c0
+    value = tl.load(
+        x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & column_in[None, :], other=0.0
+    )
     written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0
-    tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=within[:, None] & written[None, :])
+    tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=column_in[:, None] & written[None, :])
 
 
 @device
-def eight_gemm(
-    out, a, b, scale, other, scalars, M, depth,
-    N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, EIGHT: tl.constexpr,
+def fp8_gemm(
+    out, a, b, scale, other_scale, scalars, M, depth,
+    N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, FP8: tl.constexpr,
     PER_TARGET: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N) = a (M, depth) times b (N, depth) transposed, times both scales. NAME_STRIDE: elements from a row to
-    the next. EVEN: up to the next multiple of BK there are zeros, or the depth is one."""
+    """One (BM, BN) tile of out (M, N) = a b^T * scale * other_scale, of a (M, depth) and b (N, depth). NAME_STRIDE: elements from a
+    row to the next. EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed. FP8: operands are e4m3
+    or e5m2, whose sums leave the tensor core after each BK (`max_num_imprecise_acc`)."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)
-    first = pid // (GROUP * N_TILES) * GROUP
-    height = min(tl.cdiv(M, BM) - first, GROUP)
-    within = pid % (GROUP * N_TILES)
-    m0, n0 = (first + within % height) * BM, within // height * BN
+    first_m = pid // (GROUP * N_TILES) * GROUP
+    group_m = min(tl.cdiv(M, BM) - first_m, GROUP)
+    in_group = pid % (GROUP * N_TILES)
+    m0, n0 = (first_m + in_group % group_m) * BM, in_group // group_m * BN
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
-    a_at = a + tl.cast(m0, tl.int64) * A_STRIDE + (m[:, None] * A_STRIDE + k[None, :])
-    b_at = b + tl.cast(n0, tl.int64) * B_STRIDE + (n[None, :] * B_STRIDE + k[:, None])
+    a_ptrs = a + tl.cast(m0, tl.int64) * A_STRIDE + (m[:, None] * A_STRIDE + k[None, :])
+    b_ptrs = b + tl.cast(n0, tl.int64) * B_STRIDE + (n[None, :] * B_STRIDE + k[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
         if EVEN:
-            x, y = tl.load(a_at, mask=m_in[:, None], other=0.0), tl.load(b_at, mask=n_in[None, :], other=0.0)
+            a_block, b_block = (
+                tl.load(a_ptrs, mask=m_in[:, None], other=0.0),
+                tl.load(b_ptrs, mask=n_in[None, :], other=0.0),
+            )
         else:
             k_in = k < depth - k0
-            x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=BK if EIGHT else None)
-        a_at += BK
-        b_at += BK
-    acc *= tl.load(other) * divisor(scale, scalars, PER_TARGET)
+            a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            b_block = tl.load(b_ptrs, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        acc = tl.dot(a_block, b_block, acc, input_precision="ieee", max_num_imprecise_acc=BK if FP8 else None)
+        a_ptrs += BK
+        b_ptrs += BK
+    acc *= tl.load(other_scale) * divisor(scale, scalars, PER_TARGET)
     to = out + tl.cast(m0, tl.int64) * N + n0 + (m[:, None] * N + n[None, :])
     store_or_add(to, m_in[:, None] & n_in[None, :], acc, scalars, MODE)
 
 
-def check(c: Lowering, codes: Tensor) -> None:
-    if codes.dtype in LARGEST and c.target.arch < FIRST:
+def check_arch(c: Lowering, codes: Tensor) -> None:
+    """Raise a ValueError where the target has no tensor cores for the dtype of `codes`."""
+    if codes.dtype in LARGEST and c.target.arch < FIRST_ARCH:
         found = f"{c.target.arch // 10}.{c.target.arch % 10}"
         raise ValueError(f"{c.op.name} needs a GPU of compute capability 8.9 or later, found {found}")
 
 
-def transposed(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
-    """The codes (..., columns) as (columns, rows), in scratch, with zeros behind each row up to a multiple of DEPTH."""
+def append_transpose(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
+    """Append the transpose of codes (..., columns), `rows` of them in a run, and give the result: scratch `name` (columns, most
+    rows rounded up to DEPTH), with zeros behind the run's rows up to a multiple of DEPTH."""
     columns = int(codes.shape[-1])
-    row = round_up(codes.size // columns, DEPTH)
-    t = c.scratch(name, (columns, row), codes.dtype)
+    stride = round_up(codes.size // columns, DEPTH)
+    t = c.scratch(name, (columns, stride), codes.dtype)
 
     def grid(s: Any) -> tuple[int, ...]:
-        there = rows if isinstance(rows, int) else rows(s)
-        return (round_up(there, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
+        run_rows = rows if isinstance(rows, int) else rows(s)
+        return (round_up(run_rows, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
 
-    constants = {"COLUMNS": columns, "Y_STRIDE": row, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
+    constants = {"COLUMNS": columns, "Y_STRIDE": stride, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
     c.launch(transpose_codes, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
 
 def append_gemm(
-    c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other: Tensor,
+    c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other_scale: Tensor,
     *, M: Size | int, depth: Size | int, mode: int, per_target: bool,
 ) -> None:  # fmt: skip
-    """Append one GEMM of operands (..., depth); `scale` is the one that goes with inv_targets if any does."""
-    check(c, a)
-    N, depth_of_tile = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
-    rows = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}
-    even = not any(row % depth_of_tile for row in rows.values())
-    operands = {"out": out, "a": a, "b": b, "scale": scale, "other": other, "M": M, "depth": depth}
-    constants = {"N": N, **rows, "EVEN": even, "EIGHT": a.dtype in LARGEST, "PER_TARGET": per_target, "MODE": mode}
-    constants |= {"BM": ROWS, "BN": COLUMNS, "BK": depth_of_tile, "GROUP": GROUP}
+    """Append out (M, N) = a b^T * scale * other_scale, of operands (..., depth). per_target: `scale`, that of a gradient, is
+    relative to inv_targets. `mode`: whether out is stored or added to."""
+    check_arch(c, a)
+    N, tile_k = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
+    strides = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}
+    even = not any(stride % tile_k for stride in strides.values())
+    operands = {"out": out, "a": a, "b": b, "scale": scale, "other_scale": other_scale, "M": M, "depth": depth}
+    constants = {"N": N, **strides, "EVEN": even, "FP8": a.dtype in LARGEST, "PER_TARGET": per_target, "MODE": mode}
+    constants |= {"BM": ROWS, "BN": COLUMNS, "BK": tile_k, "GROUP": GROUP}
 
     def grid(s: Any) -> tuple[int, ...]:
         return (ceil_div(M if isinstance(M, int) else M(s), ROWS) * ceil_div(N, COLUMNS),)
 
-    c.launch(eight_gemm, operands, constants, grid=grid, writes="out", warps=8, stages=4)
+    c.launch(fp8_gemm, operands, constants, grid=grid, writes="out", warps=8, stages=4)
 
 
 @lowering("quantise", also={"x": PLANES, "y": EIGHTS})
 def lower_quantise(op: Any, c: Lowering) -> None:
-    check(c, op.y)
+    check_arch(c, op.y)
     operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
     elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
 
@@ -142,19 +154,19 @@ def lower_quantise(op: Any, c: Lowering) -> None:
 @lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul(op: Any, c: Lowering) -> None:
     depth = int(op.weight.shape[0])
-    how = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
-    append_gemm(c, op.y, op.x, transposed(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **how)
+    options = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
+    append_gemm(c, op.y, op.x, append_transpose(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **options)
 
 
 @lowering("scaled_matmul_dx", starts="dx", also={"dy": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul_dx(op: Any, c: Lowering) -> None:
-    how = {"M": c.rows(op.dy), "depth": int(op.weight.shape[1]), "mode": mode(op, "dx"), "per_target": True}
-    append_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **how)
+    options = {"M": c.rows(op.dy), "depth": int(op.weight.shape[1]), "mode": mode(op, "dx"), "per_target": True}
+    append_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **options)
 
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
 def lower_scaled_matmul_dw(op: Any, c: Lowering) -> None:
     rows = c.rows(op.x)
-    a, b = transposed(c, "x", op.x, rows), transposed(c, "dy", op.dy, rows)
-    how = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
-    append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **how)
+    a, b = append_transpose(c, "x", op.x, rows), append_transpose(c, "dy", op.dy, rows)
+    options = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
+    append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **options)

@@ -35,8 +35,11 @@ def hopper_gemm(
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     TILE_N: gl.constexpr, STAGES: gl.constexpr, EPI_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out (M, N) = a (M, K) times b (K, N), or split-K slice p of K, `k_per_split` long, into rows p M onwards. `sums`, if given:
-    (slices, M), the row sums of a over each slice."""
+    """Allocate shared memory and mbarriers, and start the warps: out (M, N) = a (M, K) b (K, N). With split-K, slice p of K,
+    `k_per_split` long, is written to rows p M onwards of out. NAME_map: tensor maps; `pre_map`: the pre-activation that the
+    epilogue writes, `c_map`: the matrix C that it reads, or None; `bias` (N) or None; `sums`, if given: (slices, M), the row sums
+    of a over each slice. `group`: rows of tiles of the rasterization. STAGES, EPI_STAGES: stages of the operand and the epilogue
+    rings."""
     a_ring = gl.allocate_shared_memory(
         a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
     )
@@ -51,39 +54,39 @@ def hopper_gemm(
     c_empty = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(s), count=1)
-        hopper.mbarrier.init(empty.index(s), count=2)
+        hopper.mbarrier.init(empty.index(s), count=2)  # one arrival of each consumer
     for s in gl.static_range(2 * EPI_STAGES):
         hopper.mbarrier.init(c_full.index(s), count=1)
         hopper.mbarrier.init(c_empty.index(s), count=1)
     stagger = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     hopper.mbarrier.init(stagger.index(0), count=1)
-    rows_to = (sums, None)
-    if sums is not None:
+    row_sums = (sums, None)
+    if sums is not None:  # a times a matrix of ones: the narrowest wgmma
         ROWS_OF_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES_N, TILE_K], ROWS_OF_128)
         ones.index(0).store(
             gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
         )
-        rows_to = (sums, ones)
+        row_sums = (sums, ones)
     hopper.fence_async_shared()
 
     sizes = (M, N, K, k_per_split, group)
     pipeline = (a_ring, b_ring, full, empty)
     c_pipeline = (c_buffers, c_full, c_empty)
-    # Constants stand where they are passed: one that is put into a variable or a tuple is none any more.
+    # Constants stand where they are passed: a constexpr that is put into a variable or a tuple becomes a run-time value.
     if c_map is None:
         gl.warp_specialize([
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
                         0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
                         1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
             (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
                         0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, rows_to, sizes,
+            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
                         1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
             (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
             (load_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
@@ -96,7 +99,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def operand_of(value: Any) -> tuple[Region, str]:
-    """An operand, a Tensor or (Region, dtype), as the latter."""
+    """(Region, dtype) of an operand, a Tensor or that pair."""
     return value if isinstance(value, tuple) else (part(value), value.dtype)
 
 
@@ -106,29 +109,23 @@ def fits(
 ) -> bool:  # fmt: skip
     """Whether `launch_gemm` takes this GEMM, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of a
     multiple of 16 bytes, at most one matrix that the epilogue reads, and at least half a wave of small tiles."""
-    operands = [operand_of(v) for v in (out, a, b, residual, pre) if v is not None]
-    if not c.target.hopper or operands[1][1] not in HALF_DTYPES or operands[2][1] != operands[1][1]:
+    matrices = [v for v in (out, a, b, residual, pre) if v is not None]
+    regions, (out_dtype, a_dtype, b_dtype, *c_dtypes) = zip(*map(operand_of, matrices), strict=True)
+    if not c.target.hopper or a_dtype not in HALF_DTYPES or b_dtype != a_dtype or out_dtype not in ("fp32", a_dtype):
         return False
-    if (
-        any(region.start % 16 for region, _ in operands)
-        or any(
-            (view_stride(v) or 0) * ITEMSIZE[operand_of(v)[1]] % 16 for v in (out, a, b, residual, pre) if v is not None
-        )
-        or N % 8
-        or K % 8
-        or any(d != operands[0][1] for _, d in operands[3:])
-    ):
+    # TMA: addresses and rows are multiples of 16 bytes. N and K are, of 16-bit elements, if they are multiples of 8.
+    if any(region.start % 16 for region in regions) or N % 8 or K % 8:
         return False
-    if (
-        operands[0][1] not in ("fp32", operands[1][1])
-        or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1
-    ):
+    if any((view_stride(v) or 0) * ITEMSIZE[operand_of(v)[1]] % 16 for v in matrices):
+        return False
+    read_by_epilogue = [mode != MODES["store"], residual is not None, pre is not None]
+    if any(dtype != out_dtype for dtype in c_dtypes) or sum(read_by_epilogue) > 1:
         return False
     rows, cols, depth = _sizes(gemm_kind, most, N, K)
-    tiles = ceil_div(rows, TILE_M.value) * ceil_div(cols, 128)
+    tiles = ceil_div(rows, TILE_M.value) * ceil_div(cols, 128)  # 128: the smaller tile_n
     if gemm_kind == "tn":
         tiles *= gemm_config.max_splits(tiles, depth)
-        return operands[0][1] == "fp32" and N % WG_M.value == 0 and 2 * tiles >= gemm_config.WAVE
+        return out_dtype == "fp32" and N % WG_M.value == 0 and 2 * tiles >= gemm_config.WAVE
     return 2 * tiles >= gemm_config.WAVE
 
 
@@ -138,65 +135,63 @@ def launch_gemm(
     dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
 ) -> None:  # fmt: skip
     """Append one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
-    the tiles that are multiplied."""
+    the tiles that are multiplied, written as `dbias_mode` says. The result is (height, width) over `depth`, at most."""
     height, width, depth = _sizes(gemm_kind, most, N, K)
-    usual = gemm_config.select_tile_n(gemm_kind, height, width, depth)
-    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, usual)  # of the default: bits do not depend on tuning
+    default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
+    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)  # of the default: bits do not depend on tuning
     slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
-    written, other = epilogue_operands(pre, residual, epilogue)
-    if not epilogue and mode != MODES["store"] and slices == 1:
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
+    if (
+        not epilogue and mode != MODES["store"] and slices == 1
+    ):  # what is added to is the matrix that the epilogue reads
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    f = tuning.select_config(
-        c.target, tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
-    )
+    key = tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
+    config = tuning.select_config(c.target, key)
     M: Size | int = height if gemm_kind == "tn" else rows
-    target, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
+    partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None
     if slices > 1:
-        split = SplitK(rows, tiles)
-        target, out_rows, k_per_split = (
-            c.scratch("partials", (slices, height, width)),
-            _Times(split.count, height),
-            split,
-        )
+        k_per_split = split = SplitK(rows, tiles)
+        partial_out, out_rows = c.scratch("partials", (slices, height, width)), _Times(split.count, height)
     sums = c.scratch("sums", (slices, height)) if dbias is not None else None
     c.launch(
         hopper_gemm,
         {
-            "out_map": _map(target, out_rows, width, _block(target)),
-            "pre_map": _map(written, out_rows, width, _block(written)) if written is not None else None,
+            "out_map": _map(partial_out, out_rows, width, _subtile_box(partial_out)),
+            "pre_map": _map(pre_out, out_rows, width, _subtile_box(pre_out)) if pre_out is not None else None,
             "a_map": _map(a, rows, N if gemm_kind == "tn" else depth, (WG_M.value, TILE_K.value)),
-            "b_map": _map(b, rows, width, (TILE_K.value, f.tile_n)) if gemm_kind == "tn" else _map(
-                b, N, K, (f.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, f.tile_n)
+            "b_map": _map(b, rows, width, (TILE_K.value, config.tile_n)) if gemm_kind == "tn" else _map(
+                b, N, K, (config.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, config.tile_n)
             ),
-            "c_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
+            "c_map": _map(other, out_rows, width, _subtile_box(other)) if other is not None else None,
             "bias": bias, "sums": sums, "M": M, "N": width, "K": rows if gemm_kind == "tn" else depth, "k_per_split": k_per_split,
-            "group": f.group_m,
+            "group": config.group_m,
         },
         {
             "A_TRANSPOSED": gemm_kind == "tn", "B_TRANSPOSED": gemm_kind == "nt", "EPILOGUE": epilogue,
-            "TILE_N": f.tile_n, "STAGES": f.num_stages, "EPI_STAGES": f.epilogue_stages,
+            "TILE_N": config.tile_n, "STAGES": config.num_stages, "EPI_STAGES": config.epilogue_stages,
         },
-        grid=_Grid(c.target.sms, M, ceil_div(width, f.tile_n), split.count if split else None),
+        grid=_Grid(c.target.sms, M, ceil_div(width, config.tile_n), split.count if split else None),
         writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
-        reduce_splits(c, out, target, split.count, height * width, mode)
+        reduce_splits(c, out, partial_out, split.count, height * width, mode)
     if sums is not None:
         reduce_splits(c, dbias, sums, split.count if split else 1, height, dbias_mode)
 
 
 def _sizes(gemm_kind: str, most: int, N: int, K: int) -> tuple[int, int, int]:
-    """Rows, columns and depth of the result, at most."""
+    """(M, N, K) of the GEMM, at most: rows and columns of the result, and the contracted dimension."""
     return {"nt": (most, N, K), "nn": (most, K, N), "tn": (N, K, most)}[gemm_kind]
 
 
 def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> TensorMap:
+    """The tensor map of an operand (rows, columns), whose rows may be those of a view, in boxes of (rows, columns)."""
     region, dtype = operand_of(value)
     return TensorMap(region, dtype, rows, columns, box, view_stride(value) or columns)
 
 
-def _block(value: Any) -> tuple[int, int]:
+def _subtile_box(value: Any) -> tuple[int, int]:
     """The TMA box of what the epilogue stores or loads: 128 bytes wide, an epilogue buffer."""
     return WG_M.value, 128 // ITEMSIZE[operand_of(value)[1]]
 

@@ -21,8 +21,13 @@ In shared memory, STAGES and EPI_STAGES deep, with mbarriers that say what a sta
         c_empty[l] the store that read the buffer is done: load_c waits for it
     stagger[0]     the second consumer starts when the first has issued its first wgmma
 
-A barrier's phase is the parity of how often its ring has gone round; waiting for the phase before the first passes at once. Within
-a consumer, Triton's barriers order its four warps' writes to a c_buffer before fence.proxy.async and the TMA store.
+Tuples of shared memory that the functions pass on: pipeline = (a_ring, b_ring, full, empty), c_pipeline = (c_buffers, c_full,
+c_empty); sizes = (M, N, K, k_per_split, group). A work item w is a tile of one split-K slice; i counts the steps (TILE_K of K) of a
+block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, and so its 64 rows of a tile.
+
+A barrier's phase is the parity of how often its ring has gone round: i // STAGES & 1 in waits for a full stage, its opposite in
+waits for an empty one; waiting for the phase before the first passes at once. Within a consumer, Triton's barriers order its four
+warps' writes to a c_buffer before fence.proxy.async and the TMA store.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
 def producer(
     a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr
 ):
-    """TMA loads of a and b into every free stage: also of the next tile during this one's epilogue."""
+    """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, also of the next tile during this
+    one's epilogue."""
     a_ring, b_ring, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
@@ -88,7 +94,8 @@ def producer(
 
 @gluon
 def load_c(c_map, scalars, c_pipeline, sizes, WG: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr):
-    """TMA loads of what the epilogue of consumer WG reads, into its free buffers."""
+    """A load_c warp: TMA loads of the subtiles of C (WG_M rows, 128 bytes) that the epilogue of consumer WG reads, into its free
+    buffers. EPILOGUE "start": only where the run's `accumulate` adds to what is there."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
@@ -109,20 +116,20 @@ def load_c(c_map, scalars, c_pipeline, sizes, WG: gl.constexpr, EPILOGUE: gl.con
 
 @gluon
 def consumer(
-    out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, sums, sizes,
+    out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
     WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr,
 ):  # fmt: skip
     """Mainloop and epilogue of WG_M rows of each tile. The tensor cores serve both consumers in turn, or the one that is not in its
     epilogue. In step they would be in it at once, so the second starts when the first has issued its first wgmma: nothing evens out
     such a lead, and a longer one would leave too few stages for loads in flight.
 
-    `sums`: where the row sums of a go, (slices, M), and ones to multiply it by; the tiles of the first columns do that."""
+    `row_sums`: (sums (slices, M) or None, a buffer of ones): row sums of a are a times ones; tiles of the first columns do that."""
     empty = pipeline[3]
     M, N, _, k_per_split, _ = sizes
     STAGES: gl.constexpr = empty.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES_N, 16])
-    rows_to, ones = sums
+    sums, ones = row_sums
     adding = True
     if EPILOGUE == "start":
         adding = gl.load(scalars + ACCUMULATE) != 0
@@ -135,7 +142,7 @@ def consumer(
         m, n, start, stop = tile_at(w, tiles, sizes, TILE_N)
         acc = gl.zeros((WG_M, TILE_N), gl.float32, LAYOUT)
         row = start // k_per_split * M + m + WG * WG_M
-        if rows_to is not None:
+        if sums is not None:
             if n == 0:
                 column = gl.zeros((WG_M, ONES_N), gl.float32, SUMS)
                 for k in range(start, stop, TILE_K):
@@ -148,25 +155,24 @@ def consumer(
                     i += 1
                 acc, column = hopper.warpgroup_mma_wait(0, deps=(acc, column))
                 at = m + WG * WG_M + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SUMS))
-                gl.store(
-                    rows_to + start // k_per_split * M + at, gl.max(column, 1), mask=at < M
-                )  # all of its columns are equal
+                # All columns are equal, and max, unlike a sum, leaves them so.
+                gl.store(sums + start // k_per_split * M + at, gl.max(column, 1), mask=at < M)
             else:
                 acc, i = mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
         else:
             acc, i = mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
-        hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
+        hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))  # the last step's stage: its wgmma is done
 
         if m + WG * WG_M < M:  # no rows, no store; with split-K the next slice's rows lie there
             stored = epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, n, N, stored, WG, EPILOGUE)
     if WG == 0:
-        hopper.mbarrier.arrive(stagger.index(0), pred=i < 2)
+        hopper.mbarrier.arrive(stagger.index(0), pred=i < 2)  # no second step has released consumer 1: do it now
     hopper.tma.store_wait(0)
 
 
 @gluon
 def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
-    """The wgmma operands of step i: rows of consumer WG of a, and b."""
+    """The wgmma operands of step i in shared memory: consumer WG's rows of a (WG_M, TILE_K), and b (TILE_K, TILE_N)."""
     s = i % pipeline[2].shape[0]
     a, b = pipeline[0].index(2 * s + WG), pipeline[1].index(s)
     if A_TRANSPOSED:
@@ -190,7 +196,8 @@ def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
 def mainloop(
     acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr
 ):
-    """Accumulate over [start, stop) of K. One wgmma stays in flight, so the tensor cores never wait for this loop."""
+    """Accumulate acc (WG_M, TILE_N) over [start, stop) of K, beginning with step i; gives it and the next step. One wgmma stays in
+    flight, so the tensor cores never wait for this loop."""
     for k in range(start, stop, TILE_K):
         hopper.mbarrier.wait(pipeline[2].index(i % pipeline[2].shape[0]), i // pipeline[2].shape[0] & 1)
         a, b = smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED)
@@ -205,8 +212,9 @@ def mainloop(
 def epilogue(
     acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N, stored, WG: gl.constexpr, EPILOGUE: gl.constexpr
 ):  # fmt: skip
-    """Epilogue and TMA store of the rows of consumer WG, in subtiles as wide as a buffer. `stored`: subtiles so far; gives the new
-    count."""
+    """Epilogue and TMA store of accumulators (WG_M, TILE_N) at (row, column) of out, in subtiles as wide as a buffer (128 bytes).
+    EPILOGUE: as in epilogue.py, or "add" (to out) and "start" (add if `adding`), which read C as "residual" does. `stored`:
+    subtiles that this consumer has stored so far; gives the new count."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
@@ -248,7 +256,8 @@ def epilogue(
 
 @gluon
 def split_columns(x, COUNT: gl.constexpr):
-    """x (rows, cols) as COUNT subtiles. Nothing moves: in the layout of wgmma's results, registers count columns beyond 8."""
+    """x (rows, cols) as a tuple of COUNT subtiles (rows, cols / COUNT), by halving. No data moves: in the layout of wgmma's results
+    a thread's registers count the columns beyond 8, so each half is half of them."""
     if COUNT == 1:
         return (x,)
     else:
@@ -262,7 +271,8 @@ def split_columns(x, COUNT: gl.constexpr):
 
 @gluon
 def tma_store(out_map, buffer, value, row, column):
-    """Write a subtile to its buffer and start its TMA store."""
+    """Write a subtile to its buffer in shared memory and start its TMA store to (row, column). The fence makes the threads' writes
+    visible to the async proxy, which TMA reads through."""
     buffer.store(value.to(out_map.dtype))
     hopper.fence_async_shared()
     hopper.tma.async_copy_shared_to_global(out_map, [row, column], buffer)

@@ -11,6 +11,11 @@ bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 on
 tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. It moves (M K + K N + M N) elements at least and does 2
 M N K operations; what is fused adds its own operand and no other pass over y.
 
+Names of every GEMM in this folder: `rows`: tokens of the run, a size; `most`: their planned maximum; N, K: the weight's shape;
+`pre`: the pre-activation, written or read; `residual`: added to the result; `epilogue`: what is fused (epilogue.py); `mode`:
+whether the result is stored or added (MODES). NAME_STRIDE: elements from a row of a view to the next, None where rows are
+contiguous.
+
 Protocol of a program: a tile (BM, BN) of fp32 accumulators stays in registers. All warps load blocks of a and b with cp.async into
 `num_stages` buffers of shared memory; Triton places the waits and barriers. Programs are rasterized in groups of GROUP rows of
 tiles.
@@ -33,7 +38,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-SUBTILE_N = 64  # columns of a tile that a fused epilogue handles at a time
+SUBTILE_N = 64  # columns of a tile that a fused epilogue handles at a time: more would not leave it registers
 
 
 @device
@@ -43,51 +48,56 @@ def gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out. With `k_per_split`, axis 1 of the grid counts split-K slices, and slice s writes the s-th (M, N) of out. A
-    tile starts at a 64-bit address; within it offsets are 32-bit. NAME_STRIDE: elements from a row of a view to the next, None
-    where rows lie side by side."""
+    """One (BM, BN) tile of out (M, N) = a b, in steps of BK. `other`: the matrix that the epilogue reads. With `k_per_split`, axis
+    1 of the grid counts split-K slices of so many of K, and slice s writes the s-th (M, N) of out. EVEN_K: BK divides K. A tile
+    starts at a 64-bit address; within it offsets are 32-bit."""
+    # Grouped rasterization: GROUP rows of tiles are walked column by column, so that their operands stay in L2.
     pid = tl.program_id(0)
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    first = pid // (GROUP * n_tiles) * GROUP
-    height = min(m_tiles - first, GROUP)
-    within = pid % (GROUP * n_tiles)
-    m0, n0 = (first + within % height) * BM, within // height * BN
+    first_m = pid // (GROUP * n_tiles) * GROUP
+    group_m = min(m_tiles - first_m, GROUP)
+    in_group = pid % (GROUP * n_tiles)
+    m0, n0 = (first_m + in_group % group_m) * BM, in_group // group_m * BN
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
 
     a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K
     b_row: tl.constexpr = B_STRIDE if B_STRIDE is not None else K if B_TRANSPOSED else N
-    depth = K
-    a_at, b_at, out_at = a, b, tl.cast(m0, tl.int64) * N + n0
+    k_end = K
+    a_ptrs, b_ptrs, out_offset = a, b, tl.cast(m0, tl.int64) * N + n0
     if k_per_split is not None:
-        start = tl.cast(tl.program_id(1) * k_per_split, tl.int64)
-        depth = min(K - tl.program_id(1) * k_per_split, k_per_split)
-        a_at += start * (a_row if A_TRANSPOSED else 1)
-        b_at += start * (1 if B_TRANSPOSED else b_row)
-        out_at += tl.cast(tl.program_id(1), tl.int64) * M * N
+        k_start = tl.cast(tl.program_id(1) * k_per_split, tl.int64)
+        k_end = min(K - tl.program_id(1) * k_per_split, k_per_split)
+        a_ptrs += k_start * (a_row if A_TRANSPOSED else 1)
+        b_ptrs += k_start * (1 if B_TRANSPOSED else b_row)
+        out_offset += tl.cast(tl.program_id(1), tl.int64) * M * N
     if A_TRANSPOSED:
-        a_at += m0 + m[:, None] + k[None, :] * a_row
+        a_ptrs += m0 + m[:, None] + k[None, :] * a_row
     else:
-        a_at += tl.cast(m0, tl.int64) * a_row + m[:, None] * a_row + k[None, :]
+        a_ptrs += tl.cast(m0, tl.int64) * a_row + m[:, None] * a_row + k[None, :]
     if B_TRANSPOSED:
-        b_at += tl.cast(n0, tl.int64) * b_row + n[None, :] * b_row + k[:, None]
+        b_ptrs += tl.cast(n0, tl.int64) * b_row + n[None, :] * b_row + k[:, None]
     else:
-        b_at += n0 + n[None, :] + k[:, None] * b_row
+        b_ptrs += n0 + n[None, :] + k[:, None] * b_row
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k0 in range(0, depth, BK):
+    for k0 in range(0, k_end, BK):
         if EVEN_K:
-            x, y = tl.load(a_at, mask=m_in[:, None], other=0.0), tl.load(b_at, mask=n_in[None, :], other=0.0)
+            a_block, b_block = (
+                tl.load(a_ptrs, mask=m_in[:, None], other=0.0),
+                tl.load(b_ptrs, mask=n_in[None, :], other=0.0),
+            )
         else:
-            k_in = k < depth - k0
-            x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="tf32" if TF32 else "ieee")
-        a_at += BK * a_row if A_TRANSPOSED else BK
-        b_at += BK if B_TRANSPOSED else BK * b_row
+            k_in = k < k_end - k0
+            a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            b_block = tl.load(b_ptrs, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
+        a_ptrs += BK * a_row if A_TRANSPOSED else BK
+        b_ptrs += BK if B_TRANSPOSED else BK * b_row
 
     epilogue_tile(
-        out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, SUBTILES, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
+        out, pre, bias, other, scalars, acc, m0, n0, out_offset, M, N, EPILOGUE, MODE, SUBTILES,
+        OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
     )  # fmt: skip
 
 
@@ -95,19 +105,19 @@ def append_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K);
-    `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor or (Region, dtype).
+    """Append one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K); an
+    operand is a Tensor or (Region, dtype).
 
-    "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the pre-activation and out the activation; with "residual",
-          out is `residual` plus it
-    "nn"  out (rows, K)
-    "tn"  out (N, K) fp32, the sum over rows
+    "nt"  out (rows, N) = a (rows, K) b^T, b (N, K), plus `bias` (N). `epilogue` an activation: `pre` (rows, N) gets the
+          pre-activation and out the activation; "residual": out is `residual` (rows, N) plus it
+    "nn"  out (rows, K) = a (rows, N) b, b (N, K)
+    "tn"  out (N, K) fp32 = a^T b of a (rows, N), b (rows, K): the sum over rows
 
-    With an activation's slope as `epilogue` of "nt" or "nn", it is multiplied by that slope at `pre`.
+    With an activation's derivative ("gelu_backward", ...) as `epilogue` of "nt" or "nn", out is multiplied by it at `pre`.
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
-    if gemm_kind == "nt" and skinny_gemm.fits(c, most=most, K=K):
+    if gemm_kind == "nt" and skinny_gemm.fits(c, most=most, K=K):  # and a second launch below
         skinny_gemm.launch_gemm(c, **given)
         if most <= gemm_config.SKINNY_M:
             return
@@ -123,50 +133,41 @@ def append_gemm(
         _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if gemm_kind == "nt" else (K, N)
-    t = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
-    written, other = epilogue_operands(pre, residual, epilogue)
-    operands = {
-        "out": out,
-        "pre": written,
-        "a": a,
-        "b": b,
-        "bias": bias,
-        "other": other,
-        "M": rows,
-        "k_per_split": None,
-    }
+    config = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
+    operands = {"out": out, "pre": pre_out, "a": a, "b": b, "bias": bias, "other": other}
+    operands |= {"M": rows, "k_per_split": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": gemm_kind == "nt", "MODE": mode}
-    constants |= _constants(c, t) | {"EVEN_K": depth % t.tile_k == 0, "EPILOGUE": epilogue}
-    constants |= {"SUBTILES": ceil_div(t.tile_n, SUBTILE_N) if epilogue else 1} | view_strides(
-        a=a, b=b, out=out, pre=written, other=other
+    constants |= _constants(c, config) | {"EVEN_K": depth % config.tile_k == 0, "EPILOGUE": epilogue}
+    constants |= {"SUBTILES": ceil_div(config.tile_n, SUBTILE_N) if epilogue else 1} | view_strides(
+        a=a, b=b, out=out, pre=pre_out, other=other
     )
-    n_tiles = ceil_div(cols, t.tile_n)
+    n_tiles = ceil_div(cols, config.tile_n)
     c.launch(
-        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), t.tile_m) * n_tiles,), writes="out pre",
-        warps=t.num_warps, stages=t.num_stages,
+        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), config.tile_m) * n_tiles,), writes="out pre",
+        warps=config.num_warps, stages=config.num_stages,
     )  # fmt: skip
 
 
 def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
-    """Append a weight gradient, with split-K if the result has too few tiles: fp32 partial sums, then added in order."""
-    append_gemm = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
-    t, usual = tuning.select_config(c.target, append_gemm), append_gemm.default(c.target.arch)
-    tiles, counted = (
-        ceil_div(N, t.tile_m) * ceil_div(K, t.tile_n),
-        ceil_div(N, usual.tile_m) * ceil_div(K, usual.tile_n),
-    )
+    """Append a weight gradient out (N, K) = dy^T x, of dy (rows, N) and x (rows, K), with split-K if the result has too few tiles
+    to fill the GPU: fp32 partial sums, then added in order."""
+    key = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
+    config, default = tuning.select_config(c.target, key), key.default(c.target.arch)
+    tiles = ceil_div(N, config.tile_m) * ceil_div(K, config.tile_n)
+    default_tiles = ceil_div(N, default.tile_m) * ceil_div(K, default.tile_n)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
-    constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "SUBTILES": 1}
+    constants |= _constants(c, config) | {"EVEN_K": False, "EPILOGUE": "", "SUBTILES": 1}
     constants |= view_strides(a=dy, b=x, out=None, pre=None, other=None)
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
-    options = {"writes": "out", "warps": t.num_warps, "stages": t.num_stages}
-    parts = gemm_config.max_splits(counted, most)  # by the default's tiles: bits do not depend on tuning
-    if parts == 1:
+    options = {"writes": "out", "warps": config.num_warps, "stages": config.num_stages}
+    slices = gemm_config.max_splits(default_tiles, most)  # by the default's tiles: bits do not depend on tuning
+    if slices == 1:
         operands |= {"out": out, "k_per_split": None}
         c.launch(gemm, operands, constants | {"MODE": mode}, grid=lambda s: (tiles,), **options)
         return
-    split = SplitK(rows, counted)
-    partials = c.scratch("partials", (parts, N, K))
+    split = SplitK(rows, default_tiles)
+    partials = c.scratch("partials", (slices, N, K))
     operands |= {"out": partials, "k_per_split": split}
     c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)
     reduce_splits(c, out, partials, split.count, N * K, mode)
@@ -178,11 +179,12 @@ def _kind(c: Lowering, dtype: str) -> str:
 
 
 def _constants(c: Lowering, t: gemm_config.GemmConfig) -> dict[str, Any]:
+    """The constants of `gemm` that a configuration decides."""
     return {"BM": t.tile_m, "BN": t.tile_n, "BK": t.tile_k, "GROUP": t.group_m, "TF32": c.target.tf32 or None}
 
 
 def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
-    """The sizes that `append_gemm` wants to know."""
+    """The arguments `rows`, `most`, N and K of `append_gemm`, for an activation (..., C) and a weight (N, K)."""
     N, K = (int(n) for n in weight.shape)
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
@@ -191,15 +193,15 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
 @lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
 @lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_matmul(op: Any, c: Lowering) -> None:
-    """A matmul with a weight or the gradient of its input, with its epilogue."""
-    follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
-    assert len(follows) <= 1, follows
-    weight, more = weight_operand(op.weight), {"epilogue": "".join(follows)}
+    """A matmul with a weight or the gradient of its input, and at most one fused op besides a bias."""
+    fused = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
+    assert len(fused) <= 1, fused
+    weight, more = weight_operand(op.weight), {"epilogue": "".join(fused)}
     if "dy" in op.inputs:
         more |= {"pre": op.inputs.get("pre"), "mode": mode(op, "dx"), **shape_of(c, op.dy, op.weight)}
         append_gemm(c, "nn", out=op.dx, a=op.dy, b=weight, **more)
     else:
-        pre = op.outputs.get("pre", op.inputs.get("pre"))  # an input of slopes
+        pre = op.outputs.get("pre", op.inputs.get("pre"))  # written with an activation, read with its derivative
         more |= {"bias": op.inputs.get("bias"), "residual": op.inputs.get("residual"), "pre": pre}
         append_gemm(c, "nt", out=op.y, a=op.x, b=weight, mode=mode(op, "y"), **more, **shape_of(c, op.x, op.weight))
 
@@ -211,7 +213,8 @@ def lower_weight_gradient(op: Any, c: Lowering) -> None:
 
 @lowering("matmul_dw_dbias", starts="dweight dbias", views="x")
 def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
-    """On Hopper the bias's gradient comes from the tiles of dy that are in shared memory anyway; else it is a pass of its own."""
+    """On Hopper the bias's gradient (column sums of dy) comes from the tiles of dy that are in shared memory for the weight
+    gradient; elsewhere it is a pass of its own."""
     given = _gradient_of(op, c)
     if hopper.fits(c, "tn", **given) and not cublaslt.fits(c, **given):
         hopper.launch_gemm(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
@@ -221,4 +224,5 @@ def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
 
 
 def _gradient_of(op: Any, c: Lowering) -> dict[str, Any]:
+    """The arguments of `append_gemm` for an op's weight gradient."""
     return {"out": op.dweight, "a": op.dy, "b": op.x, "mode": mode(op, "dweight"), **shape_of(c, op.x, op.dweight)}

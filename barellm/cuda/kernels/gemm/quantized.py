@@ -1,19 +1,21 @@
-"""Products with weights of few bits (`program.quantization`).
+"""GEMM with quantized weights: 8- and 4-bit integers and NF4 (`program.quantization`).
 
-Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), y (rows, N). Codes are read as words of 32 bits,
-BLOCK_WORDS of a block. Of 4-bit codes the word j of a block has eight: those of two neighbouring columns, the lower one in its
-lower half, for the elements k and k + 1 in turn of bytes and, in the upper halves of the bytes, k + 4 and k + 5. Of 8-bit codes
-a word has four columns of one element.
+Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16) fp16, y (rows, N). A tile is 16 columns of y, a
+block 8 elements of K; a scale serves a group of blocks of one column, and the last row of scales has each column's power of two.
+Codes are read as words of 32 bits: 16 of a block of 4-bit codes, 32 of 8-bit ones (WIDE). Of 4-bit codes the word j of a block has
+eight: those of two neighbouring columns, the lower one in its lower half, in whose bytes 0 and 1 are the elements k and k + 1 in
+the lower nibbles, k + 4 and k + 5 in the upper ones. Of 8-bit codes a word has four columns of one element.
 
-A few rows of 16 bits and 4-bit codes are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a tile of 16
-columns, TOGETHER blocks at a time, and turns the words into numbers in registers. It reads them again for each row, from the second
-cache. An integer of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in its last
-places, so a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits. More
-rows: the matrix is written out in the dtype of x, and multiplied as any other.
+Few rows (skinny GEMM) of 16 bits with 4-bit codes are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a
+tile, BLOCKS_AT_ONCE blocks at a time, and dequantizes the words in registers. It reads them again for each row, from L2. An integer
+of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in the lowest mantissa bits, so
+a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits (T0 to T3, four
+bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,23 +31,24 @@ from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, INTEGERS, TILE, Scheme, scheme
 from barellm.runtime.lowering import Region, part
 
-TOGETHER = 64  # blocks that a program multiplies at a time: eight words of 4-bit codes for each thread
-WRITTEN = 64  # blocks of a tile that a program writes out
+BLOCKS_AT_ONCE = 64  # that a program multiplies at a time: eight words of 4-bit codes for each of 128 threads
+BLOCKS_DEQUANTIZED = 64  # of a tile, by one program
 
 
 @device
 def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
-    """The value of the 4-bit code NIBBLE of each word, fp32. T0 to T3: the bf16 of a table, four in each; None for integers."""
-    place: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16
+    """The fp32 value, without its scale, of one 4-bit code of each word: n - 8, or element n of the table T0 to T3. NIBBLE: its
+    number in the order in which `quantized_skinny_gemm` takes them, four of the lower column, then four of the upper one."""
+    place: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16  # the code's lowest bit in the word
     if T0 is not None:
         n = (words >> place) & 15
         four = tl.where(n < 8, tl.where(n < 4, T0, T1), tl.where(n < 12, T2, T3)).to(tl.int64)
         bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16
         value = bits.to(tl.float32, bitcast=True)
-    elif place <= 16:  # it lies among the places of an fp32's mantissa: 2^23 / 2^place is the exponent that makes it n
+    elif place <= 16:  # among the 23 mantissa bits: beside the exponent of 2^(23 - place), bit `place` counts 1
         bits = words & (15 << place) | ((150 - place) << 23)
         value = bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - place) + 8)
-    else:
+    else:  # above them: shifted down by 12 first
         bits = (words >> 12) & (15 << (place - 12)) | ((162 - place) << 23)
         value = bits.to(tl.float32, bitcast=True) - (2.0 ** (35 - place) + 8)
     return value
@@ -53,7 +56,7 @@ def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, 
 
 @device
 def power_of_two(exponents):
-    """2^n of whole numbers in fp16, as the scales' last group has them."""
+    """2^n in fp32 of integers n in fp16, which the last row of scales has: n + 127 is the exponent field."""
     return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -65,14 +68,17 @@ def quantized_skinny_gemm(
     EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """16 columns of out, all rows, BB blocks at a time. GROUP blocks share a scale. WIDE: codes of 8 bits."""
+    """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py), for all rows, BB blocks at a
+    time. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks of a group. WIDE: 8-bit codes. Each thread has words of the same two
+    (WIDE: four) columns in every block, and a sum a0, a1 (a2, a3) for each of them."""
     x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
-    first = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
+    first_word = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
     scales += tile * ((GROUPS + 1) * 16)
-    within, c = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
+    # of word j: its first element in the block, and its first column in the tile
+    first_element, first_column = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
     for row in range(rows):
         a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
         if WIDE:
@@ -80,22 +86,24 @@ def quantized_skinny_gemm(
         for b0 in range(0, BLOCKS, BB):
             b = b0 + tl.arange(0, BB)[:, None]
             b_in = (b < BLOCKS) & (j >= 0)
-            words = tl.load(codes + first + b * block_words, mask=b_in, other=0)
-            scale = scales + b // GROUP * 16 + c
-            s0 = tl.load(scale, mask=b_in, other=0.0).to(tl.float32)
-            s1 = tl.load(scale + 1, mask=b_in, other=0.0).to(tl.float32)
-            k = b * 8 + within
-            at = x + row * x_row + k
-            v0 = tl.load(at, mask=k < K, other=0.0).to(tl.float32)
-            if WIDE:
+            words = tl.load(codes + first_word + b * block_words, mask=b_in, other=0)
+            scale_ptrs = scales + b // GROUP * 16 + first_column
+            s0 = tl.load(scale_ptrs, mask=b_in, other=0.0).to(tl.float32)
+            s1 = tl.load(scale_ptrs + 1, mask=b_in, other=0.0).to(tl.float32)
+            k = b * 8 + first_element
+            x_ptrs = x + row * x_row + k
+            v0 = tl.load(x_ptrs, mask=k < K, other=0.0).to(tl.float32)
+            if WIDE:  # a shift up and an arithmetic shift down extend the sign of each byte
                 a0 += v0 * s0 * ((words << 24) >> 24).to(tl.float32)
                 a1 += v0 * s1 * ((words << 16) >> 24).to(tl.float32)
-                a2 += v0 * tl.load(scale + 2, mask=b_in, other=0.0).to(tl.float32) * ((words << 8) >> 24).to(tl.float32)
-                a3 += v0 * tl.load(scale + 3, mask=b_in, other=0.0).to(tl.float32) * (words >> 24).to(tl.float32)
+                s2 = tl.load(scale_ptrs + 2, mask=b_in, other=0.0).to(tl.float32)
+                a2 += v0 * s2 * ((words << 8) >> 24).to(tl.float32)
+                s3 = tl.load(scale_ptrs + 3, mask=b_in, other=0.0).to(tl.float32)
+                a3 += v0 * s3 * (words >> 24).to(tl.float32)
             else:
-                v1 = tl.load(at + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
-                v4 = tl.load(at + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
-                v5 = tl.load(at + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
+                v1 = tl.load(x_ptrs + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
+                v4 = tl.load(x_ptrs + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
+                v5 = tl.load(x_ptrs + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
                 left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)
                 left += v1 * code_value(words, 2, T0, T1, T2, T3) + v5 * code_value(words, 3, T0, T1, T2, T3)
                 right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)
@@ -103,10 +111,11 @@ def quantized_skinny_gemm(
                 a0 += left * s0
                 a1 += right * s1
         if WIDE:
-            even, odd = tl.join(columns(a0, 8, 1), columns(a2, 8, 1)), tl.join(columns(a1, 8, 1), columns(a3, 8, 1))
+            even = tl.join(sum_columns(a0, 8, 1), sum_columns(a2, 8, 1))
+            odd = tl.join(sum_columns(a1, 8, 1), sum_columns(a3, 8, 1))
             total = tl.join(even, odd)
         else:
-            total = tl.join(columns(a0, 2, 2), columns(a1, 2, 2))
+            total = tl.join(sum_columns(a0, 2, 2), sum_columns(a1, 2, 2))
         n0 = tile * 16
         power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
         epilogue_subtile(
@@ -116,9 +125,10 @@ def quantized_skinny_gemm(
 
 
 @device
-def columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
-    """The sums over blocks, and over the ELEMENTS that lie PAIRS words apart where there are PAIRS of columns for each four, in the
-    order of columns."""
+def sum_columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Sums (columns,) of products (blocks, words) over blocks and over the words of a block that have the same column: ELEMENTS of
+    them. PAIRS 1 (8-bit codes): 4 columns, words of one column 4 apart. PAIRS 2 (4-bit codes): 8 column pairs, words of one 2
+    apart."""
     sums = tl.sum(products, 0)
     if PAIRS == 1:
         found = tl.sum(tl.reshape(sums, (ELEMENTS, 4)), 0)
@@ -128,12 +138,12 @@ def columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @device
-def written_out(
+def dequantize(
     out, codes, scales,
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
 ):  # fmt: skip
-    """out (N, K) as numbers: BB blocks of a tile."""
+    """out (N, K) = the dequantized weight: BB blocks of one tile. The constants are those of `quantized_skinny_gemm`."""
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0) // tl.cdiv(BLOCKS, BB)
     b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
@@ -156,24 +166,23 @@ def written_out(
         tl.store(out + n.to(tl.int64) * K + k, value, mask=b_in & (k < K) & (n < N))
 
 
-def constants_of(how: Scheme, N: int, K: int) -> dict[str, Any]:
-    """Those that both kernels take."""
+def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
+    """The constants that both kernels take, of a weight (N, K) quantized by a scheme."""
     blocks = ceil_div(K, BLOCK)
     table: list[int | None] = [None] * 4
-    if how.table and how.table != INTEGERS:
-        import struct
-
-        halves = b"".join(struct.pack("<f", v)[2:] for v in how.table)
+    if quantization.table and quantization.table != INTEGERS:
+        # bf16 is the upper half of fp32; four of them in each 64-bit constant
+        halves = b"".join(struct.pack("<f", v)[2:] for v in quantization.table)
         table = list(struct.unpack("<4q", halves))
     return {
-        "N": N, "K": K, "BLOCKS": blocks, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK or blocks,
-        "WIDE": how.codes == "i8", **{f"T{i}": words for i, words in enumerate(table)},
+        "N": N, "K": K, "BLOCKS": blocks, "GROUPS": quantization.groups(K), "GROUP": quantization.group // BLOCK or blocks,
+        "WIDE": quantization.codes == "i8", **{f"T{i}": words for i, words in enumerate(table)},
     }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class If:
-    """A grid, empty in runs without rows."""
+class GridIfRows:
+    """A grid of so many programs, empty in runs in which `rows` is 0."""
 
     rows: Size
     programs: int
@@ -183,42 +192,46 @@ class If:
 
 
 def words_of(codes: Any) -> tuple[Region, str]:
-    """Codes as the words that kernels read."""
+    """The operand of codes, as the 32-bit words that kernels read."""
     return part(codes), "i32"
 
 
-def append_numbers(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Write the matrix out, in runs that have `rows`; gives it as the operand of a GEMM."""
-    how, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
+def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
+    """Append the dequantization of an op's weight, in runs in which `rows` is not 0, to scratch (N, K) in the dtype of x; gives
+    that as the operand of a GEMM."""
+    quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
-    constants = constants_of(how, N, K)
-    programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], WRITTEN)
+    constants = constants_of(quantization, N, K)
+    programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], BLOCKS_DEQUANTIZED)
     operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
-    c.launch(written_out, operands, constants | {"BB": WRITTEN}, grid=If(rows, programs), writes="out")
+    c.launch(
+        dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIfRows(rows, programs), writes="out"
+    )
     return out
 
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def lower_quantized(op: Any, c: Lowering) -> None:
-    """A matmul with quantized weights, with its epilogue."""
-    how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
+    """A matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, and where there may be more a
+    dequantization and a GEMM, empty in those runs."""
+    quantization, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K
-    few, BB = RowsIfSkinny(rows), min(TOGETHER, pow2(ceil_div(K, BLOCK)))
-    written, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
-    operands = {"out": op.y, "pre": written, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
-    operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": few}
-    grid = If(few, ceil_div(N, TILE))
-    if quantized_mma.fits(how, op.x):
-        quantized_mma.launch(c, op, how, operands, grid, epilogue=epilogue, mode=MODES["store"])
+    skinny_rows, BB = RowsIfSkinny(rows), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
+    pre_out, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
+    operands = {"out": op.y, "pre": pre_out, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
+    operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": skinny_rows}
+    grid = GridIfRows(skinny_rows, ceil_div(N, TILE))
+    if quantized_mma.fits(quantization, op.x):
+        quantized_mma.launch(c, op, quantization, operands, grid, epilogue=epilogue, mode=MODES["store"])
     else:
-        constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
-        constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
+        constants = constants_of(quantization, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
+        constants |= view_strides(x=op.x, out=op.y, pre=pre_out, other=other)
         c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
     if most > gemm_config.SKINNY_M:
-        more = RowsUnlessSkinny(rows)
-        weight = append_numbers(c, op, more)
+        other_rows = RowsUnlessSkinny(rows)
+        weight = append_dequantize(c, op, other_rows)
         append_gemm(
-            c, "nt", out=op.y, a=op.x, b=weight, rows=more, most=most, N=N, K=K, bias=op.inputs.get("bias"),
+            c, "nt", out=op.y, a=op.x, b=weight, rows=other_rows, most=most, N=N, K=K, bias=op.inputs.get("bias"),
             residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), epilogue=epilogue, mode=MODES["store"],
         )  # fmt: skip

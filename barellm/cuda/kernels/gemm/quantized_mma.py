@@ -9,9 +9,12 @@ words of two blocks go to the 32 lanes of a warp, and the codes become numbers i
     lop3    the bits of 128 (in fp16 of 1024), twice, with a code in the last places of each
     fma     minus 136 (1032), in pairs: the code's value is left, exactly
 
-That is 12 instructions for 8 weights (10 in fp16, where a code may stand four places higher: no shift), and one for their
-products with 8 rows. The numbers of nf4 are looked up in registers by prmt (`looked_up`). Sums are fp32; a group's are multiplied
-by its scale. The warps of a program take parts of a tile's depth.
+That is 12 instructions for 8 weights (10 in fp16, where a code may stand four places higher: no shift), and one for their products
+with 8 rows. The numbers of nf4 are looked up in registers by prmt (`nf4_assembly`). Sums are fp32; a group's are multiplied by its
+scale. The WARPS of a program take parts of a tile's depth (K).
+
+A thread's operands of the inline assembly: $0-$3 its four sums, $4 a word of codes (given four times, as $4-$7), $8 and $9 words of
+x, the b operand (again as $10, $11), $12-$15 the sums before.
 """
 
 from __future__ import annotations
@@ -27,17 +30,20 @@ from barellm.program.quantization import BLOCK, INTEGERS, NORMAL_QUANTILES, Sche
 from barellm.runtime.lowering import part, view_stride
 
 WARPS = constant(8)
-TURN = constant(16)  # blocks that a warp multiplies in one iteration
+WARP_BLOCKS = constant(16)  # blocks that a warp multiplies in one iteration
 GROUPS_OF_BLOCKS = (4, 8, 16)  # that share a scale
 ALIGN = 4  # bytes of a word
 DTYPES = ("bf16", "fp16")
 
+# p, q: the two bytes of the word's lower and upper column as 16-bit numbers. a0 to a3: the a operand of the mma. `one` x + `less`:
+# the magic number's offset taken off, -136 in bf16 (0xc308), -1032 in fp16 (0xe408); of fp16's upper nibbles x / 16 - 72 (0x2c00,
+# 0xd480).
 HEAD = """{
 .reg .b32 p, q, a0, a1, a2, a3, one, less, part, most;
 prmt.b32 p, $4, 0, 0x4140;
 prmt.b32 q, $4, 0, 0x4342;
 """
-BF16 = constant(HEAD + """mov.b32 one, 0x3f803f80;
+INT4_BF16 = constant(HEAD + """mov.b32 one, 0x3f803f80;
 mov.b32 less, 0xc308c308;
 lop3.b32 a0, p, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 a1, q, 0x000f000f, 0x43004300, 0xea;
@@ -51,7 +57,7 @@ fma.rn.bf16x2 a2, a2, one, less;
 fma.rn.bf16x2 a3, a3, one, less;
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a0, a1, a2, a3}, {$8, $9}, {$12, $13, $14, $15};
 }""")  # fmt: skip
-FP16 = constant(HEAD + """mov.b32 one, 0x3c003c00;
+INT4_FP16 = constant(HEAD + """mov.b32 one, 0x3c003c00;
 mov.b32 less, 0xe408e408;
 mov.b32 part, 0x2c002c00;
 mov.b32 most, 0xd480d480;
@@ -67,9 +73,11 @@ mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {a0, a1, a2,
 }""")  # fmt: skip
 
 
-def looked_up(form: str, kind: str) -> str:
-    """The instructions for nf4: `form` as `struct` and `kind` as the product have the dtype of x. Bytes of the table's 16 numbers
-    are cut out of registers, eight at a time, by three bits of each code; the fourth bit says of which eight."""
+def nf4_assembly(form: str, kind: str) -> str:
+    """PTX that dequantizes the eight NF4 codes of a word and multiplies them by mma. `kind`: the dtype of x as PTX names it;
+    `form`: the same as `struct` packs it ("" for bf16, the upper half of fp32). prmt picks bytes of eight table entries (low or
+    high byte of each number) from two registers by three bits of each code; a second prmt picks between the two halves of the table
+    by the fourth."""
     numbers = b"".join(struct.pack("<f", v)[2:] if kind == "bf16" else struct.pack(form, v) for v in NORMAL_QUANTILES)
     low, high = (struct.unpack("<4I", numbers[first::2]) for first in (0, 1))
     lines = []
@@ -85,20 +93,22 @@ def looked_up(form: str, kind: str) -> str:
     return "\n".join(["{", ".reg .b32 w, s, t, p, q, low, high, a0, a1, a2, a3;", *lines, "}"])
 
 
-NORMAL_BF16, NORMAL_FP16 = constant(looked_up("", "bf16")), constant(looked_up("<e", "f16"))
+NF4_BF16, NF4_FP16 = constant(nf4_assembly("", "bf16")), constant(nf4_assembly("<e", "f16"))
 REGISTERS = constant("=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f")
 
 
 @gluon
 def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
-    N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr,
-    NORMAL: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, FP16: gl.constexpr,
+    NF4: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
     X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PRE_STRIDE: gl.constexpr, OTHER_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_STRIDE: elements from a
-    row to the next, of x words."""
-    # (warp, odd column, pair of columns, lane of four, one of two): a thread has four sums.
+    """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py); rows is at most 8. The WARPS
+    sum over different blocks of K, and are added at the end. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks that share a
+    scale. FP16: x is fp16, else bf16. NF4: codes of NF4, else of integers. NAME_STRIDE: elements from a row to the next;
+    X_STRIDE in words."""
+    # Axes of the sums: (warp, odd column, pair of columns, lane of four, one of two rows): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]],
         [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
@@ -110,33 +120,35 @@ def quantized_mma(
         [[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS]
     )
     tile = gl.program_id(0)
+    # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales.
     i = gl.arange(0, 32 * WARPS, layout=WORD)
-    word_block, word = i // 32 * TURN + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
+    word_block, word = i // 32 * WARP_BLOCKS + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
     j = gl.arange(0, 64 * WARPS, layout=PAIR)
-    x_block, x_row = j // 64 * TURN + j % 8 // 4, j % 64 // 8
+    x_block, x_row = j // 64 * WARP_BLOCKS + j % 8 // 4, j % 64 // 8
     x_at = x_row * X_STRIDE + j // 2 % 2 + j % 2 * 2
     c = gl.arange(0, 16 * WARPS, layout=SCALE)
-    scale_block = c // 16 * TURN
+    scale_block = c // 16 * WARP_BLOCKS
     codes += tile.to(gl.int64) * (BLOCKS * 16)
     exponents = scales + (tile * ((GROUPS + 1) * 16) + GROUPS * 16)
     scales += tile * ((GROUPS + 1) * 16) + c % 16
     total = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
-    for first in range(0, BLOCKS, WARPS * TURN):
-        for g in gl.static_range(0, TURN, GROUP):
+    for first in range(0, BLOCKS, WARPS * WARP_BLOCKS):
+        for g in gl.static_range(0, WARP_BLOCKS, GROUP):
             block = first + g + scale_block
             scale = gl.load(scales + block // GROUP * 16, mask=block < BLOCKS, other=0.0).to(gl.float32)
             scale = gl.convert_layout(
                 scale.reshape([WARPS, 8, 2, 1, 1]).permute((0, 2, 1, 3, 4)), SUMS, assert_trivial=True
             )
-            some = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
+            group_sums = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
             for s in gl.static_range(0, GROUP, 2):
                 block = first + g + s + word_block
                 words = gl.load(codes + block * 16 + word, mask=block < BLOCKS, other=0)
                 block = first + g + s + x_block
                 pairs = gl.load(x + x_at + block * 4, mask=(block < BLOCKS) & (x_row < rows), other=0)
-                some = multiplied(words, pairs, some, HALF, NORMAL)
-            total += some * scale
+                group_sums = dequantize_mma(words, pairs, group_sums, FP16, NF4)
+            total += group_sums * scale
 
+    # The sums of all warps, as (rows, columns).
     COLUMNS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
     y = gl.convert_layout(gl.sum(total, 0).permute((2, 3, 1, 0)).reshape([8, 16]), COLUMNS)
     row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, COLUMNS)), 1)
@@ -154,39 +166,45 @@ def quantized_mma(
 
 
 @gluon
-def multiplied(words, pairs, sums, HALF: gl.constexpr, NORMAL: gl.constexpr):
-    """sums, plus the dot products of two blocks: one instruction's operands become tensors with the layout of its sums."""
-    LIKE: gl.constexpr = sums.type.layout
-    words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), LIKE, assert_trivial=True)
-    pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), LIKE, assert_trivial=True)
+def dequantize_mma(words, pairs, sums, FP16: gl.constexpr, NF4: gl.constexpr):
+    """Dequantize the codes of two blocks and multiply by mma.m16n8k16: sums (WARPS, 2, 8, 4, 2) fp32 plus the dot products of words
+    of codes (32 WARPS,) and pairs of x (64 WARPS,). To be one elementwise inline assembly of four elements, `pack`, all operands
+    are broadcast to the layout of the sums: each thread's registers already hold what the mma takes, so no conversion moves
+    data."""
+    SUMS_LAYOUT: gl.constexpr = sums.type.layout
+    words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), SUMS_LAYOUT, assert_trivial=True)
+    pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), SUMS_LAYOUT, assert_trivial=True)
     words, pairs = gl.broadcast(words, sums)[0], gl.broadcast(pairs, sums)[0]
-    if NORMAL:
-        CODES: gl.constexpr = NORMAL_FP16 if HALF else NORMAL_BF16
+    if NF4:
+        ASSEMBLY: gl.constexpr = NF4_FP16 if FP16 else NF4_BF16
     else:
-        CODES: gl.constexpr = FP16 if HALF else BF16
-    return gl.inline_asm_elementwise(CODES, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
+        ASSEMBLY: gl.constexpr = INT4_FP16 if FP16 else INT4_BF16
+    return gl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
 
 
-def fits(how: Scheme, x: Any) -> bool:
-    """Whether a skinny GEMM takes this kernel: 4-bit codes, and x of 16 bits in whole blocks, whose words lie as words
-    must."""
+def fits(quantization: Scheme, x: Any) -> bool:
+    """Whether a skinny GEMM takes this kernel: 4-bit codes (integers or NF4) in groups of 4, 8 or 16 blocks, and x of 16 bits whose
+    K is a multiple of a block and whose rows are aligned words."""
     K = int(x.shape[-1])
-    whole = K % BLOCK == 0 and (view_stride(x) or K) % 2 == 0 and part(x).start % ALIGN == 0
+    aligned = K % BLOCK == 0 and (view_stride(x) or K) % 2 == 0 and part(x).start % ALIGN == 0
     return (
-        how.table in (INTEGERS, NORMAL_QUANTILES)
-        and how.group // BLOCK in GROUPS_OF_BLOCKS
+        quantization.table in (INTEGERS, NORMAL_QUANTILES)
+        and quantization.group // BLOCK in GROUPS_OF_BLOCKS
         and x.dtype in DTYPES
-        and whole
+        and aligned
     )
 
 
-def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Append the GEMM. `operands`, `grid`: as `quantized_skinny_gemm` takes them."""
+def launch(
+    c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int
+) -> None:
+    """Append the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
+    `quantized_skinny_gemm`, in whose place it comes."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {
-        "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK,
-        "HALF": op.x.dtype == "fp16", "NORMAL": how.table != INTEGERS,
+        "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": quantization.groups(K), "GROUP": quantization.group // BLOCK,
+        "FP16": op.x.dtype == "fp16", "NF4": quantization.table != INTEGERS,
         "EPILOGUE": epilogue, "MODE": mode, "X_STRIDE": (view_stride(op.x) or K) // 2,
         **{f"{name.upper()}_STRIDE": stride.get(name) for name in ("out", "pre", "other")},
     }  # fmt: skip

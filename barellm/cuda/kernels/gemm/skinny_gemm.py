@@ -1,9 +1,9 @@
 """Skinny GEMM (GEMV), M <= 8, at memory bandwidth: decoding has one row for each sequence.
 
-Shapes: x (rows, K), weight (N, K), y (rows, N); rows is 1 to FEW. The roofline is bandwidth: N K elements are read for 2 rows N
-K operations. So a program reads whole rows of the weight, once, every load in flight before the first multiplication, and keeps
-them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone: results are
-batch-invariant.
+Shapes: x (rows, K), weight (N, K), y (rows, N); rows is 1 to SKINNY_M (gemm_config.py). The roofline is bandwidth: N K elements are
+read for 2 rows N K operations. So a program reads whole rows of the weight, once, every load in flight before the first
+multiplication, and keeps them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone:
+results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def skinny_gemm(
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of out, all rows. NAME_STRIDE: elements from a row of a view to the next, None where rows lie side by side."""
+    """BN columns of out (rows, N) = x weight^T with its epilogue (epilogue.py), all rows. BK: K padded to a power of two.
+    NAME_STRIDE: elements from a row of a view to the next, None where rows are contiguous."""
     x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     n0 = tl.program_id(0) * BN
     n, k = tl.arange(0, BN), tl.arange(0, BK)
@@ -64,8 +65,8 @@ class RowsUnlessSkinny:
 
 
 def fits(c: Lowering, *, most: int, K: int) -> bool:
-    """Whether y = x weight^T gets this kernel, for the runs that have few rows: where there are no others, and in programs with a
-    KV cache."""
+    """Whether y = x weight^T gets this kernel, for its runs of at most SKINNY_M rows: where there are no others (`most`), and in
+    programs with a KV cache, which decode."""
     return (most <= gemm_config.SKINNY_M or c.decodes) and K <= gemm_config.SKINNY_MAX_K
 
 
@@ -73,12 +74,12 @@ def launch_gemm(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Does what `matmul.append_gemm` does with gemm_kind "nt"; nothing in runs of more rows."""
-    few, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
+    """Append what `matmul.append_gemm` means by gemm_kind "nt", with an empty grid in runs of more than SKINNY_M rows."""
+    skinny_rows, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
     BN, warps = gemm_config.skinny_tile(BK)
-    written, other = epilogue_operands(pre, residual, epilogue)
-    operands = {"out": out, "pre": written, "x": a, "weight": b, "bias": bias, "other": other, "rows": few}
+    pre_out, other = epilogue_operands(pre, residual, epilogue)
+    operands = {"out": out, "pre": pre_out, "x": a, "weight": b, "bias": bias, "other": other, "rows": skinny_rows}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
-    constants |= view_strides(x=a, out=out, pre=written, other=other)
-    grid = lambda s: (ceil_div(N, BN) if few(s) else 0,)  # noqa: E731
+    constants |= view_strides(x=a, out=out, pre=pre_out, other=other)
+    grid = lambda s: (ceil_div(N, BN) if skinny_rows(s) else 0,)  # noqa: E731
     c.launch(skinny_gemm, operands, constants, grid=grid, writes="out pre", warps=warps)

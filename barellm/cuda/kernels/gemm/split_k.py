@@ -12,12 +12,12 @@ from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 
-BLOCK = 1024
+BLOCK = 1024  # elements of out that a program sums
 
 
 @device
 def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """out (n) = the sum of partials (count, n), in order."""
+    """out (n) = the sum of partials (count, n) fp32 over the slices, in order; stored or added as MODE says."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     total = tl.zeros((BLOCK,), tl.float32)
@@ -29,7 +29,8 @@ def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.cons
 
 @dataclass(frozen=True)
 class SplitK:
-    """How many tokens each split-K slice of a weight gradient has, by the tokens of the run."""
+    """A `Size`: the tokens of each split-K slice of a weight gradient whose result has `tiles` tiles; a multiple of 64 (TILE_K),
+    the last slice shorter. `rows`: tokens of the run."""
 
     rows: Size
     tiles: int
@@ -39,15 +40,13 @@ class SplitK:
         return ceil_div(ceil_div(rows, gemm_config.num_splits(self.tiles, rows)), 64) * 64
 
     def count(self, sizes: Sizes) -> int:
+        """The number of slices."""
         return ceil_div(self.rows(sizes), self(sizes))
 
 
 def reduce_splits(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
     """Append out (n) = the sum of partials (count, n), in order."""
     c.launch(
-        split_k_reduce,
-        {"out": out, "partials": partials, "count": count},
-        {"n": n, "MODE": mode, "BLOCK": BLOCK},
-        grid=lambda s: (ceil_div(n, BLOCK),),
-        writes="out",
-    )
+        split_k_reduce, {"out": out, "partials": partials, "count": count}, {"n": n, "MODE": mode, "BLOCK": BLOCK},
+        grid=lambda s: (ceil_div(n, BLOCK),), writes="out",
+    )  # fmt: skip

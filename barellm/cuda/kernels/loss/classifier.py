@@ -15,26 +15,27 @@ from typing import Any
 
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.gemm.matmul import append_gemm
-from barellm.cuda.kernels.gemm.quantized import append_numbers
+from barellm.cuda.kernels.gemm.quantized import append_dequantize
 from barellm.cuda.kernels.loss import softcap
 from barellm.cuda.kernels.loss.cross_entropy import launch_rows, launch_total, row_losses, row_scores
 from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
-# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it again, and ends
-# three GEMMs with a wave that does not fill the card.
+# Of one chunk, at most: two chunks for gpt2-124m at 64 x 1024. Each chunk but the first reads dweight and writes it again, and each
+# ends three GEMMs with a wave that does not fill the card.
 LOGITS_BYTES = 4 << 30
 
 
 def chunk_tokens(V: int, itemsize: int) -> int:
-    """The number of tokens of a chunk. It is part of the result's definition, so a function of the shape alone."""
+    """The number of tokens of a chunk, a power of two. The order of dweight's sums depends on it, so it is a function of the shape
+    alone."""
     return 1 << max((LOGITS_BYTES // (V * itemsize)).bit_length() - 1, 0)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """How many tokens of a run are in a chunk."""
+    """A `Size`: how many tokens of a run, which has `rows`, are in the chunk [first, first + count)."""
 
     rows: Size
     first: int
@@ -45,8 +46,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Unless:
-    """A grid, empty where the chunk is."""
+class GridIfTokens:
+    """A grid, empty in runs in which the chunk is empty."""
 
     chunk: Chunk
     grid: Any
@@ -57,8 +58,8 @@ class Unless:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over rows of logits, and the head that goes with it. `rows` is its kernel; `more` has the operands and the constants
-    that it wants besides those of every loss, for a chunk from a row on."""
+    """A loss over rows of logits, and the layout of its head. `rows`: its kernel, a program for each row; `more(op, first)`: the
+    operands and the constants that this kernel has besides those of every loss, for the chunk that begins at row `first`."""
 
     transposed: bool
     rows: DeviceFunction
@@ -67,69 +68,71 @@ class Loss:
 
 PLAIN = Loss(False, row_losses)
 SOFTCAPPED = Loss(
-    True, softcap.softcap_row_losses, lambda op, first: (softcap.places_of(op, first), softcap.constants_of(op))
+    True, softcap.softcap_row_losses, lambda op, first: (softcap.position_operands(op, first), softcap.constants_of(op))
 )
 
 
 def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    """Append the head and its loss. For each chunk of tokens: logits = x weight^T, the loss of each row and, with `gradients`,
+    dlogits in the place of the logits, dx = dlogits weight, and dweight += dlogits^T x. In the end the losses are added up."""
     op: Any = c.op
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     N, K = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
     C, V = (N, K) if loss.transposed else (K, N)
-    most = x.size // C
-    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
-    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    max_tokens = x.size // C
+    tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
+    logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
-    of_rows = {name: c.scratch(name, (most,)) for name in totals}
-    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
+    row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
+    weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
     to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
-    for first in range(0, most, count):
-        chunk, before = Chunk(rows, first, count), len(c.launches)
-        sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
-        x_rows = rows_of(x, first, count, C)
+    for first in range(0, max_tokens, tokens):
+        chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
+        sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": N, "K": K}
+        x_rows = rows_of(x, first, tokens, C)
         append_gemm(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
-        operands = {
-            name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
-            for name, held in of_rows.items()
-        }
+        bytes_of = {name: part(t, 4 * first, min(4 * (first + tokens), t.nbytes)) for name, t in row_values.items()}
+        operands = {name: (region, "fp32") for name, region in bytes_of.items()}
         operands |= {"lse": None, "dlogits": logits if gradients else None}
-        operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, max_tokens, 1)}
         operands |= {"loss_scale": op.loss_scale if gradients else None}
         more, constants = loss.more(op, first)
         launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
         if gradients:
-            append_gemm(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
-            into = mode(op, "dweight") if first == 0 else MODES["add"]
-            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
-            append_gemm(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
-        only_of_tokens(c, before, chunk)
+            dx_rows = rows_of(op.dx, first, tokens, C)
+            append_gemm(c, to_dx, out=dx_rows, a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            dweight_mode = mode(op, "dweight") if first == 0 else MODES["add"]
+            left, right = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            append_gemm(c, "tn", out=op.dweight, a=left, b=right, mode=dweight_mode, **sizes)
+        skip_if_empty(c, first_call, chunk)
     for name, total in totals.items():
-        launch_total(c, total, of_rows[name], rows)
+        launch_total(c, total, row_values[name], rows)
 
 
-def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:
-    """Do nothing, in the launches from `before` on, where the chunk is empty."""
+def skip_if_empty(c: Lowering, before: int, chunk: Chunk) -> None:
+    """Give the launches from number `before` on an empty grid in runs in which the chunk is empty."""
     for launch in c.launches[before:]:
         if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
-            launch.grid = Unless(chunk, launch.grid)
+            launch.grid = GridIfTokens(chunk, launch.grid)
 
 
 def lower_scores(c: Lowering) -> None:
-    """The loss and the margin of each target, a chunk of logits at a time."""
+    """Append the loss and the margin (largest logit less the target's) of each token, without gradients: a chunk of logits at a
+    time."""
     op: Any = c.op
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
-    most = x.size // C
-    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
-    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
-    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
-    for first in range(0, most, count):
-        chunk, before = Chunk(rows, first, count), len(c.launches)
-        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
-        append_gemm(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
-        given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
+    max_tokens = x.size // C
+    tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
+    logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
+    weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
+    for first in range(0, max_tokens, tokens):
+        chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
+        sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": V, "K": C}
+        append_gemm(c, "nt", out=logits, a=rows_of(x, first, tokens, C), b=weight, **sizes)
+        given = {name: rows_of(getattr(op, name), first, max_tokens, 1) for name in ("losses", "margins", "targets")}
         launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
-        only_of_tokens(c, before, chunk)
+        skip_if_empty(c, first_call, chunk)
 
 
 LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}

@@ -1,5 +1,5 @@
-"""Cross-entropy and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins
-(rows) fp32. Columns from VALID on are padding.
+"""Cross-entropy and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins (rows)
+fp32. Columns from VALID on are padding. `loss_scale`: the state of loss scaling (program/loss_scale.py), or None.
 
 A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from L2. V
 elements of a row are read, with the gradient as many written, at one exponential each time.
@@ -16,29 +16,33 @@ from barellm.cuda.lang import constant, device, tl
 from barellm.program.loss_scale import FIRST_SCALE
 from barellm.program.tensor import Tensor
 
-SCALE_BIAS = constant(127 + FIRST_SCALE)  # of an fp32 exponent, with the power that a new loss scale has
+SCALE_BIAS = constant(127 + FIRST_SCALE)  # fp32's exponent bias, plus the exponent that a new loss scale has
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 BLOCK = 8192  # columns at a time: 2 x 16 bytes of bf16 for each of 512 threads
-HELD = constant(8)  # adjacent columns of a row that a thread has: 16 bytes of bf16
+THREAD_COLUMNS = constant(8)  # adjacent columns of a row that a thread has: 16 bytes of bf16
 LOWEST = constant(-1e38)  # where a maximum begins: columns of which all are padding keep it, and their sums are zeros
-LOSSES = 4096  # at a time where they are summed
+LOSSES = 4096  # that total_loss adds at a time
 
 
 @device
 def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK,) logits from column `c` on, -inf in the padding; their columns. The mask is that of V: of an odd VALID it would make
-    each load one element."""
+    """Logits (BLOCK,) fp32 from column `c` of a row on, -inf in the padding; and their columns. The load's mask is that of V: with
+    that of VALID, which may be odd, each load would be one element wide."""
     i = c + tl.arange(0, BLOCK)
     return tl.where(i < VALID, tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32), float("-inf")), i
 
 
 @device
-def top_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum of a row, and the sum of exp(row - maximum). Each eight columns that a thread reads have a maximum and a sum of
-    their own, so that threads meet once, after the row, where a common maximum would stop them in every iteration."""
-    top, sums = tl.full((BLOCK // HELD,), LOWEST, tl.float32), tl.zeros((BLOCK // HELD,), tl.float32)
+def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of a row, and the sum of exp(row - maximum), online. Each THREAD_COLUMNS columns of a thread have a running
+    maximum and a sum of their own, so that threads synchronize once, after the row; a common maximum would need it in every
+    iteration."""
+    top, sums = (
+        tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32),
+        tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32),
+    )
     for c in range(0, VALID, BLOCK):
-        x = tl.reshape(columns_of(logits, c, V, VALID, BLOCK)[0], (BLOCK // HELD, HELD))
+        x = tl.reshape(columns_of(logits, c, V, VALID, BLOCK)[0], (BLOCK // THREAD_COLUMNS, THREAD_COLUMNS))
         higher = tl.maximum(top, tl.max(x, 1))
         scaled = tl.math.exp2((x - higher[:, None]) * LOG2_E)
         sums = sums * tl.math.exp2((top - higher) * LOG2_E) + tl.sum(scaled, 1)
@@ -49,13 +53,14 @@ def top_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexp
 
 @device
 def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
-    top, sums = top_and_sum(logits, V, VALID, BLOCK)
+    """log(sum(exp(row))) of a row without its padding."""
+    top, sums = max_and_sum(logits, V, VALID, BLOCK)
     return top + tl.math.log2(sums) * LN_2
 
 
 @device
 def scale_of(loss_scale):
-    """The number that a loss scale's state stands for (`program.loss_scale`): a power of two, made of its bits."""
+    """The loss scale, a power of two in fp32: its exponent less FIRST_SCALE is the first number of the state."""
     return ((tl.load(loss_scale) + SCALE_BIAS) << 23).to(tl.float32, bitcast=True)
 
 
@@ -64,8 +69,8 @@ def write_gradient(
     dlogits, logits, target, lse, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the gradient: (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the
-    target is ignored, and in the padding."""
+    """Store or add one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the
+    target is ignored, and in the padding. `lse`: the row's log-sum-exp."""
     scale = tl.where(target >= 0, scalar_fp64(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
         scale *= scale_of(loss_scale)
@@ -80,8 +85,8 @@ def row_losses(
     losses, lse, dlogits, logits, targets, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """losses = lse - logits[target], zero where the target is ignored; dlogits, which may be logits, where it is given. The logit
-    at the target is read before the row's sum, so before any thread writes."""
+    """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may be
+    in the place of logits: the target's logit is read before the row's sum, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
@@ -101,7 +106,7 @@ def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID
     logits += row * V
     target = tl.load(targets + row)
     at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    top, sums = top_and_sum(logits, V, VALID, BLOCK)
+    top, sums = max_and_sum(logits, V, VALID, BLOCK)
     tl.store(losses + row, tl.where(target >= 0, top + tl.math.log2(sums) * LN_2 - at_target, 0.0))
     tl.store(margins + row, tl.where(target >= 0, top - at_target, 0.0))
 
@@ -111,6 +116,7 @@ def row_gradients(
     dlogits, logits, targets, lse, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """dlogits of one row, from the lse that the forward pass saved."""
     row = tl.program_id(0).to(tl.int64)
     target, value = tl.load(targets + row), tl.load(lse + row)
     write_gradient(dlogits + row * V, logits + row * V, target, value, loss_scale, scalars, V, VALID, MODE, BLOCK)
@@ -128,14 +134,16 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
 def launch_rows(
     c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
 ) -> None:
-    """Launch one program for each row of V columns. Two with 16 warps share a multiprocessor: one reads while the other writes."""
-    block = min(BLOCK, max(pow2(V), MIN_SUM_COLUMNS * HELD.value))
+    """Launch `function` with one program for each row of V columns. Two programs of 16 warps share a multiprocessor (64 registers a
+    thread): one reads while the other writes."""
+    block = min(BLOCK, max(pow2(V), MIN_SUM_COLUMNS * THREAD_COLUMNS.value))
     constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
     options = {"warps": block // 512, "registers": 64 if block == BLOCK and function is row_losses else 0}
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)
 
 
 def launch_total(c: Lowering, loss: Tensor, losses: Any, rows: Size) -> None:
+    """Launch loss (1) = inv_targets * sum of losses (rows)."""
     operands = {"loss": loss, "losses": losses, "rows": rows}
     c.launch(total_loss, operands, {"BLOCK": LOSSES}, grid=lambda s: (1,), writes="loss", warps=8)
 

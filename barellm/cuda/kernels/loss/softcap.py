@@ -1,5 +1,7 @@
-"""The loss of softcapped logits over several next tokens, and its gradient. Shapes as in cross_entropy.py, whose kernels these are
-like; row r of a launch is number `first` + r of the run, and `targets` reaches from row `first` to the last one.
+"""Cross-entropy of softcapped logits z = SCALE sigmoid((x + SHIFT) / WIDTH) over the next PREDICT (1 to 3) tokens, with a run-time
+weight each (multi-token prediction), and its gradient. Shapes as in cross_entropy.py, whose kernels these are like. Row r of a
+launch is number `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first` and ends with the run, so
+that the target AHEAD tokens further is AHEAD rows below.
 
 A SCALE of 0 stands for logits that are not capped. With one, z lies below it, so that exp(z - SCALE) needs no maximum. An element
 costs two exponentials and a division each time its row is read.
@@ -26,8 +28,9 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 
 @device
-def bend(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """s = sigmoid((x + SHIFT) / WIDTH), and s (1 - s), where 1 - s is s exp(-u): its digits do not cancel."""
+def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """s = sigmoid(u), u = (x + SHIFT) / WIDTH, and its derivative s (1 - s). 1 - s is computed as s exp(-u), without
+    cancellation."""
     other = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
     other = tl.where(other > SATURATED, SATURATED, other)  # NaN stays
     s = 1.0 / (1.0 + other)
@@ -36,28 +39,29 @@ def bend(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 @device
 def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """z and dz/dx of logits x."""
+    """z and dz/dx of logits x, fp32."""
     if SCALE == 0.0:
         z, slope = x, 1.0
     else:
-        s, slope = bend(x, SHIFT, WIDTH)
+        s, slope = sigmoid_and_slope(x, SHIFT, WIDTH)
         z = s * SCALE
         slope *= SCALE / WIDTH
     return z, slope
 
 
 @device
-def log_sum_exp_of(
+def softcap_log_sum_exp(
     logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """log(sum(exp(z))) of a row of logits, without its padding."""
     if SCALE == 0.0:
         lse = log_sum_exp(logits, V, VALID, BLOCK)
     else:
         sums = tl.zeros((BLOCK,), tl.float32)
         for c in range(0, VALID, BLOCK):
             x, i = columns_of(logits, c, V, VALID, BLOCK)
-            s, _ = bend(x, SHIFT, WIDTH)
+            s, _ = sigmoid_and_slope(x, SHIFT, WIDTH)
             sums += tl.where(i < VALID, tl.math.exp2((s - 1.0) * (SCALE * LOG2_E)), 0.0)
         lse = SCALE + tl.math.log2(tl.sum(sums, 0)) * LN_2
     return lse
@@ -65,7 +69,8 @@ def log_sum_exp_of(
 
 @device
 def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PREDICT: tl.constexpr):
-    """The target AHEAD of a row, -1 where the sequence ends before, and its weight, else 0."""
+    """The target AHEAD tokens further than the row's own, and its weight; -1 and 0 where the sequence ends before, where it is
+    ignored, or where AHEAD >= PREDICT. `position`: of the row in its sequence."""
     target, weight = -1, 0.0
     if AHEAD < PREDICT:
         target = tl.load(targets + row + AHEAD, mask=position + AHEAD < length, other=-1)
@@ -78,7 +83,7 @@ def capped_at(
     logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The capped logit at a target."""
+    """The capped logit at a target; 0 where AHEAD >= PREDICT."""
     z = 0.0
     if AHEAD < PREDICT:
         z, _ = capped(tl.load(logits + tl.maximum(target, 0)).to(tl.float32), SCALE, SHIFT, WIDTH)
@@ -91,8 +96,9 @@ def write_gradient(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row, whose targets and weights are t0, w0 and so on; zero in the padding. With a `scale` it is one of codes, which stand
-    for that many times inv_targets."""
+    """Store or add one row of dlogits, whose targets are t0, t1, t2 and their weights w0, w1, w2; zero in the padding. With a
+    `scale` dlogits are 8-bit codes, relative to inv_targets: the row is divided by the scale instead of multiplied by
+    inv_targets."""
     factor = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
     if scale is not None:
         factor = 1.0 / tl.load(scale)
@@ -117,8 +123,9 @@ def softcap_row_losses(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """losses: the weighted sum of lse - z over the targets; nexts: that of the first alone, with the weight 1; dlogits, which may
-    be logits, where it is given. The logits at the targets are read before the row's sum, so before any thread writes."""
+    """One row: its loss, the weighted sum of lse - z over the targets; `nexts`, the loss of the next token alone, weight 1; lse and
+    dlogits if they are given. dlogits may be in the place of logits: the targets' logits are read before the row's sum, so before
+    any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
@@ -128,7 +135,7 @@ def softcap_row_losses(
     z0 = capped_at(logits, t0, 0, PREDICT, SCALE, SHIFT, WIDTH)
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
-    value = log_sum_exp_of(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
+    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
     following = tl.where(t0 >= 0, value - z0, 0.0)
     tl.store(nexts + row, following)
     loss = w0 * following
@@ -152,6 +159,7 @@ def softcap_row_gradients(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """dlogits of one row, from the lse that the forward pass saved; as 8-bit codes if there is a `scale`."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
@@ -164,23 +172,24 @@ def softcap_row_gradients(
 
 
 def constants_of(op: Op) -> dict[str, Any]:
+    """SCALE, SHIFT and WIDTH of the cap, and PREDICT."""
     scale, shift, width = cap_of(op) or (0.0, 0.0, 1.0)
     return {"SCALE": float(scale), "SHIFT": float(shift), "WIDTH": float(width), "PREDICT": op.predict}
 
 
-def places_of(op: Op, first: int = 0) -> dict[str, Any]:
-    """The operands that say where in its sequence a row is."""
+def position_operands(op: Op, first: int = 0) -> dict[str, Any]:
+    """The operands `first` and `length`, which say where in its sequence a row is."""
     length = op.targets.shape[-1]
     return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
 
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
+    """The loss of each row, then both totals."""
     rows = c.rows(op.logits)
     losses, nexts = (c.scratch(name, (op.targets.size,)) for name in ("losses", "nexts"))
     operands = {"losses": losses, "nexts": nexts, "lse": op.lse, "dlogits": None, "logits": op.logits}
-    operands |= {"targets": op.targets}
-    operands |= {"loss_scale": None, **places_of(op)}
+    operands |= {"targets": op.targets, "loss_scale": None, **position_operands(op)}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_losses, operands, rows, V, "losses nexts lse", **constants_of(op))
     launch_total(c, op.loss, losses, rows)
@@ -198,8 +207,9 @@ def lower_softcap_codes(op: Any, c: Lowering) -> None:
 
 
 def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: Any) -> None:
+    """Launch softcap_row_gradients into `dlogits`; `more`: loss_scale or scale."""
     operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": None, "scale": None, **places_of(op), **more}
+    operands |= {"loss_scale": None, "scale": None, **position_operands(op), **more}
     constants = constants_of(op) | {"MODE": mode}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_gradients, operands, c.rows(op.logits), V, "dlogits", **constants)

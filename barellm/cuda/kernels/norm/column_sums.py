@@ -1,8 +1,8 @@
 """Column sums (reductions over rows): gradients of biases and of the parameters of LayerNorm and RMSNorm.
 
-Two stages: rows go by chunks whose number depends on the row count alone, each summed by one program (per block of columns) into
-its row of partials; then the partials are added in order. So the bits do not depend on the machine.
-Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, count, C) fp32; sums (C).
+Two stages: rows go by chunks of `per` rows whose number depends on the row count alone, each summed by one program (per block of BC
+columns, BR rows at a time) into its row of partials; then the partials are added in order. So the bits do not depend on the
+machine. Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, COUNT, C) fp32, COUNT the number of results; results (C).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
-CHUNKS, LEAST = 256, 32  # at most so many chunks, of at least so many rows
+MAX_CHUNKS, MIN_ROWS = 256, 32  # at most so many chunks, of at least so many rows
 TILE = 2048  # elements that a program of the first stage reads at once of each operand
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the rows are cut: `per` rows each, the last one shorter."""
+    """How rows are cut into chunks: `per` rows each, the last chunk shorter."""
 
     rows: Size
-    most: int = CHUNKS
-    least: int = LEAST
+    most: int = MAX_CHUNKS
+    least: int = MIN_ROWS
 
     def per(self, sizes: Sizes) -> int:
         return max(ceil_div(self.rows(sizes), self.most), self.least)
@@ -43,82 +43,87 @@ class Chunks:
 
 @device
 def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """First stage of dbias: sums of dy over one chunk of rows."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = column < C
+    column_in = column < C
     total = tl.zeros((BR, BC), tl.float32)
     for first in range(begin, end, BR):
         row = first + tl.arange(0, BR)
         i = row.to(tl.int64)[:, None] * C + column[None, :]
-        total += tl.load(dy + i, mask=(row < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    tl.store(partials + tl.program_id(0) * C + column, tl.sum(total, 0), mask=inside)
+        total += tl.load(dy + i, mask=(row < end)[:, None] & column_in[None, :], other=0.0).to(tl.float32)
+    tl.store(partials + tl.program_id(0) * C + column, tl.sum(total, 0), mask=column_in)
 
 
 @device
 def dparams_partials(
     partials, dy, x, mean, rstd, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Sums of dy * n, and of dy where COUNT is 2. Without `mean`, of an RMSNorm, n is x * rstd."""
+    """First stage of a norm's parameters: over one chunk of rows the sums of dy * n, for dweight, and, where COUNT is 2, of dy, for
+    dbias. n is the normalized row (x - mean) * rstd, of an RMSNorm (no `mean`) x * rstd."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = column < C
-    weights, biases = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
+    dweight_sums, dbias_sums = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for first in range(begin, end, BR):
         row = first + tl.arange(0, BR)
-        live = row < end
-        mask = live[:, None] & inside[None, :]
+        row_in = row < end
+        mask = row_in[:, None] & inside[None, :]
         i = row.to(tl.int64)[:, None] * C + column[None, :]
-        inverse = tl.load(rstd + row, mask=live, other=0.0)
+        rstd_rows = tl.load(rstd + row, mask=row_in, other=0.0)
         g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
         if mean is not None:
-            v = v - tl.load(mean + row, mask=live, other=0.0)[:, None]
-        weights += g * v * inverse[:, None]
-        biases += g
+            v = v - tl.load(mean + row, mask=row_in, other=0.0)[:, None]
+        dweight_sums += g * v * rstd_rows[:, None]
+        dbias_sums += g
     to = partials + tl.program_id(0) * (COUNT * C) + column
-    tl.store(to, tl.sum(weights, 0), mask=inside)
+    tl.store(to, tl.sum(dweight_sums, 0), mask=inside)
     if COUNT == 2:
-        tl.store(to + C, tl.sum(biases, 0), mask=inside)
+        tl.store(to + C, tl.sum(dbias_sums, 0), mask=inside)
 
 
 @device
-def combine(
+def combine_partials(
     first, second, third, partials, scalars, chunks,
     C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Compute up to three outputs (C) from the chunks' partial sums. The second index of a program tells for which."""
-    which = tl.program_id(1)
+    """Second stage: up to three results (C), None where there is none, from partials (chunks, COUNT, C), STRIDE = COUNT * C. Grid:
+    blocks of columns, results."""
+    result = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
-    inside = column < C
+    column_in = column < C
     total = tl.zeros((BR, BC), tl.float32)
     for begin in range(0, chunks, BR):
         chunk = begin + tl.arange(0, BR)
-        i = chunk[:, None] * STRIDE + which * C + column[None, :]
-        total += tl.load(partials + i, mask=(chunk < chunks)[:, None] & inside[None, :], other=0.0)
+        i = chunk[:, None] * STRIDE + result * C + column[None, :]
+        total += tl.load(partials + i, mask=(chunk < chunks)[:, None] & column_in[None, :], other=0.0)
     value = tl.sum(total, 0)
-    if which == 0:
-        give(first, column, inside, value, scalars, MODE_FIRST)
-    elif which == 1:
-        give(second, column, inside, value, scalars, MODE_SECOND)
+    if result == 0:
+        store_columns(first, column, column_in, value, scalars, MODE_FIRST)
+    elif result == 1:
+        store_columns(second, column, column_in, value, scalars, MODE_SECOND)
     else:
-        give(third, column, inside, value, scalars, MODE_THIRD)
+        store_columns(third, column, column_in, value, scalars, MODE_THIRD)
 
 
 @device
-def give(out, column, inside, value, scalars, MODE: tl.constexpr):
+def store_columns(out, column, inside, value, scalars, MODE: tl.constexpr):
+    """Store or add BC columns of a result, if there is one: in a specialisation with fewer results `out` is None."""
     if out is not None:
         store_or_add(out + column, inside, value, scalars, MODE)
 
 
-def wanted(op: Op, *names: str) -> list[str]:
-    """The outputs that somebody reads: a LayerNorm without bias has a dbias that nobody reads."""
+def outputs_read(op: Op, *names: str) -> list[str]:
+    """Those outputs that something reads: a LayerNorm without bias has a dbias that nothing reads."""
     return [name for name in names if name in op.outputs and op.outputs[name].role != "activation"]
 
 
-def partials_of(c: Lowering, like: Tensor, count: int, chunks: Chunks) -> Tensor:
+def scratch_partials(c: Lowering, like: Tensor, count: int, chunks: Chunks) -> Tensor:
+    """Scratch for the partials (chunks, count, C) of `count` results, of rows like those of `like` (..., C)."""
     C = int(like.shape[-1])
     return c.scratch("partials", (chunks.planned(like.size // C), count, C))
 
@@ -132,24 +137,25 @@ def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunk
         out = names[i] if i < len(names) else None
         operands[place] = (part(op.outputs[out]), "fp32") if out else None
         constants[f"MODE_{place.upper()}"] = mode(op, out) if out else None
-    c.launch(combine, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third")
+    c.launch(
+        combine_partials, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third"
+    )
 
 
 def lower_sums(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], names: list[str], **constants: Any
 ) -> None:
-    """Both stages. The first is `function`, with parameters partials, rows, per, C, BR and BC."""
+    """Both stages: the outputs `names` (C) from rows like those of `like` (..., C). The first stage is `function`, with the
+    parameters partials, rows, per, C, BR and BC, besides `operands` and `constants`."""
     C, rows = int(like.shape[-1]), c.rows(like)
     chunks = Chunks(rows)
-    partials = partials_of(c, like, len(names), chunks)
+    partials = scratch_partials(c, like, len(names), chunks)
     BC = min(128, pow2(C))
     c.launch(
-        function,
-        {**operands, "partials": partials, "rows": rows, "per": chunks.per},
-        {"C": C, "BR": min(LEAST, TILE // BC), "BC": BC, **constants},
-        grid=lambda s: (chunks.count(s), ceil_div(C, BC)),
-        writes="partials",
-    )
+        function, {**operands, "partials": partials, "rows": rows, "per": chunks.per},
+        {"C": C, "BR": min(MIN_ROWS, TILE // BC), "BC": BC, **constants},
+        grid=lambda s: (chunks.count(s), ceil_div(C, BC)), writes="partials",
+    )  # fmt: skip
     lower_combine(c, partials, names, chunks)
 
 
@@ -161,6 +167,6 @@ def lower_bias_grad(op: Any, c: Lowering) -> None:
 @lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def lower_norm_dparams(op: Any, c: Lowering) -> None:
-    names = wanted(op, "dweight", "dbias")
+    names = outputs_read(op, "dweight", "dbias")
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
     lower_sums(c, dparams_partials, op.x, operands, names, COUNT=len(names))

@@ -1,5 +1,9 @@
-"""GroupNorm (Wu and He 2018) and global average pooling, with their gradients. A row is what a group of an image has, M contiguous
-numbers; a program walks one, again for each sum that needs the one before, out of L2."""
+"""GroupNorm (Wu and He 2018) and global average pooling, with their gradients.
+
+Shapes: x, y, dx, dy (N, C, H, W); weight, bias (C); mean, rstd (N, GROUPS) fp32; PIXELS = H W. A row is one group of one image:
+GROUP_CHANNELS = C / GROUPS channels, M = GROUP_CHANNELS * PIXELS contiguous elements. A program has one row and reads it BLOCK
+elements at a time, again for each sum that needs the one before, out of L2. n: the normalized row (x - mean) rstd; dn = dy
+weight."""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from barellm.cuda.kernels.conv.conv_gather import images_of
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
-MOST = 2048  # numbers of a row in registers at a time
+MAX_BLOCK = 2048  # elements of a row in registers at a time
 
 
 @device
 def group_norm(
-    y, mean, rstd, x, weight, bias, GROUPS: tl.constexpr, OWN: tl.constexpr, PIXELS: tl.constexpr, EPS: tl.constexpr,
+    y, mean, rstd, x, weight, bias, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, PIXELS: tl.constexpr, EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OWN channels of PIXELS in a group."""
-    M: tl.constexpr = OWN * PIXELS
+    """y = n weight + bias, mean and rstd of one row, read three times: for the mean, the variance, and y."""
+    M: tl.constexpr = GROUP_CHANNELS * PIXELS
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, M, BLOCK):
@@ -37,7 +41,7 @@ def group_norm(
     tl.store(rstd + row, inverse)
     for first in range(0, M, BLOCK):
         i = first + column
-        channel = row % GROUPS * OWN + i // PIXELS
+        channel = row % GROUPS * GROUP_CHANNELS + i // PIXELS
         n = (tl.load(x + row * M + i, mask=i < M, other=0.0).to(tl.float32) - centre) * inverse
         w = tl.load(weight + channel, mask=i < M, other=0.0)
         tl.store(y + row * M + i, n * w + tl.load(bias + channel, mask=i < M, other=0.0), mask=i < M)
@@ -45,32 +49,34 @@ def group_norm(
 
 @device
 def group_norm_dx(
-    dx, dy, x, weight, mean, rstd, scalars, GROUPS: tl.constexpr, OWN: tl.constexpr, PIXELS: tl.constexpr, MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dx, dy, x, weight, mean, rstd, scalars, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, PIXELS: tl.constexpr,
+    MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OWN channels of PIXELS in a group."""
-    M: tl.constexpr = OWN * PIXELS
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of one row, read twice: for the two means, and for dx."""
+    M: tl.constexpr = GROUP_CHANNELS * PIXELS
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     centre, inverse = tl.load(mean + row), tl.load(rstd + row)
-    of_dn, of_dnn = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    dn_sums, dnn_sums = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, M, BLOCK):
-        n, dn = normalised(dy, x, weight, row, first + column, centre, inverse, GROUPS, OWN, PIXELS)
-        of_dn += dn
-        of_dnn += dn * n
-    a, b = tl.sum(of_dn, 0) / M, tl.sum(of_dnn, 0) / M
+        n, dn = load_factors(dy, x, weight, row, first + column, centre, inverse, GROUPS, GROUP_CHANNELS, PIXELS)
+        dn_sums += dn
+        dnn_sums += dn * n
+    a, b = tl.sum(dn_sums, 0) / M, tl.sum(dnn_sums, 0) / M
     for first in range(0, M, BLOCK):
         i = first + column
-        n, dn = normalised(dy, x, weight, row, i, centre, inverse, GROUPS, OWN, PIXELS)
+        n, dn = load_factors(dy, x, weight, row, i, centre, inverse, GROUPS, GROUP_CHANNELS, PIXELS)
         store_or_add(dx + row * M + i, i < M, inverse * (dn - a - n * b), scalars, MODE)
 
 
 @device
-def normalised(dy, x, weight, row, i, centre, inverse, GROUPS: tl.constexpr, OWN: tl.constexpr, PIXELS: tl.constexpr):
-    """Numbers i of a row: the normalised ones, and dy * weight, which is zero beyond the row."""
-    mask = i < OWN * PIXELS
-    at = row * (OWN * PIXELS) + i
+def load_factors(
+    dy, x, weight, row, i, centre, inverse, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, PIXELS: tl.constexpr
+):
+    """n and dn of the elements i (BLOCK,) of a row; dn is zero beyond it. `centre`, `inverse`: the row's mean and rstd."""
+    mask = i < GROUP_CHANNELS * PIXELS
+    at = row * (GROUP_CHANNELS * PIXELS) + i
     n = (tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - centre) * inverse
-    w = tl.load(weight + row % GROUPS * OWN + i // PIXELS, mask=mask, other=0.0)
+    w = tl.load(weight + row % GROUPS * GROUP_CHANNELS + i // PIXELS, mask=mask, other=0.0)
     return n, tl.load(dy + at, mask=mask, other=0.0).to(tl.float32) * w
 
 
@@ -79,9 +85,9 @@ def group_norm_dparams(
     dweight, dbias, dy, x, mean, rstd, images, scalars, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr,
     WEIGHT_MODE: tl.constexpr, BIAS_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has a channel and adds its images up in order."""
+    """dweight = sum(dy n) and dbias = sum(dy) of one channel (None where not wanted), over all images in order. CHANNELS: C."""
     channel, column = tl.program_id(0), tl.arange(0, BLOCK)
-    of_weight, of_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    dweight_sums, dbias_sums = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for image in range(images):
         row = image * GROUPS + channel // (CHANNELS // GROUPS)
         centre, inverse = tl.load(mean + row), tl.load(rstd + row)
@@ -89,18 +95,18 @@ def group_norm_dparams(
         for first in range(0, PIXELS, BLOCK):
             i = first + column
             d = tl.load(dy + plane + i, mask=i < PIXELS, other=0.0).to(tl.float32)
-            of_bias += d
-            of_weight += d * (tl.load(x + plane + i, mask=i < PIXELS, other=0.0).to(tl.float32) - centre) * inverse
+            dbias_sums += d
+            dweight_sums += d * (tl.load(x + plane + i, mask=i < PIXELS, other=0.0).to(tl.float32) - centre) * inverse
     one = tl.arange(0, 1)
     if dweight is not None:
-        store_or_add(dweight + channel + one, one == 0, tl.sum(of_weight, 0), scalars, WEIGHT_MODE)
+        store_or_add(dweight + channel + one, one == 0, tl.sum(dweight_sums, 0), scalars, WEIGHT_MODE)
     if dbias is not None:
-        store_or_add(dbias + channel + one, one == 0, tl.sum(of_bias, 0), scalars, BIAS_MODE)
+        store_or_add(dbias + channel + one, one == 0, tl.sum(dbias_sums, 0), scalars, BIAS_MODE)
 
 
 @device
 def mean_pixels(y, x, scalars, PIXELS: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program has one channel of one image."""
+    """y (N, C) = the mean of the pixels of x. A program has one channel of one image."""
     plane, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, PIXELS, BLOCK):
@@ -119,12 +125,14 @@ def mean_pixels_backward(dx, dy, n, scalars, PIXELS: tl.constexpr, MODE: tl.cons
 
 
 def block_of(n: int) -> int:
-    return max(MIN_SUM_COLUMNS, min(MOST, pow2(n)))
+    """BLOCK for rows of n elements."""
+    return max(MIN_SUM_COLUMNS, min(MAX_BLOCK, pow2(n)))
 
 
 def shape_of(op: Any, groups: int) -> dict[str, int]:
+    """The constants that the kernels of rows take."""
     C, H, W = (int(n) for n in op.x.shape[1:])
-    return {"GROUPS": groups, "OWN": C // groups, "PIXELS": H * W, "BLOCK": block_of(C // groups * H * W)}
+    return {"GROUPS": groups, "GROUP_CHANNELS": C // groups, "PIXELS": H * W, "BLOCK": block_of(C // groups * H * W)}
 
 
 @lowering("group_norm")

@@ -1,6 +1,9 @@
 """LayerNorm, and the gradient of RMSNorm, which is LayerNorm's without the mean (`mean` None) and maybe without a weight.
 
-Shapes: x, y, b, total, dy, dx, narrow (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32.
+Shapes: x, y, b, total, dy, dx (rows, C); weight, bias (C); mean, rstd (rows) fp32. A residual addition may come before the norm:
+its sum `total` = x + b, or x + dropout(b), is normalized and stored. Short rows: a program has BR whole rows of BC >= C columns in
+registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR, BC);
+masks `live` of rows, `inside` of columns, `mask` of both. n: the normalized row (x - mean) rstd; dn = dy weight.
 """
 
 from __future__ import annotations
@@ -10,32 +13,33 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, store_or_add
 from barellm.cuda.kernels.pointwise.dropout import constants_of as dropout_constants
-from barellm.cuda.kernels.pointwise.dropout import kept
+from barellm.cuda.kernels.pointwise.dropout import keep_mask
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 
-# Columns of a row that is held in registers behind an addition. Alone, a forward pass holds one tensor, of which 1024 threads have
+# Columns of a row that is held in registers after an addition. Alone, a forward pass holds one tensor, of which 1024 threads have
 # four times as many elements in fp32, but twice as many in 16 bits, where the weights change their layout beside it. A backward
 # pass holds two tensors. Longer rows are walked in blocks and read again, from the caches.
 IN_REGISTERS = 8192
-FORWARD, FORWARD_16, BACKWARD = 4, 2, 2
-LONG_BLOCK = 4096
+FORWARD, FORWARD_16, BACKWARD = 4, 2, 2  # times IN_REGISTERS
+LONG_BLOCK = 4096  # columns of a long row that are read at a time
 MOST_WARPS, MOST_REGISTERS = 32, 64  # of a program: 1024 threads, which have 64 registers each
-THREAD = 16
+THREAD = 16  # elements of a row that a thread holds
 
 
 @device
-def summed(
+def load_residual_sum(
     x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """fp32 x (BR, BC); or x + b, or x + dropout(b), which is stored as `total` too."""
+    """The rows to be normalized, fp32 (BR, BC): x; or, with b, the residual sum x + b or x + dropout(b), which is stored to `total`
+    too. THRESHOLD, SCALE: dropout's, None where there is none; then seq and stream are not used."""
     v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if b is not None:
         u = tl.load(b + i, mask=mask, other=0.0).to(tl.float32)
         if THRESHOLD is not None:
-            u = tl.where(kept(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), u * SCALE, 0.0)
+            u = tl.where(keep_mask(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), u * SCALE, 0.0)
         v += u
         tl.store(total + i, v, mask=mask)
     return v
@@ -43,7 +47,7 @@ def summed(
 
 @device
 def normalised(v, centre, inverse, weight, bias, column, inside):
-    """(v - centre) * inverse * weight + bias."""
+    """(v - centre) * inverse * weight + bias: v (BR, BC), centre (a mean) and inverse (rstd) (BR,)."""
     n = (v - centre[:, None]) * inverse[:, None] * tl.load(weight + column, mask=inside, other=0.0)[None, :]
     if bias is not None:
         n += tl.load(bias + column, mask=inside, other=0.0)[None, :]
@@ -56,14 +60,14 @@ def layernorm(
     C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A row is read once and stays in registers. The rough mean is taken off before anything is squared, and what it missed
-    after: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
+    """BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before anything is squared,
+    and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
-    v = summed(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD, SCALE, BR, BC)
+    v = load_residual_sum(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD, SCALE, BR, BC)
     rough = tl.sum(v, 1) / C
     d = tl.where(mask, v - rough[:, None], 0.0)
     offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C
@@ -78,13 +82,13 @@ def layernorm_long(
     y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
     C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The same for a row that does not fit in registers: one program walks it three times."""
+    """One long row, read three times: for the rough mean, for the shifted variance, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     sums = tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
-        sums += summed(
+        sums += load_residual_sum(
             x, b, total, base + column[None, :], (column < C)[None, :], row, scalars, seq, stream, None, None, 1, BC
         )
     if b is not None:
@@ -114,7 +118,7 @@ def layernorm_long(
 
 @device
 def statistics(mean, rstd, row, live):
-    """Two statistics of rows: their means, which are zeros where there is no `mean`, and the inverses of their deviations."""
+    """mean (zeros where it is None) and rstd of some rows (BR,)."""
     centre = tl.zeros(row.shape, tl.float32)
     if mean is not None:
         centre = tl.load(mean + row, mask=live, other=0.0)
@@ -122,8 +126,8 @@ def statistics(mean, rstd, row, live):
 
 
 @device
-def factors(dy, x, weight, i, column, mask, inside, centre, inverse):
-    """dy (BR, BC) fp32, dn = dy * weight, and n the normalised row; zero off the mask."""
+def load_factors(dy, x, weight, i, column, mask, inside, centre, inverse):
+    """dy, dn = dy * weight and n, (BR, BC) fp32 each, zero off the mask. `centre`, `inverse`: mean and rstd (BR,)."""
     g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
     dn = g
     if weight is not None:
@@ -134,7 +138,7 @@ def factors(dy, x, weight, i, column, mask, inside, centre, inverse):
 
 @device
 def offset_of(mean, dn, C: tl.constexpr):
-    """mean(dn) of each row, zeros where no mean was taken off."""
+    """mean(dn) of each row (BR,): zeros where no mean was subtracted (RMSNorm)."""
     offset = tl.zeros((dn.shape[0],), tl.float32)
     if mean is not None:
         offset = tl.sum(dn, 1) / C
@@ -146,14 +150,14 @@ def layernorm_dx(
     dx, dy, x, weight, mean, rstd, scalars, rows,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - mean(dn) - n mean(dn n)), rows in registers."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; of an RMSNorm without mean(dn)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
     centre, inverse = statistics(mean, rstd, row, live)
-    _, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
+    _, dn, n = load_factors(dy, x, weight, i, column, mask, inside, centre, inverse)
     a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
     store_or_add(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
@@ -162,7 +166,7 @@ def layernorm_dx(
 def layernorm_dx_long(
     dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """The same for a row that does not fit in registers: one program walks it twice."""
+    """dx of one long row, read twice: for the two means, for dx."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     centre, inverse = statistics(mean, rstd, row, row < rows)
@@ -170,7 +174,7 @@ def layernorm_dx_long(
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C
-        _, dn, n = factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
+        _, dn, n = load_factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
         sums += dn
         dot_products += dn * n
     a, p = offset_of(mean, sums, C), tl.sum(dot_products, 1) / C
@@ -178,24 +182,16 @@ def layernorm_dx_long(
         column = first + tl.arange(0, BC)
         inside = column < C
         i = base + column[None, :]
-        _, dn, n = factors(dy, x, weight, i, column, inside[None, :], inside, centre, inverse)
+        _, dn, n = load_factors(dy, x, weight, i, column, inside[None, :], inside, centre, inverse)
         store_or_add(dx + i, inside[None, :], inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
 
 def launch_rows(
-    c: Lowering,
-    like: Tensor,
-    short: Any,
-    long: Any,
-    operands: dict[str, Any],
-    *,
-    writes: str,
-    thread: int = THREAD,
-    times: int = 1,
-    **constants: Any,
-) -> None:
-    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers, which hold
-    `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds where they need not be more."""
+    c: Lowering, like: Tensor, short: Any, long: Any, operands: dict[str, Any],
+    *, writes: str, thread: int = THREAD, times: int = 1, **constants: Any,
+) -> None:  # fmt: skip
+    """Launch the kernel `short` over blocks of whole rows (..., C) of `like`, or `long`, a program a row, where C is more than
+    `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more where 32 warps are not enough."""
     C, rows = int(like.shape[-1]), c.rows(like)
     if times * IN_REGISTERS < C:
         if "THRESHOLD" in constants:
@@ -218,8 +214,8 @@ def launch_rows(
     )
 
 
-def times_alone(op: Any) -> int:
-    """How many times IN_REGISTERS columns a norm holds."""
+def forward_times(op: Any) -> int:
+    """`times` of `launch_rows` for a norm's forward pass: 1 after an addition, else by the dtype of x."""
     if "x" not in op.inputs:
         return 1
     return FORWARD if op.x.dtype == "fp32" else FORWARD_16
@@ -227,7 +223,7 @@ def times_alone(op: Any) -> int:
 
 @lowering("layernorm", "add_layernorm", "dropout_add_layernorm")
 def lower_layernorm(op: Any, c: Lowering) -> None:
-    """Alone; behind an addition, whose result it writes; with dropout of what is added. The row is read once in each."""
+    """LayerNorm alone; of a residual sum, which it writes; or of x + dropout(b)."""
     dropped = op.name == "dropout_add_layernorm"
     operands = {
         "y": op.y, "mean": op.mean, "rstd": op.rstd, "weight": op.weight, "bias": op.bias,
@@ -235,7 +231,7 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     dropout = dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}
-    writes, times = "y mean rstd total", times_alone(op)
+    writes, times = "y mean rstd total", forward_times(op)
     launch_rows(c, op.y, layernorm, layernorm_long, operands, writes=writes, times=times, EPS=float(op.eps), **dropout)
 
 

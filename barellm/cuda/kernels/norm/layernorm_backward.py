@@ -1,8 +1,9 @@
 """The complete backward pass of a LayerNorm or RMSNorm, fused with what reads its result next, in one pass over the rows.
 
-Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the GEMM's bias gradient and operand (cast, or dropout)
-read dx twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4,
-dx 4 + 4, narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, count, C) fp32.
+Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the GEMM's bias gradient and operand (cast, or dropout) read dx
+twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4, dx 4 + 4,
+narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, COUNT, C) fp32: the sums of
+dweight, dbias and dx_sum that there are. `narrow`: dx rounded to 16 bits, or with dropout's mask, for the GEMM that reads it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, lowering
 from barellm.cuda.kernels.common import ADD, MIN_SUM_COLUMNS, pow2
-from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine, partials_of, wanted
-from barellm.cuda.kernels.norm.layernorm import factors, offset_of, statistics
+from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine, outputs_read, scratch_partials
+from barellm.cuda.kernels.norm.layernorm import load_factors, offset_of, statistics
 from barellm.cuda.kernels.pointwise.dropout import constants_of as dropout_constants
-from barellm.cuda.kernels.pointwise.dropout import kept
+from barellm.cuda.kernels.pointwise.dropout import keep_mask
 from barellm.cuda.lang import device, tl
 
-CHUNKS, LEAST = 512, 8  # four programs for each of 128 processors
+MAX_CHUNKS, MIN_ROWS = 512, 8  # four programs for each of 128 multiprocessors
 
 
 @device
@@ -26,53 +27,59 @@ def layernorm_backward(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
     DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program walks one chunk of rows, BR at a time, the next ones on their way into shared memory meanwhile. It sums its part of
-    dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out. An RMSNorm has
-    no `mean`, and maybe no `weight`, then there are no `partials`."""
+    """A program walks one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It writes dx, or adds
+    to it (MODE), and `narrow`, and sums its part of dweight, of dbias (DBIAS) and of the next op's bias gradient (DX_SUM), the sum
+    of `narrow`. An RMSNorm has no `mean`, and maybe no `weight`: then there are no `partials`. THRESHOLD, SCALE: dropout's, or
+    None."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.arange(0, BC)
     inside = column < C
-    weights, biases, sums = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    dweight_sums, dbias_sums, dx_sums = (
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+    )
     for first in tl.range(begin, end, BR, num_stages=STAGES):
         row = (first + tl.arange(0, BR)).to(tl.int64)
         live = row < end
         mask = live[:, None] & inside[None, :]
         i = row[:, None] * C + column[None, :]
         centre, inverse = statistics(mean, rstd, row, live)
-        g, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
+        g, dn, n = load_factors(dy, x, weight, i, column, mask, inside, centre, inverse)
         a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
         if partials is not None:
-            weights += tl.sum(g * n, 0)
+            dweight_sums += tl.sum(g * n, 0)
         if DBIAS:
-            biases += tl.sum(g, 0)
+            dbias_sums += tl.sum(g, 0)
         d = inverse[:, None] * (dn - a[:, None] - n * p[:, None])
         if MODE == ADD:
             d += tl.load(dx + i, mask=mask, other=0.0)
         tl.store(dx + i, d, mask=mask)
         if THRESHOLD is not None:
-            d = tl.where(kept(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), d * SCALE, 0.0)
+            d = tl.where(keep_mask(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), d * SCALE, 0.0)
         if narrow is not None:
             tl.store(narrow + i, d, mask=mask)
         if DX_SUM:
-            sums += tl.sum(d, 0)
+            dx_sums += tl.sum(d, 0)
     if partials is not None:
         COUNT: tl.constexpr = 1 + DBIAS + DX_SUM
         to = partials + tl.program_id(0) * (COUNT * C) + column
-        tl.store(to, weights, mask=inside)
+        tl.store(to, dweight_sums, mask=inside)
         if DBIAS:
-            tl.store(to + C, biases, mask=inside)
+            tl.store(to + C, dbias_sums, mask=inside)
         if DX_SUM:
-            tl.store(to + (COUNT - 1) * C, sums, mask=inside)
+            tl.store(to + (COUNT - 1) * C, dx_sums, mask=inside)
 
 
 @lowering("rmsnorm_backward", adds="dx", starts="dweight")
 @lowering("layernorm_backward", adds="dx", starts="dweight dbias dx_sum")
 def lower_layernorm_backward(op: Any, c: Lowering) -> None:
+    """One pass over the rows, then the second stage of the column sums (column_sums.py)."""
     C, rows = int(op.x.shape[-1]), c.rows(op.x)
-    names = wanted(op, "dweight", "dbias", "dx_sum")
-    chunks = Chunks(rows, CHUNKS, LEAST)
-    partials = partials_of(c, op.x, len(names), chunks) if names else None
+    names = outputs_read(op, "dweight", "dbias", "dx_sum")
+    chunks = Chunks(rows, MAX_CHUNKS, MIN_ROWS)
+    partials = scratch_partials(c, op.x, len(names), chunks) if names else None
     dropped = "dropped" in op.outputs
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {
         "dx": op.dx, "narrow": op.outputs.get("dropped") or op.outputs.get("rounded"), "partials": partials,
@@ -87,12 +94,8 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
         **(dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}),
     }  # fmt: skip
     c.launch(
-        layernorm_backward,
-        operands,
-        constants,
-        grid=lambda s: (chunks.count(s),),
-        writes="dx narrow partials",
+        layernorm_backward, operands, constants, grid=lambda s: (chunks.count(s),), writes="dx narrow partials",
         warps=max(4, BC // 256),
-    )
+    )  # fmt: skip
     if partials is not None:
         lower_combine(c, partials, names, chunks)

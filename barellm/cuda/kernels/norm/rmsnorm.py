@@ -1,6 +1,6 @@
 """RMSNorm forward; its gradient is LayerNorm's without the mean (layernorm.py, layernorm_backward.py).
 
-Shapes: x, y, b, total (rows, C); weight (C) or none; rstd (rows) fp32.
+Shapes: x, y, b, total (rows, C); weight (C) or None; rstd (rows) fp32. Names as in layernorm.py.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.norm.layernorm import launch_rows, summed, times_alone
+from barellm.cuda.kernels.norm.layernorm import forward_times, launch_rows, load_residual_sum
 from barellm.cuda.lang import device, tl
 
-THREAD = (
-    8  # elements of a row in a thread: with 16, ptxas would rather spill two of them than take more than 40 registers
-)
+# Elements of a row in a thread: with 16, ptxas would rather spill two of them than take more than 40 registers.
+THREAD = 8
 
 
 @device
 def scaled(v, inverse, weight, column, inside):
-    """v * inverse * weight."""
+    """v * inverse * weight: v (BR, BC), inverse (rstd) (BR,)."""
     n = v * inverse[:, None]
     if weight is not None:
         n *= tl.load(weight + column, mask=inside, other=0.0)[None, :]
@@ -29,13 +28,15 @@ def scaled(v, inverse, weight, column, inside):
 def rmsnorm(
     y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """A row is read once and stays in registers."""
+    """BR short rows, of x or of the residual sum `total` = x + b, each read once."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
-    v = summed(x, b, total, i, mask, row, scalars, None, None, None, None, BR, BC)
+    v = load_residual_sum(
+        x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=BR, BC=BC
+    )
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / C + EPS)
     tl.store(rstd + row, inverse, mask=live)
     tl.store(y + i, scaled(v, inverse, weight, column, inside), mask=mask)
@@ -43,14 +44,17 @@ def rmsnorm(
 
 @device
 def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr):
-    """The same for a row that does not fit in registers: one program walks it twice."""
+    """One long row, read twice: for the mean of its squares, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     squares = tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         i = base + column[None, :]
-        v = summed(x, b, total, i, (column < C)[None, :], row, scalars, None, None, None, None, 1, BC)
+        mask = (column < C)[None, :]
+        v = load_residual_sum(
+            x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=1, BC=BC
+        )
         squares += v * v
     if b is not None:
         tl.debug_barrier()  # other threads may read what this one stored
@@ -67,10 +71,10 @@ def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, E
 
 @lowering("rmsnorm", "add_rmsnorm")
 def lower_rmsnorm(op: Any, c: Lowering) -> None:
-    """Alone, or behind an addition, whose result it writes."""
+    """RMSNorm alone, or of a residual sum, which it writes."""
     operands = {
         "y": op.y, "rstd": op.rstd, "weight": op.weight,
         "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
     }  # fmt: skip
-    how = {"writes": "y rstd total", "thread": THREAD, "times": times_alone(op)}
+    how = {"writes": "y rstd total", "thread": THREAD, "times": forward_times(op)}
     launch_rows(c, op.y, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))

@@ -1,4 +1,5 @@
-"""Softmax over rows. Shapes: x, y, dy, dx (rows, C)."""
+"""Softmax over rows, y = softmax(SCALE x), and its gradient. Shapes: x, y, dy, dx (rows, C). Short and long rows as in
+layernorm.py."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ LOWEST = constant(float("-inf"))
 
 @device
 def powers(v, top, SCALE: tl.constexpr):
-    """exp(SCALE (v - top)) by the instruction that has base 2: both factors are one."""
+    """exp(SCALE (v - top)), v (rows, columns), top (rows,): by exp2, so that SCALE and log2(e) are one factor."""
     return tl.exp2((v - top[:, None]) * (SCALE * LOG2_E))
 
 
 @device
 def softmax(y, x, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """A row is read once and stays in registers."""
+    """BR short rows, each read once."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     mask = (row < rows)[:, None] & (column < C)[None, :]
@@ -33,25 +34,25 @@ def softmax(y, x, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BR: tl.co
 
 @device
 def softmax_long(y, x, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr):
-    """The same for a row that does not fit in registers: one program walks it twice. Each lane has a maximum and a sum of its own,
-    which shrinks when the maximum rises; in the end they are joined."""
+    """One long row, read twice: an online softmax, then y. Each of BC columns has a running maximum and a sum relative to it; in
+    the end they are combined."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
-    top, total = tl.full((1, BC), LOWEST, tl.float32), tl.zeros((1, BC), tl.float32)
+    row_max, total = tl.full((1, BC), LOWEST, tl.float32), tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         v = tl.load(x + base + column[None, :], mask=(column < C)[None, :], other=LOWEST).to(tl.float32)
-        now = tl.maximum(top, v)
-        shift = tl.where(now == LOWEST, 0.0, now)  # -inf less -inf would be NaN
-        total = total * tl.exp2((top - shift) * (SCALE * LOG2_E)) + tl.exp2((v - shift) * (SCALE * LOG2_E))
-        top = now
-    most = tl.max(top, 1)
-    by = 1.0 / tl.sum(total * powers(top, most, SCALE), 1)
+        new_max = tl.maximum(row_max, v)
+        shift = tl.where(new_max == LOWEST, 0.0, new_max)  # -inf less -inf would be NaN
+        total = total * tl.exp2((row_max - shift) * (SCALE * LOG2_E)) + tl.exp2((v - shift) * (SCALE * LOG2_E))
+        row_max = new_max
+    highest = tl.max(row_max, 1)
+    inverse = 1.0 / tl.sum(total * powers(row_max, highest, SCALE), 1)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         i, mask = base + column[None, :], (column < C)[None, :]
         v = tl.load(x + i, mask=mask, other=LOWEST).to(tl.float32)
-        tl.store(y + i, powers(v, most, SCALE) * by[:, None], mask=mask)
+        tl.store(y + i, powers(v, highest, SCALE) * inverse[:, None], mask=mask)
 
 
 @device
@@ -59,7 +60,7 @@ def softmax_dx(
     dx, dy, y, scalars, rows,
     C: tl.constexpr, SCALE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = SCALE y (dy - sum(dy y)), both rows in registers."""
+    """dx = SCALE y (dy - sum(dy y)) of BR short rows."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     mask = (row < rows)[:, None] & (column < C)[None, :]
@@ -73,7 +74,7 @@ def softmax_dx(
 def softmax_dx_long(
     dx, dy, y, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """The same for rows that do not fit in registers: one program walks them twice."""
+    """dx of one long row, read twice: for sum(dy y), for dx."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     sums = tl.zeros((1, BC), tl.float32)

@@ -1,5 +1,5 @@
-"""Histograms of exponents. Shapes: x any, n elements; counts (256) i32; sums (4); partial ones (programs, 256) and
-(programs, 4)."""
+"""Histograms of exponents. Shapes: x any, n = units * UNIT elements; counts (BINS = 256) i32, one for each fp32 exponent field;
+sums (4): of x, |x|, x^2, and the largest |x|; partial ones (programs, 256) and (programs, 4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BINS, NOT_FINITE = constant(op_module.BINS), constant(op_module.NOT_FINITE)
 
 @device
 def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """A program counts `blocks` blocks of elements, of units * UNIT in all."""
+    """Partial counts and sums of `blocks` blocks of BLOCK elements for each program. Infinities and NaN, whose field is NOT_FINITE,
+    are counted but not summed."""
     program = tl.program_id(0).to(tl.int64)
     n = units.to(tl.int64) * UNIT
     count = tl.zeros((BINS,), tl.int32)
@@ -47,7 +48,7 @@ def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl
 
 @device
 def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS: tl.constexpr):
-    """The results of all programs as one."""
+    """counts and sums: the results of all programs, added in order (the largest: their maximum), in one program."""
     column, place = tl.arange(0, BINS), tl.arange(0, 4)
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)
     for first in range(0, programs, ROWS):
@@ -63,6 +64,7 @@ def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs,
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Any, c: Lowering) -> None:
+    """Partial results of up to PROGRAMS programs, then their sum. The outputs may be columns of one tensor."""
     unit = unit_of(op.x)
     units = Count(tuple(d.name for d in op.x.dims), op.x.width // unit)
 
@@ -78,12 +80,9 @@ def lower_exponent_stats(op: Any, c: Lowering) -> None:
         "sums": c.scratch("sums", (most, len(SUMS))),
     }
     c.launch(
-        exponent_stats,
-        {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
-        {"UNIT": unit, "BLOCK": BLOCK},
-        grid=lambda s: (programs(s),),
-        writes="counts sums",
-    )
+        exponent_stats, {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
+        {"UNIT": unit, "BLOCK": BLOCK}, grid=lambda s: (programs(s),), writes="counts sums",
+    )  # fmt: skip
     outs = {}
     for name in partials:
         out = op.outputs[name]
@@ -91,8 +90,6 @@ def lower_exponent_stats(op: Any, c: Lowering) -> None:
         outs[name] = Region(out.base, first, first + 4 * out.size), out.dtype
     c.launch(
         combine_exponent_stats,
-        {**outs, **{f"partial_{name}": t for name, t in partials.items()}, "programs": programs},
-        {"ROWS": ROWS},
-        grid=lambda s: (1,),
-        writes="counts sums",
-    )
+        {**outs, **{f"partial_{name}": t for name, t in partials.items()}, "programs": programs}, {"ROWS": ROWS},
+        grid=lambda s: (1,), writes="counts sums",
+    )  # fmt: skip

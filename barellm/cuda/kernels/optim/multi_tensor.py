@@ -17,7 +17,7 @@ from barellm.runtime.lowering import Region, part, share
 
 @device
 def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
-    """This program's entry, and how many programs of that entry come before it."""
+    """This program's entry, and its number among the programs of that entry. WIDE: ENTRIES padded to a power of two."""
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
     program = tl.program_id(0).to(tl.int64)
@@ -27,12 +27,13 @@ def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
 
 @device
 def integer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
+    """An entry's field as i64."""
     return tl.load(table + FIELD * ENTRIES + entry)
 
 
 @device
 def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
-    """fp64."""
+    """An entry's field as fp64."""
     return integer(table, entry, FIELD, ENTRIES).to(tl.float64, bitcast=True)
 
 

@@ -1,6 +1,7 @@
-"""Muon: each kernel does its step for many matrices in one launch, by a table of their addresses; those of a bank have an entry
-each. Shapes: param, grad, m, u, x (rows, cols), n elements each; partials (chunks); clip (2); scales (rows), or (cols) of a wide
-x."""
+"""Muon (Jordan et al. 2024) without its orthogonalization (symmetric.py), and NorMuon. Each kernel does its step for many matrices
+in one launch, by a table with the fields below (multi_tensor.py); each matrix of a bank has an entry. Shapes: param, grad, m, u, x
+(rows, cols), n = units * UNIT elements each; partials (chunks); clip (2); scales (rows), or (cols) of a wide x. HALF, FP16: the
+dtype of u and x (`matrix_constants`)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def muon_momentum(
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
-    """A program does what one partial sum is of."""
+    """Momentum: m = momentum m + (1 - momentum) grad, u = m or its Nesterov step, and partials, the sums of u^2. A program does one
+    CHUNK of a matrix. Where the gradient's norm is not finite m stays and u is zero."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
@@ -62,23 +64,24 @@ def muon_momentum(
     u = matrix_pointer(table, entry, U, ENTRIES, UNIT, HALF, FP16)
     scale, momentum = tl.load(clip + 1), scalar_fp64(scalars, MOMENTUM)
     finite = scale == scale  # NaN says that the gradient's norm is not finite
-    kept, fresh = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
+    momentum_fp32, grad_factor = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, CHUNK, BLOCK):
         i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)
         mask = i < n
-        old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * fresh
-        new = kept * old + g
-        ahead = kept * new + g if NESTEROV else new
-        ahead = tl.where(finite, ahead, 0.0)
+        old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * grad_factor
+        new = momentum_fp32 * old + g
+        update = momentum_fp32 * new + g if NESTEROV else new
+        update = tl.where(finite, update, 0.0)
         tl.store(m + i, tl.where(finite, new, old), mask=mask)
-        tl.store(u + i, ahead, mask=mask)
-        total += tl.where(mask, ahead * ahead, 0.0)
+        tl.store(u + i, update, mask=mask)
+        total += tl.where(mask, update * update, 0.0)
     tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 4) + chunk, tl.sum(total, 0))
 
 
 @lowering("muon_momentum")
 def lower_momentum(op: Any, c: Lowering) -> None:
+    """One launch for the momentum of a group of matrices."""
     each: list[Any] = members(op)
     unit = matrix_unit(each[0], each[0].grad)
     firsts, programs = first_programs(repeated(each, lambda o: o.chunks(o.grad)))
@@ -97,7 +100,8 @@ def muon_normalize(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program adds up the few partial sums, in the same order."""
+    """x = u / (norm(u) margin + eps), SPAN elements for each program. Each program adds up all of its matrix's few partial sums, in
+    the same order."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
@@ -116,6 +120,7 @@ def muon_normalize(
 
 @lowering("muon_normalize")
 def lower_normalize(op: Any, c: Lowering) -> None:
+    """One launch for the normalization of a group of matrices."""
     each: list[Any] = members(op)
     unit = matrix_unit(each[0], each[0].u)
     sizes = repeated(each, lambda o: o.u.size // o.matrices)
@@ -136,7 +141,7 @@ def lower_normalize(op: Any, c: Lowering) -> None:
 
 @device
 def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """means (rows) of the squares of x (rows, C)."""
+    """means (rows) of the squares of x (rows, C), along rows: BR of them for each program."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     total = tl.zeros((BR, BC), tl.float32)
     for first in range(0, C, BC):
@@ -149,7 +154,8 @@ def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexp
 
 @device
 def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """means (C) of the squares of x (rows, C); axis 1 of the grid is the matrix of a bank."""
+    """means (C) of the squares of x (rows, C), along columns: BC of them for each program; axis 1 of the grid is the matrix of a
+    bank."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     means += tl.program_id(1) * C
     x += tl.program_id(1).to(tl.int64) * rows * C
@@ -164,7 +170,8 @@ def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.const
 
 @device
 def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
-    """scales (n) that leave the norm of x, in one program for each matrix of a bank; a mean is of EACH elements."""
+    """NorMuon's second moment `second` (n) of the means, and scales (n) = 1 / its root, times the ratio that keeps the norm of x.
+    One program for each matrix of a bank; each mean is of EACH elements."""
     second += tl.program_id(0) * n
     scales += tl.program_id(0) * n
     means += tl.program_id(0) * n
@@ -190,6 +197,7 @@ def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: t
 
 @lowering("normuon_scales")
 def lower_scales(op: Any, c: Lowering) -> None:
+    """Means of the squares of x, of each row or, of a wide x, of each column; then their scales."""
     rows, C = op.one(op.x)
     means = c.scratch("means", op.second.shape)
     operands, wide = {"means": means, "x": op.x}, rows < C
@@ -215,10 +223,11 @@ def muon_update(
     FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
     RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each. RATE:
-    the place of the learning rate among the scalars."""
-    ok = tl.load(clip + 1)
-    if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
+    """param = p - decay p - size x, size = lr * lr_scale * scale: everything read and written once, SPAN elements for each program.
+    SCALED: "rows" or "columns" of x have a factor each, of `scales`; or "". CAUTIOUS: decay only where it has the update's sign.
+    SQUARED: decay is multiplied by size too. RATE: index of the learning rate among the scalars."""
+    norm_factor = tl.load(clip + 1)
+    if norm_factor == norm_factor:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
         n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
         param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
@@ -227,10 +236,10 @@ def muon_update(
         x = matrix_pointer(table, entry, X, ENTRIES, UNIT, HALF, FP16)
         rate = scalar_fp64(scalars, RATE) * number(table, entry, LR_SCALE, ENTRIES)
         size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
-        lost = rate * number(table, entry, DECAY, ENTRIES)
+        decay_fp64 = rate * number(table, entry, DECAY, ENTRIES)
         if SQUARED:
-            lost *= rate * number(table, entry, SCALE, ENTRIES)
-        decay = lost.to(tl.float32)
+            decay_fp64 *= rate * number(table, entry, SCALE, ENTRIES)
+        decay = decay_fp64.to(tl.float32)
         begin = block * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
@@ -240,14 +249,15 @@ def muon_update(
                 scales = pointer(table, entry, SCALES, ENTRIES, tl.float32, 4)
                 which = i // cols if SCALED == "rows" else i % cols
                 update *= tl.load(scales + which, mask=mask, other=0.0)
-            kept = p * decay
+            decayed = p * decay
             if CAUTIOUS:
-                kept = tl.where(update * p >= 0, kept, 0.0)
-            store_weight(param, lo, i, mask, p - kept - update)
+                decayed = tl.where(update * p >= 0, decayed, 0.0)
+            store_weight(param, lo, i, mask, p - decayed - update)
 
 
 @lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Any, c: Lowering) -> None:
+    """One launch for the update of a group of matrices with equal formats."""
     each: list[Any] = members(op)
     param = each[0].outputs["param"]
     unit = matrix_unit(each[0], param)

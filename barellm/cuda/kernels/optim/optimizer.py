@@ -1,5 +1,5 @@
-"""The gradient's norm, clipping and AdamW, each for all parameters in one launch. Shapes: grad, param, m, v flat, n elements each;
-partials (chunks); clip (2)."""
+"""Global gradient norm, clipping and AdamW, each for all parameters in one launch, by a table with the fields below
+(multi_tensor.py). Shapes: grad, param, m, v flat, n = units * UNIT elements each; partials (chunks); clip (2) = [norm, factor]."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, M
 from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.runtime.lowering import part
 
-SPAN = (
-    4 * BLOCK
-)  # elements of one parameter that a program updates: what it looks up and the step's factors count little then
+# Elements of one parameter that a program updates: enough that the look-ups in the table cost little.
+SPAN = 4 * BLOCK
 SUM_FIELDS = ("first", "units", "x", "partials")
 UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "stream", "origin")
 GROWTH = constant(GROWTH_STEPS)
@@ -59,7 +58,8 @@ PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (
 def sum_squares(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program sums one chunk: few of them for a small matrix, so each has many loads under way."""
+    """partials = the sum of squares of each CHUNK of each tensor x, a program for each chunk. A small matrix has few chunks, so
+    each program has many loads in flight."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     x = pointer(table, entry, X, ENTRIES, tl.float32, 16)
@@ -73,28 +73,22 @@ def sum_squares(
 
 @lowering("sum_squares", floats="fp32", spans="x partials")
 def lower_sum_squares(op: Any, c: Lowering) -> None:
+    """One launch for the sums of squares of a group of gradients."""
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
     firsts, programs = first_programs(ceil_div(s.x.size, CHUNK) for s in sums)
-    columns = {
-        "first": ("i64", firsts),
-        "units": ("i64", [s.x.size // unit for s in sums]),
-        "x": ("*fp32", [part(s.x) for s in sums]),
-        "partials": ("*fp32", [part(s.partials) for s in sums]),
-    }
+    columns = {"first": ("i64", firsts), "units": ("i64", [s.x.size // unit for s in sums])}
+    columns |= {name: ("*fp32", [part(getattr(s, name)) for s in sums]) for name in ("x", "partials")}
     c.launch(
-        sum_squares,
-        {"table": Table({name: columns[name] for name in SUM_FIELDS}, writes=("partials",))},
-        {**entry_constants(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192},
-        grid=lambda s: (programs,),
-        writes="",
-        warps=16,
-    )
+        sum_squares, {"table": Table({name: columns[name] for name in SUM_FIELDS}, writes=("partials",))},
+        {**entry_constants(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192}, grid=lambda s: (programs,),
+        writes="", warps=16,
+    )  # fmt: skip
 
 
 @device
-def reduce_splits(total, p, n, BLOCK: tl.constexpr):
-    """total (1) fp64 = the sum of p (n)."""
+def store_sum(total, p, n, BLOCK: tl.constexpr):
+    """total (1) fp64 = the sum of p (n), in one program."""
     t = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -107,11 +101,11 @@ def clip_scale(
     clip, skipped, loss_scale, totals, counter, table,
     LIMIT: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last one then has clip (2) = [norm,
-    min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the loss scale, which then
-    moves on."""
+    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last program then computes clip (2) =
+    [norm, min(1, LIMIT / norm)], both divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in
+    `skipped`. Then dynamic loss scaling: after GROWTH good steps the scale doubles, after a bad one it halves."""
     j = tl.program_id(0)
-    reduce_splits(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
+    store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
         i = tl.arange(0, WIDE)
         norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < ENTRIES, other=0.0), 0))
@@ -134,6 +128,7 @@ def clip_scale(
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
+    """The global norm from the partial sums of all parameters, which are the op's inputs besides its state."""
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     count = len(partials)
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
@@ -141,19 +136,18 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
     c.launch(
         clip_scale,
         {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
-        {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512},
-        grid=lambda s: (count,),
+        {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,),
         writes="totals clip skipped loss_scale",
-    )
+    )  # fmt: skip
 
 
 @device
 def step_factors(
     factors, scalars, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, LR_SCALE: tl.constexpr, CAUTIOUS: tl.constexpr
 ):
-    """factors (2) = what a step multiplies by everywhere, from doubles: the rate with both bias corrections, which CAUTIOUS wants,
-    or with the first, and 1 / sqrt of the second. One program does it: in each thread of the update it took 90 instructions of
-    doubles and three calls."""
+    """factors (2), computed in fp64: the learning rate divided by the first bias correction, 1 - beta1^step, and for CAUTIOUS times
+    the root of the second; and 1 / root of the second. One program does it: in each thread of the update it took 90 fp64
+    instructions and three calls. LOG_BETA: log2 of a beta."""
     lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
     rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
     if CAUTIOUS:
@@ -170,10 +164,11 @@ def adamw(
     FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr, BF16: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. `factors`: `step_factors` made them.
-    STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream. CAUTIOUS: modded-nanogpt's Adam, whose
-    eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way. BF16: the new weight is
-    rounded to it."""
+    """param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), m and v: everything read and written once, SPAN elements for each program.
+    `factors`: those of `step_factors`. FORMAT: the planes of a weight (storage.py). M_ and V_MANTISSA, _SIGNED: formats of the
+    moments. STOCHASTIC: 16-bit moments are rounded stochastically, by the shared words of the parameter's random stream, from
+    element ORIGIN on. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias correction, and whose decay lr^2
+    wd p applies only where it has the update's sign. BF16: the new weight is rounded to bf16."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
@@ -188,9 +183,9 @@ def adamw(
         decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
         rate, unbias = tl.load(factors), tl.load(factors + 1)
         if CAUTIOUS:
-            lost = (lr * decay).to(tl.float32)
+            cautious_decay = (lr * decay).to(tl.float32)
         else:
-            shrink = (1.0 - decay).to(tl.float32)
+            decay_factor = (1.0 - decay).to(tl.float32)
         begin = block * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
@@ -209,9 +204,9 @@ def adamw(
             p = load_weight(param, lo, i, mask)
             if CAUTIOUS:
                 update = rate * mean / (tl.sqrt(square) + EPSILON)
-                p = p - update - tl.where(update * p > 0, p * lost, 0.0)
+                p = p - update - tl.where(update * p > 0, p * cautious_decay, 0.0)
             else:
-                p = p * shrink - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
+                p = p * decay_factor - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
             if BF16:
                 p = to_bf16(p)
             store_weight(param, lo, i, mask, p)
@@ -220,11 +215,12 @@ def adamw(
 
 
 def _log2(beta: float) -> float:
-    """The logarithm of a decay rate; of 0 a number to which 2 is 0 in fp64."""
+    """log2 of a decay rate; for 0 an exponent of which 2 is 0 in fp64."""
     return log2(beta) if beta else -2048.0
 
 
 def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
+    """The factors of the step, then one update of a group of parameters with equal formats and hyperparameters."""
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit = unit_of(params[0])
@@ -255,12 +251,9 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
     c.launch(
-        adamw,
-        {"table": table, "clip": updates[0].clip, "factors": factors},
-        constants,
-        grid=lambda s: (programs,),
+        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,),
         writes="",
-    )
+    )  # fmt: skip
 
 
 TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}

@@ -1,4 +1,6 @@
-"""Scales that follow the numbers they are for. Shapes: history (entries), bias (2), scale (1), sums (4); x and y flat."""
+"""Scales of 8-bit formats that follow the numbers they are for (program/ops/optim/scales.py). Shapes: history (ENTRIES): the
+largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale (1); sums (4):
+those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ LARGEST = constant(SUMS.index("max_abs"))
 def delayed_scale(
     scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexpr, FIRST_SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """scale = the largest entry of the history times PER_NUMBER; FIRST_SCALE while all are zero (delayed scaling)."""
     i = tl.arange(0, BLOCK)
     top = tl.max(tl.load(history + i, mask=i < ENTRIES, other=0.0), 0)
     tl.store(scale, tl.where(top > 0.0, top * PER_NUMBER, FIRST_SCALE))
@@ -31,7 +34,8 @@ def delayed_scale(
 
 @device
 def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """All entries are read before the first is written."""
+    """Shift the history by one entry and put the largest |x| of `sums` in front. All entries are read before the first is
+    written."""
     i = tl.arange(0, BLOCK)
     before = tl.load(history + i - 1, mask=(i > 0) & (i < ENTRIES), other=0.0)
     top = tl.load(sums + LARGEST)
@@ -43,30 +47,31 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
 
 @device
 def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGET: tl.constexpr):
-    """`elements` of x."""
-    most, number = tl.load(bias), tl.load(bias + 1)
+    """The update of bias from the sums of x (`elements`), in steps 0, FIRST, twice that and so on up to LAST, then every LAST
+    steps: the exponent of its largest |x| plus ABOVE or, DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
+    exponent_now, number = tl.load(bias), tl.load(bias + 1)
     count = number.to(tl.int32)
     doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)
     due = ((count & (LAST - 1)) == 0) | doubling
-    top = tl.load(sums + LARGEST)
+    reference = tl.load(sums + LARGEST)
     if DEVIATING:
         n = elements.to(tl.float32)
         mean = tl.math.div_rn(tl.load(sums), n)
         variance = tl.maximum(tl.math.div_rn(tl.load(sums + 2), n) - mean * mean, 0.0)
-        top = tl.math.div_rn(tl.load(sums + 1), n) + tl.math.sqrt_rn(variance) * DEVIATIONS
+        reference = tl.math.div_rn(tl.load(sums + 1), n) + tl.math.sqrt_rn(variance) * DEVIATIONS
     if PER_TARGET:
-        top = tl.math.div_rn(top, scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
+        reference = tl.math.div_rn(reference, scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
+    exponent = (reference.to(tl.int32, bitcast=True) >> 23) - 127
     if not DEVIATING:
         exponent += ABOVE
     exponent = tl.maximum(tl.minimum(exponent, FARTHEST), -FARTHEST)
-    tl.store(bias, tl.where(due & (top > 0.0), exponent.to(tl.float32), most))
+    tl.store(bias, tl.where(due & (reference > 0.0), exponent.to(tl.float32), exponent_now))
     tl.store(bias + 1, number + 1.0)
 
 
 @device
 def power(exponent):
-    """2^exponent, of a normal number."""
+    """2^exponent (i32) in fp32, for exponents of normal numbers."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -75,32 +80,35 @@ def round_floating(
     y, x, bias, scalars, units,
     DENORMALS: tl.constexpr, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit,
-    which is small, the fraction is compared with a half, for a sum with one could round."""
+    """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
+    Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
+    multiple of the denormals' unit, whose fraction is compared with a half, for a sum with one could round; else to zero or
+    `least`."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:
         targets = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
         value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * targets)
-    most = tl.load(bias).to(tl.int32)
-    unit = most - (BELOW + FRACTION)
-    largest, least = ((most + 128) << 23) + MASK, (most + (127 - BELOW)) << 23
+    largest_exponent = tl.load(bias).to(tl.int32)
+    unit = largest_exponent - (BELOW + FRACTION)
+    largest, least = ((largest_exponent + 128) << 23) + MASK, (largest_exponent + (127 - BELOW)) << 23
     bits = value.to(tl.int32, bitcast=True)
-    size = bits & SIZE
-    near = (size + HALF) & MASK
+    magnitude = bits & SIZE
+    rounded = (magnitude + HALF) & MASK
     if DENORMALS:
-        multiple = tl.minimum(size, least).to(tl.float32, bitcast=True) * power(-unit)
-        whole = multiple.to(tl.int32)
-        whole += tl.where(multiple - whole.to(tl.float32) >= 0.5, 1, 0)
-        small = (whole.to(tl.float32) * power(unit)).to(tl.int32, bitcast=True)
-        near = tl.where(size < least, small, near)
+        multiple = tl.minimum(magnitude, least).to(tl.float32, bitcast=True) * power(-unit)
+        quotient = multiple.to(tl.int32)
+        quotient += tl.where(multiple - quotient.to(tl.float32) >= 0.5, 1, 0)
+        denormal = (quotient.to(tl.float32) * power(unit)).to(tl.int32, bitcast=True)
+        rounded = tl.where(magnitude < least, denormal, rounded)
     else:
-        near = tl.where(near < least, 0, near)
-    near = tl.where(size > INFINITE, size, tl.minimum(near, largest))  # NaN stays
-    tl.store(y + i, (near | (bits & ~SIZE)).to(tl.float32, bitcast=True), mask=mask)
+        rounded = tl.where(rounded < least, 0, rounded)
+    rounded = tl.where(magnitude > INFINITE, magnitude, tl.minimum(rounded, largest))  # NaN stays
+    tl.store(y + i, (rounded | (bits & ~SIZE)).to(tl.float32, bitcast=True), mask=mask)
 
 
 def once(sizes: Any) -> tuple[int, ...]:
+    """The grid of one program."""
     return (1,)
 
 

@@ -1,8 +1,8 @@
-"""Products with symmetric results, and what Muon multiplies with them: each for all matrices of one shape in one launch, axis 1 of
-the grid being the matrix.
+"""Muon's orthogonalization (Newton-Schulz, Polar Express): GEMMs with symmetric results, and x times them. Each is done for all
+matrices of one shape in one launch, by a table of their addresses (multi_tensor.py), axis 1 of the grid being the matrix.
 
 Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
-What lies below it is stored as it is and transposed, so both triangles are bitwise equal.
+What is below it is stored as it is and transposed, so both triangles are bitwise equal. HALF, FP16: `matrix_constants`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def symmetric_product(
     table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out (N, N) = x x^T of x (N, DEPTH), x^T x of x (DEPTH, N) where COLUMNS; or linear x + square x x of a symmetric x."""
+    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, POLYNOMIAL, linear x +
+    square x x of a symmetric x (N, N), with factors from the table. Tiles above the diagonal do nothing."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:
@@ -30,31 +31,31 @@ def symmetric_product(
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
         m_in, n_in = m < N, n < N
         if COLUMNS:
-            a_at, b_at = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
+            a_ptrs, b_ptrs = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
         else:
-            a_at = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
-            b_at = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
+            a_ptrs = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
+            b_ptrs = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
         acc = tl.zeros((B, B), tl.float32)
         for k0 in range(0, DEPTH, BK):
             k_in = k < DEPTH - k0
-            a = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            b = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+            a = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
-            a_at += BK * N if COLUMNS else BK
-            b_at += BK * N if COLUMNS else BK
-        at = m.to(tl.int64)[:, None] * N + n[None, :]
+            a_ptrs += BK * N if COLUMNS else BK
+            b_ptrs += BK * N if COLUMNS else BK
+        lower = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = m_in[:, None] & n_in[None, :]
         if POLYNOMIAL:
             linear, square = number(table, entry, 2, ENTRIES), number(table, entry, 3, ENTRIES)
-            before = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            before = tl.load(x + lower, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
         transposed = n.to(tl.int64)[:, None] * N + m[None, :]
         transposed_inside = n_in[:, None] & m_in[None, :]
         if m0 == n0:
-            tl.store(out + at, acc, mask=inside & (m[:, None] >= n[None, :]))
+            tl.store(out + lower, acc, mask=inside & (m[:, None] >= n[None, :]))
             tl.store(out + transposed, tl.trans(acc), mask=transposed_inside & (m[None, :] > n[:, None]))
         else:  # without a mask by element both stores are as wide as can be
-            tl.store(out + at, acc, mask=inside)
+            tl.store(out + lower, acc, mask=inside)
             tl.store(out + transposed, tl.trans(acc), mask=transposed_inside)
 
 
@@ -63,7 +64,8 @@ def gram_apply(
     table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y (M, N) = scale x + a (M, K) b (K, N)."""
+    """One (BM, BN) tile of y (M, N) = scale x + a (M, K) b (K, N): a, b are x and a symmetric matrix, in the order that their
+    shapes want."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y, a, b, x = (
@@ -74,24 +76,24 @@ def gram_apply(
     )
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M, n < N
-    a_at = a + m.to(tl.int64)[:, None] * K + k[None, :]
-    b_at = b + n[None, :] + k[:, None] * N
+    a_ptrs = a + m.to(tl.int64)[:, None] * K + k[None, :]
+    b_ptrs = b + n[None, :] + k[:, None] * N
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         k_in = k < K - k0
-        left = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
-        right = tl.load(b_at, mask=k_in[:, None] & n_in[None, :], other=0.0)
+        left = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+        right = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
         acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
-        a_at += BK
-        b_at += BK * N
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+        a_ptrs += BK
+        b_ptrs += BK * N
+    offset = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = m_in[:, None] & n_in[None, :]
     scale = number(table, entry, 4, ENTRIES).to(tl.float32)
-    tl.store(y + at, acc + scale * tl.load(x + at, mask=inside, other=0.0).to(tl.float32), mask=inside)
+    tl.store(y + offset, acc + scale * tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 
 def side_of(n: int, dtype: str) -> int:
-    """Rows and columns of a tile: few large ones leave a GPU idle."""
+    """Rows and columns of a tile of an (n, n) result: few large ones leave a GPU idle."""
     return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
 
 
@@ -106,17 +108,13 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 def _symmetric(
     c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
+    """Launch symmetric_product for the ops `each`: `outs` from `xs`, both a tensor for each op; `factors`: fields of a polynomial,
+    or {}."""
     n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
     side, entries = side_of(n, dtype), sum(o.matrices for o in each)
-    constants |= {
-        "ENTRIES": entries,
-        "N": n,
-        "DEPTH": depth,
-        "COLUMNS": columns,
-        "POLYNOMIAL": bool(factors),
-        "B": side,
-    }
+    constants |= {"ENTRIES": entries, "N": n, "DEPTH": depth, "COLUMNS": columns, "B": side}
+    constants |= {"POLYNOMIAL": bool(factors)}
     table = Table({"out": of_matrices(each, outs), "x": of_matrices(each, xs), **factors}, writes=("out",))
     tiles = ceil_div(n, side) ** 2
     c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
@@ -140,6 +138,7 @@ def lower_polynomial(op: Any, c: Lowering) -> None:
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
+    """y = scale x + x b of tall, scale x + b x of wide matrices x."""
     each: list[Any] = members(op)
     x, entries = each[0].x, sum(o.matrices for o in each)
     (rows, cols), tall = each[0].one(x), each[0].is_tall(x)

@@ -12,41 +12,34 @@ from barellm.program.ops.pointwise.random import keep_scale, threshold
 
 
 @device
-def kept(row, column, scalars, seq, stream, THRESHOLD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Whether the elements of rows (BR,) i64 and BC columns from `column` on are kept: (BR, BC)."""
+def keep_mask(row, column, scalars, seq, stream, THRESHOLD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """The mask (BR, BC) of the elements that dropout keeps, of rows `row` (BR,) i64 and BC columns from `column` on."""
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
     return words(k0, k1, row % seq, column, BR, BC) >= THRESHOLD
 
 
 @device
 def dropout(
-    out,
-    x,
-    scalars,
-    rows,
-    seq,
-    stream,
-    C: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    MODE: tl.constexpr,
-):
-    """The generator is called once for two elements, and its words brought in the order of the columns by way of shared
-    memory: of an H100's integer operations it takes less than the time that the bytes need."""
+    out, x, scalars, rows, seq, stream, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """out = x SCALE where a random word is at least THRESHOLD, else 0. The generator is called once for two elements, and its words
+    are brought in the order of the columns through shared memory: an H100 does these integer operations in less than the bytes'
+    time."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
-    keeps = kept(row, tl.program_id(1) * BC, scalars, seq, stream, THRESHOLD, BR, BC)
+    keeps = keep_mask(row, tl.program_id(1) * BC, scalars, seq, stream, THRESHOLD, BR, BC)
     y = tl.where(keeps, tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE, 0.0)
     store_or_add(out + i, mask, y, scalars, MODE)
 
 
 def constants_of(op: Any) -> dict[str, Any]:
+    """THRESHOLD of a random word, and SCALE = 1 / (1 - rate)."""
     return {"THRESHOLD": threshold(op.rate), "SCALE": keep_scale(op.rate)}
 
 
 def lower(c: Lowering, out: str, x: str) -> None:
+    """Launch dropout of the op's input named x into its output named out."""
     op: Any = c.op
     operands = {"out": op.outputs[out], "x": op.inputs[x], "seq": lambda s: s.seq, "stream": int(op.stream)}
     rowwise(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))

@@ -1,5 +1,5 @@
-"""Element by element, and with a row's bias. Shapes: x, y, a, b, dx, dy (..., C), dense but for the results of casts and zeros;
-bias (C)."""
+"""Elementwise kernels, and the addition of a bias. Shapes: x, y, a, b, dx, dy (..., C), contiguous but for the results of casts and
+zeros; bias (C). Each program has BLOCK elements, or a block (BR, BC) of rows; results are stored or added as MODE says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 def cast_rows(
     y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """Cast into rows that lie Y_STRIDE elements apart; zeros where there is no x."""
+    """y = x cast into rows that are Y_STRIDE elements apart; zeros if x is None."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
     if x is not None:
@@ -60,6 +60,7 @@ def activation_backward(
 
 @device
 def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
+    """y = x + bias in every row."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
     b = tl.load(bias + column, mask=column < C, other=0.0)

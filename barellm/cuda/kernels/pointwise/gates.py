@@ -1,5 +1,9 @@
-"""Sigmoid gates: logits, gating and gradients. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows, which lie as
-many elements apart as their constants say; weight (N, K); z, dz (rows, N) fp32; base, y, dy, dx (rows, C), of which N divides C.
+"""Sigmoid gates: logits z = [x, extra] weight^T, gating y = base + factor sigmoid(z) x, and their gradients.
+
+Shapes: of the logits x (rows, WX) and extra (rows, WE) or None, columns of wider rows, NAME_STRIDE elements apart; weight (N, WX +
+WE); z, dz (rows, N) fp32. Of the gating base, x, y, dy, dx (rows, C): gate n of N is for the columns [n, n + 1) * C / N; factor
+(1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x is that of the position SHIFT before, zero at a sequence's
+start.
 """
 
 from __future__ import annotations
@@ -19,16 +23,16 @@ from barellm.runtime.lowering import part, weight_operand
 
 
 @device
-def read(x, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """WIDTH columns of some rows."""
+def load_columns(x, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """The first WIDTH columns of some rows, (rows, BC) fp32 padded with zeros."""
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < WIDTH)[None, :]
     return tl.load(x + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @device
-def weights(weight, n, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
-    """WIDTH weights of gate n, from column FIRST on."""
+def load_gate_weights(weight, n, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+    """WIDTH weights of gate n from column FIRST on, (1, BC) fp32 padded with zeros."""
     column = tl.arange(0, BC)
     return tl.load(weight + n * K + FIRST + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
 
@@ -39,20 +43,21 @@ def gate_logits(
     N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """The logits z of BR rows: their columns stay in registers, and the gates come one after the other."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
-    v = read(x, row, live, X_STRIDE, WX, BC)
+    v = load_columns(x, row, live, X_STRIDE, WX, BC)
     if extra is not None:
-        e = read(extra, row, live, EXTRA_STRIDE, WE, BC)
+        e = load_columns(extra, row, live, EXTRA_STRIDE, WE, BC)
     for n in range(N):
-        total = tl.sum(v * weights(weight, n, 0, WX, WX + WE, BC), 1)
+        total = tl.sum(v * load_gate_weights(weight, n, 0, WX, WX + WE, BC), 1)
         if extra is not None:
-            total += tl.sum(e * weights(weight, n, WX, WE, WX + WE, BC), 1)
+            total += tl.sum(e * load_gate_weights(weight, n, WX, WE, WX + WE, BC), 1)
         tl.store(z + row * N + n, total, mask=live)
 
 
 def logits_constants(op: Any) -> dict[str, Any]:
-    """Columns that are read of x and extra, how far their rows lie apart, and a block that holds either."""
+    """The constants of gate_logits and its gradient: widths, strides, and a block (BR, BC) that holds rows of x or of extra."""
     widths = [int(op.x.shape[-1]), 0 if op.extra is None else int(op.extra.shape[-1])]
     strides = row_strides(x=op.x) | ({"EXTRA_STRIDE": None} if op.extra is None else row_strides(extra=op.extra))
     BC = max(MIN_SUM_COLUMNS, pow2(max(widths)))
@@ -68,12 +73,13 @@ def lower_gate_logits(op: Any, c: Lowering) -> None:
 
 
 @device
-def columns_backward(
+def input_backward(
     dx, partials, dz, x, weight, scalars, begin, end,
     N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of WIDTH columns in rows [begin, end), and these rows' part of the gradient of their weights."""
+    """The gradient of one input of the logits (x or extra, WIDTH columns, weights from column FIRST of K on): dx of rows [begin,
+    end), and the program's partials (chunks, N, K), the part of these rows in the gradient of the weights."""
     column = tl.arange(0, BC)
     inside = column < WIDTH
     for first in range(begin, end, BR):
@@ -81,8 +87,8 @@ def columns_backward(
         live = row < end
         total = tl.zeros((BR, BC), tl.float32)
         for n in range(N):
-            by = tl.load(dz + row * N + n, mask=live, other=0.0)
-            total += by[:, None] * weights(weight, n, FIRST, WIDTH, K, BC)
+            dz_column = tl.load(dz + row * N + n, mask=live, other=0.0)
+            total += dz_column[:, None] * load_gate_weights(weight, n, FIRST, WIDTH, K, BC)
         store_or_add(
             dx + row[:, None] * DX_STRIDE + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
         )
@@ -91,10 +97,10 @@ def columns_backward(
         for first in range(begin, end, BR):
             row = first + tl.arange(0, BR).to(tl.int64)
             live = row < end
-            by = tl.load(dz + row * N + n, mask=live, other=0.0)
-            sums += by[:, None] * read(x, row, live, X_STRIDE, WIDTH, BC)
-        to = partials + tl.program_id(0) * (N * K) + n * K + FIRST + column
-        tl.store(to, tl.sum(sums, 0), mask=inside)
+            dz_column = tl.load(dz + row * N + n, mask=live, other=0.0)
+            sums += dz_column[:, None] * load_columns(x, row, live, X_STRIDE, WIDTH, BC)
+        partial_ptrs = partials + tl.program_id(0) * (N * K) + n * K + FIRST + column
+        tl.store(partial_ptrs, tl.sum(sums, 0), mask=inside)
 
 
 @device
@@ -104,13 +110,14 @@ def gate_logits_backward(
     DX_STRIDE: tl.constexpr, DEXTRA_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DEXTRA_MODE: tl.constexpr,
 ):  # fmt: skip
+    """dx, dextra and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
-    columns_backward(
+    input_backward(
         dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE
     )
     if extra is not None:
-        columns_backward(
+        input_backward(
             dextra, partials, dz, extra, weight, scalars, begin, end,
             N, WX, WE, WX + WE, EXTRA_STRIDE, DEXTRA_STRIDE, BR, BC, DEXTRA_MODE,
         )  # fmt: skip
@@ -120,6 +127,7 @@ def gate_logits_backward(
     "gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra"
 )
 def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
+    """dx and dextra, then dweight from the chunks' partials (column_sums.py)."""
     rows, size = c.rows(op.x), op.weight.size
     chunks = Chunks(rows)
     partials = c.scratch("partials", (chunks.planned(op.x.size // int(op.x.shape[-1])), 1, size))
@@ -133,20 +141,20 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     lower_combine(c, partials, ["dweight"], chunks)
 
 
-# --- what they let through ---
+# --- gating ---
 
 
 @device
-def factor_of(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
-    """The number that a gate is multiplied with, and its derivative by the factor."""
-    times, rise = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
+def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
+    """What a gate is multiplied by, SCALE times the factor or its sigmoid, and the derivative of that by the factor."""
+    scale, scale_slope = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
     if factor is not None:
         by = tl.load(factor)
         if SQUASH:
             by = sigmoid(by)
-            rise *= by * (1.0 - by)
-        times *= by
-    return times, rise
+            scale_slope *= by * (1.0 - by)
+        scale *= by
+    return scale, scale_slope
 
 
 @device
@@ -155,7 +163,7 @@ def gated(
     C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """A program's columns are those of one gate."""
+    """y = base + gate x, a block (BR, BC) for each program, all of whose columns are of one gate."""
     D: tl.constexpr = C // N
     blocks: tl.constexpr = (D + BC - 1) // BC
     n = tl.program_id(1) // blocks
@@ -164,39 +172,42 @@ def gated(
     live = row < rows
     mask = live[:, None] & (column < D)[None, :]
     column = n * D + column
-    times, _ = factor_of(factor, SCALE, SQUASH)
-    gate = times * sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))
-    opens = mask
+    scale, _ = scale_and_slope(factor, SCALE, SQUASH)
+    gate = scale * sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))
+    shifted_in = mask
     if SHIFT > 0:
-        opens = mask & (row % seq >= SHIFT)[:, None]
-    value = gate[:, None] * tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=opens, other=0.0).to(
-        tl.float32
-    )
+        shifted_in = mask & (row % seq >= SHIFT)[:, None]
+    value = gate[:, None] * tl.load(
+        x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=shifted_in, other=0.0
+    ).to(tl.float32)
     if base is not None:
         value += tl.load(base + row[:, None] * BASE_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
     store_or_add(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
 
 
 def gated_constants(op: Any) -> dict[str, Any]:
+    """The constants that gating and its gradient share."""
     sizes = {"C": int(op.x.shape[2]), "N": int(op.z.shape[2]), **row_strides(x=op.x)}
     return {**sizes, "SCALE": op.scale, "SQUASH": op.squash, "SHIFT": op.shift}
 
 
 @lowering("gated", starts="y", views="x base factor")
 def lower_gated(op: Any, c: Lowering) -> None:
+    """Gating, in blocks of BLOCK elements that end with a gate's columns."""
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
     BR = BLOCK // BC
     constants |= {"BASE_STRIDE": None if op.base is None else op.base.row_stride, "BR": BR, "BC": BC}
-    operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor, "rows": rows, "seq": length(op)}
+    operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor}
+    operands |= {"rows": rows, "seq": sequence_length(op)}
     blocks = N * ceil_div(C // N, BC)
     constants |= {"MODE": mode(op, "y")}
     c.launch(gated, operands, constants, grid=lambda s: (ceil_div(rows(s), BR), blocks), writes="y")
 
 
-def length(op: Any) -> Any:
-    """The length of a sequence: a number, or by the sizes of a run."""
+def sequence_length(op: Any) -> Any:
+    """The length of a sequence, a number or a `Size`."""
     name = getattr(op.x.shape[1], "name", None)
     return int(op.x.shape[1]) if name is None else lambda s: s[name]
 
@@ -208,43 +219,43 @@ def gated_backward(
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr, DFACTOR_MODE: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do some rows of one gate's columns, BC at a time: the gradient that they pass on, and their dot products, which the gate's
-    gradient needs. A program's part of the factor's gradient goes into partials, which the last one adds up."""
+    """BR rows of one gate's columns, BC at a time: dx = dy gate, and the dot products of dy and x, which dz needs. A program's part
+    of dfactor goes to partials, which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates."""
     D: tl.constexpr = C // N
     n = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
-    times, rise = factor_of(factor, SCALE, SQUASH)
+    scale, scale_slope = scale_and_slope(factor, SCALE, SQUASH)
     s = sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))
-    opens = live
+    shifted_in = live
     if SHIFT > 0:
-        opens = live & (row % seq >= SHIFT)
+        shifted_in = live & (row % seq >= SHIFT)
         last = live & (row % seq >= seq - SHIFT)
     sums = tl.zeros((BR, BC), tl.float32)
     for first in tl.static_range(0, D, BC):
         inside = first + tl.arange(0, BC) < D
         column = n * D + first + tl.arange(0, BC)
-        mask = opens[:, None] & inside[None, :]
-        by = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        sums += by * v
-        store_or_add(
-            dx + (row - SHIFT)[:, None] * DX_STRIDE + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE
-        )
+        mask = shifted_in[:, None] & inside[None, :]
+        dy_block = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_block = tl.load(x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        sums += dy_block * x_block
+        dx_ptrs = dx + (row - SHIFT)[:, None] * DX_STRIDE + column[None, :]
+        store_or_add(dx_ptrs, mask, dy_block * (scale * s)[:, None], scalars, DX_MODE)
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
             to = dx + row[:, None] * DX_STRIDE + column[None, :]
             store_or_add(to, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
     dots = tl.sum(sums, 1)
-    store_or_add(dz + row * N + n, live, times * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
+    store_or_add(dz + row * N + n, live, scale * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
     if partials is not None:
-        tl.store(partials + tl.program_id(0) * N + n, rise * tl.sum(s * dots, 0))
+        tl.store(partials + tl.program_id(0) * N + n, scale_slope * tl.sum(s * dots, 0))
         if is_last_program(counter):
             store_total(dfactor, partials, tl.num_programs(0) * N, scalars, SUM_BLOCK, DFACTOR_MODE)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
 def lower_gated_backward(op: Any, c: Lowering) -> None:
+    """The gradient of gating; a counter and partials only where there is a factor."""
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
@@ -253,7 +264,7 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     operands: dict[str, Any] = {
         name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")
     }
-    operands |= {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": length(op)}
+    operands |= {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
     constants |= {"DFACTOR_MODE": None, "SUM_BLOCK": None}
     if op.factor is not None:
         operands |= {"dfactor": (part(op.dfactor), "fp32"), "counter": COUNTER}

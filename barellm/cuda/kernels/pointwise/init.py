@@ -1,4 +1,6 @@
-"""Initial values of all parameters, (rows, columns), in a few launches; a vector is one row. Elements from `valid` on are zero."""
+"""Initial values of parameters (rows, C), many in one launch by a table (optim/multi_tensor.py) with the fields below; a vector is
+one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a weight (storage.py). BF16: values are rounded to
+bf16."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
-TURN = constant(2 * pi / 2**24)
+FULL_CIRCLE = constant(2 * pi / 2**24)  # of an angle in 24 bits
 RANDOM_FIELDS = ("first", "param", "lo", "valid", "rows", "size", "stream")
 CONSTANT_FIELDS = ("first", "param", "lo", "valid", "units", "value")
 PARAM, LO, VALID, ROWS, SIZE, STREAM = (constant(RANDOM_FIELDS.index(name)) for name in RANDOM_FIELDS[1:])
@@ -41,7 +43,7 @@ def normals(first, second):
     radius = tl.sqrt((-2.0 * tl.log(uniform)).to(tl.float32))
     angle = (second >> 8).to(tl.int32)
     quarter = (angle + (1 << 21)) >> 22
-    a = (angle - (quarter << 22)).to(tl.float32) * TURN
+    a = (angle - (quarter << 22)).to(tl.float32) * FULL_CIRCLE
     s = a * a
     sine = a * (1.0 - s * (1.0 / 6 - s * (1.0 / 120 - s * (1.0 / 5040 - s * (1.0 / 362880)))))
     cosine = 1.0 - s * (1.0 / 2 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))))
@@ -66,7 +68,8 @@ def random_init(
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """size * random numbers; BF16: rounded to it."""
+    """size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the seed and the parameter's stream:
+    a block (BR, BC) for each program. Grid: blocks of rows of all parameters, blocks of columns."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     row = block * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -93,6 +96,7 @@ def random_init(
 
 @lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
 def lower_random_init(op: Any, c: Lowering) -> None:
+    """Normal (std) or uniform (bound) initial values of a group of parameters with rows of one length."""
     inits, params = members(op), parameters(op)
     normal = inits[0].name == "normal_init"
     C = int(params[0].shape[-1])
@@ -114,6 +118,7 @@ def constant_init(
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`value` in all valid elements, BLOCK of them for each program."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
@@ -139,7 +144,8 @@ def launch_all(
     c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
     blocks: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
-    """One launch for the parameters of an op or a group. `programs`: of each; `blocks`: of columns; `more`: further fields."""
+    """Append one launch for the parameters of an op or a group. `fields`: of the table; `programs`: how many each parameter has,
+    axis 0 of the grid; `blocks`: of columns, axis 1; `more`: the fields besides first, param, lo and valid."""
     params = parameters(c.op)
     firsts, count = first_programs(programs)
     valid = [

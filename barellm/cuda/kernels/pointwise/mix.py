@@ -1,9 +1,9 @@
 """Linear combinations y = sum k_j x_j of up to four tensors, and their gradients. Shapes: terms x0..x3, y, dy, dx0..dx3 of equal
 shapes; coefficients k0..k3 and their gradients (1), often elements of a vector.
 
-Groups of constants, one entry for each term: NUMBERS: a coefficient that is a constant of the code, None where it is the tensor
-k_j; MODES, DK_MODES: how dx_j and dk_j are written; PARTIALS: which row of partials (learned, programs) has the sums of dk_j, None
-where it is not learned.
+Tuples of constants, one entry for each term: NUMBERS: a coefficient that is a constant of the code, None where it is the tensor k_j
+(learned); MODES, DK_MODES: how dx_j and dk_j are written; PARTIALS: which row (PLACE) of partials (learned, STRIDE), STRIDE the
+most programs, has the sums of dk_j, None where it is not learned.
 
 A gradient of a coefficient is a dot product over all elements: each program sums SPAN of them into `partials`, and the last program
 of the launch adds up each row in order (single_pass_reduction.py).
@@ -27,6 +27,7 @@ DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIEN
 
 @device
 def term(x, k, i, mask, NUMBER: tl.constexpr):
+    """k x, or NUMBER x, at the elements i, fp32."""
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if NUMBER is None:
         value *= tl.load(k)
@@ -40,6 +41,7 @@ def mix(
     y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
     NUMBERS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
+    """y = the sum of the terms that are there (x_j not None), BLOCK elements for each program."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     total = term(x0, k0, i, mask, NUMBERS[0])
     if x1 is not None:
@@ -52,7 +54,7 @@ def mix(
 
 
 def numbers_of(op: Any) -> tuple[float | None, ...]:
-    """NUMBERS; what has no term has none."""
+    """NUMBERS of an op, None also for missing terms."""
     return tuple(op.numbers[i] if i < len(op.numbers) else None for i in range(MOST))
 
 
@@ -64,7 +66,7 @@ def lower_mix(op: Any, c: Lowering) -> None:
 
 @device
 def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER: tl.constexpr, MODE: tl.constexpr):
-    """Writes dx, and gives `total` plus dy x where the coefficient is learned."""
+    """Write dx = k dy at the elements i (`by`: dy there); gives `total` plus dy x, for dk, where the coefficient is learned."""
     if dx is not None:
         if NUMBER is None:
             store_or_add(dx + i, mask, by * tl.load(k), scalars, MODE)
@@ -75,27 +77,32 @@ def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER: tl.constexpr, M
 
 
 @device
-def put_sum(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
+def store_partial(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
+    """Store this program's sum for dk into row PLACE of partials, if there is one."""
     if PLACE is not None:
         tl.store(partials + PLACE * STRIDE + tl.program_id(0), tl.sum(total, 0))
 
 
 @device
-def put_row(dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def reduce_row(
+    dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr
+):
+    """dk (1) = the sum of row PLACE of partials over all programs, if it is learned."""
     if PLACE is not None:
         store_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)
 
 
 @device
-def put_rows(
+def reduce_rows(
     counter, dk0, dk1, dk2, dk3, partials, scalars,
     MODES: tl.constexpr, PARTIALS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """In the last program of the launch: the gradients of the coefficients. MODES: DK_MODES."""
     if is_last_program(counter):
-        put_row(dk0, partials, scalars, PARTIALS[0], STRIDE, BLOCK, MODES[0])
-        put_row(dk1, partials, scalars, PARTIALS[1], STRIDE, BLOCK, MODES[1])
-        put_row(dk2, partials, scalars, PARTIALS[2], STRIDE, BLOCK, MODES[2])
-        put_row(dk3, partials, scalars, PARTIALS[3], STRIDE, BLOCK, MODES[3])
+        reduce_row(dk0, partials, scalars, PARTIALS[0], STRIDE, BLOCK, MODES[0])
+        reduce_row(dk1, partials, scalars, PARTIALS[1], STRIDE, BLOCK, MODES[1])
+        reduce_row(dk2, partials, scalars, PARTIALS[2], STRIDE, BLOCK, MODES[2])
+        reduce_row(dk3, partials, scalars, PARTIALS[3], STRIDE, BLOCK, MODES[3])
 
 
 @device
@@ -104,7 +111,7 @@ def mix_backward(
     NUMBERS: tl.constexpr, MODES: tl.constexpr, DK_MODES: tl.constexpr, PARTIALS: tl.constexpr,
     STRIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All gradients in one pass over dy."""
+    """All dx_j, and the partial sums of all dk_j, in one pass over dy, SPAN elements for each program; t_j is its sum of dy x_j."""
     n = units.to(tl.int64) * UNIT
     t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -116,16 +123,17 @@ def mix_backward(
         t1 = term_backward(dx1, t1, by, x1, k1, i, mask, scalars, NUMBERS[1], MODES[1])
         t2 = term_backward(dx2, t2, by, x2, k2, i, mask, scalars, NUMBERS[2], MODES[2])
         t3 = term_backward(dx3, t3, by, x3, k3, i, mask, scalars, NUMBERS[3], MODES[3])
-    put_sum(partials, t0, PARTIALS[0], STRIDE)
-    put_sum(partials, t1, PARTIALS[1], STRIDE)
-    put_sum(partials, t2, PARTIALS[2], STRIDE)
-    put_sum(partials, t3, PARTIALS[3], STRIDE)
+    store_partial(partials, t0, PARTIALS[0], STRIDE)
+    store_partial(partials, t1, PARTIALS[1], STRIDE)
+    store_partial(partials, t2, PARTIALS[2], STRIDE)
+    store_partial(partials, t3, PARTIALS[3], STRIDE)
     if counter is not None:
-        put_rows(counter, dk0, dk1, dk2, dk3, partials, scalars, DK_MODES, PARTIALS, STRIDE, BLOCK)
+        reduce_rows(counter, dk0, dk1, dk2, dk3, partials, scalars, DK_MODES, PARTIALS, STRIDE, BLOCK)
 
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Any, c: Lowering) -> None:
+    """One launch; partials and the counter only where coefficients are learned."""
     learned = [i for i, number in enumerate(op.numbers) if number is None]
     n, most = c.elements(op.dy), ceil_div(op.dy.size, SPAN)
     named = op.inputs | op.outputs
@@ -142,9 +150,6 @@ def lower_mix_backward(op: Any, c: Lowering) -> None:
     }  # fmt: skip
     unit = unit_of(op.dy)
     c.launch(
-        mix_backward,
-        {"dy": op.dy, "units": lambda s: n(s) // unit, **operands},
-        constants,
-        grid=lambda s: (ceil_div(n(s), SPAN),),
-        writes=f"partials {DX} {DK}",
-    )
+        mix_backward, {"dy": op.dy, "units": lambda s: n(s) // unit, **operands}, constants,
+        grid=lambda s: (ceil_div(n(s), SPAN),), writes=f"partials {DX} {DK}",
+    )  # fmt: skip

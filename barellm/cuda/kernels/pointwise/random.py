@@ -14,6 +14,7 @@ A0, A1, A2, A3, B0, B1, B2, B3 = (constant(r) for group in ROTATIONS for r in gr
 
 @device
 def mix(x, y, R: tl.constexpr):
+    """One round: y rotated left by R bits, xored with the sum."""
     x = x + y
     return x, ((y << R) | (y >> (32 - R))) ^ x
 
@@ -28,7 +29,8 @@ def mix_four(x, y, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.
 
 @device
 def threefry(k0, k1, c0, c1):
-    """Both words; all operands uint32, broadcast."""
+    """The two output words of Threefry2x32-20 for key (k0, k1) and counter (c0, c1), all uint32, broadcast: 20 rounds, with a key
+    injection after every four."""
     k2 = k0 ^ k1 ^ PARITY
     x, y = mix_four(c0 + k0, c1 + k1, A0, A1, A2, A3)
     x, y = mix_four(x + k1, y + k2 + 1, B0, B1, B2, B3)
@@ -40,14 +42,15 @@ def threefry(k0, k1, c0, c1):
 
 @device
 def sample_key(scalars, sample, stream):
-    """key' of a stream for samples (i64, any shape) in this run's step."""
+    """The key (two uint32) of a random stream for samples (i64, any shape) in this run's step."""
     seed, step = tl.load(scalars + SEED).to(tl.uint32), tl.load(scalars + STEP).to(tl.uint32)
     return threefry(seed, step, sample.to(tl.uint32), stream.to(tl.uint32))
 
 
 @device
 def calls(k0, k1, row, first, ROWS: tl.constexpr, CALLS: tl.constexpr):
-    """Both words (ROWS, CALLS) of the calls from `first` on, for keys and rows (ROWS,)."""
+    """Both words (ROWS, CALLS) of the generator's calls number `first` on, for keys and rows (ROWS,): the counter is (call,
+    row)."""
     i = (first + tl.arange(0, CALLS)).to(tl.uint32)
     return threefry(k0[:, None], k1[:, None], i[None, :], row.to(tl.uint32)[:, None])
 

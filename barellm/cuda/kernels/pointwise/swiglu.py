@@ -1,5 +1,5 @@
 """SwiGLU forward and backward. Shapes: y, dy, gate, up, dgate, dup (..., F); gate, up and their gradients may be columns of wider
-rows, which lie as many elements apart as their constants (GATE_STRIDE and so on) say."""
+rows; GATE_STRIDE and so on: elements from a row to the next."""
 
 from __future__ import annotations
 

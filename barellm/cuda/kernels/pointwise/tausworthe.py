@@ -1,5 +1,6 @@
-"""Dropout by Tausworthe generators, and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the draws are those of
-`program/ops/pointwise/tausworthe.py`."""
+"""Dropout by combined Tausworthe generators (L'Ecuyer 1996), and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the draws are
+those of `program/ops/pointwise/tausworthe.py`. HALF streams walk along a block of BLOCK columns of a row, HALF columns with each
+draw. COMPONENTS: (A, B, C, MASK) of each of the three or four generators whose states s0 to s3 are xored."""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ ROWS = 64  # of a program: with HALF columns 8 elements for each of 128 threads
 
 
 @device
-def begin(word, MASK: tl.constexpr):
-    """A seed from random words: the lowest bit of the mask where all those inside it are zero."""
+def seed_states(word, MASK: tl.constexpr):
+    """Seeds from random words: where all bits inside the mask are zero, which a generator cannot leave, its lowest bit is set."""
     return tl.where((word & MASK) == 0, word | ((MASK ^ 0xFFFFFFFF) + 1), word)
 
 
 @device
 def advance(s, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, MASK: tl.constexpr):
+    """One step of one generator's states s (uint32)."""
     return ((s & MASK) << C) ^ (((s << A) ^ s) >> B)
 
 
 @device
 def advance_all(s0, s1, s2, s3, COMPONENTS: tl.constexpr):
-    """All components one step on. Of a generator with three of them the fourth stays as it is."""
+    """One step of all components; of three, s3 stays as it is."""
     s0 = advance(s0, COMPONENTS[0][0], COMPONENTS[0][1], COMPONENTS[0][2], COMPONENTS[0][3])
     s1 = advance(s1, COMPONENTS[1][0], COMPONENTS[1][1], COMPONENTS[1][2], COMPONENTS[1][3])
     s2 = advance(s2, COMPONENTS[2][0], COMPONENTS[2][1], COMPONENTS[2][2], COMPONENTS[2][3])
@@ -42,15 +44,15 @@ def advance_all(s0, s1, s2, s3, COMPONENTS: tl.constexpr):
 
 
 @device
-def streams(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexpr):
+def first_states(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexpr):
     """The states (ROWS, HALF) of the streams of a block of columns before their first draw; keys and rows (ROWS,)."""
     i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]
     row = row.to(tl.uint32)[:, None]
     s0, s1 = threefry(k0[:, None], k1[:, None], i, row)
     s2, s3 = threefry(k0[:, None], k1[:, None], i + HALF, row)
-    s0, s1, s2 = begin(s0, COMPONENTS[0][3]), begin(s1, COMPONENTS[1][3]), begin(s2, COMPONENTS[2][3])
+    s0, s1, s2 = seed_states(s0, COMPONENTS[0][3]), seed_states(s1, COMPONENTS[1][3]), seed_states(s2, COMPONENTS[2][3])
     if len(COMPONENTS) == 4:
-        s3 = begin(s3, COMPONENTS[3][3])
+        s3 = seed_states(s3, COMPONENTS[3][3])
     else:
         s3 = tl.zeros((ROWS, HALF), tl.uint32)
     return advance_all(s0, s1, s2, s3, COMPONENTS)
@@ -58,24 +60,14 @@ def streams(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexpr):
 
 @device
 def tausworthe_dropout(
-    out,
-    x,
-    scalars,
-    rows,
-    seq,
-    stream,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    COMPONENTS: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    out, x, scalars, rows, seq, stream, C: tl.constexpr, ROWS: tl.constexpr, COMPONENTS: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     """A program walks along one block of columns of ROWS rows, and takes HALF columns with each draw."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
-    s0, s1, s2, s3 = streams(k0, k1, row % seq, block, ROWS, COMPONENTS)
+    s0, s1, s2, s3 = first_states(k0, k1, row % seq, block, ROWS, COMPONENTS)
     for first in range(block * BLOCK, min(block * BLOCK + BLOCK, C), HALF):
         s0, s1, s2, s3 = advance_all(s0, s1, s2, s3, COMPONENTS)
         column = first + tl.arange(0, HALF)
@@ -86,6 +78,7 @@ def tausworthe_dropout(
 
 
 def lower(c: Lowering, out: str, x: str) -> None:
+    """Launch dropout of the op's input named x into its output named out."""
     op: Any = c.op
     like = op.outputs[out]
     C, rows = int(like.shape[-1]), c.rows(like)
@@ -94,9 +87,8 @@ def lower(c: Lowering, out: str, x: str) -> None:
         tausworthe_dropout,
         {"out": like, "x": op.inputs[x], "rows": rows, "seq": lambda s: s.seq, "stream": int(op.stream)},
         {"C": C, "ROWS": ROWS, "COMPONENTS": components, "MODE": mode(op, out), **constants_of(op)},
-        grid=lambda s: (ceil_div(rows(s), ROWS), ceil_div(C, COLUMNS_OF_STREAMS)),
-        writes="out",
-    )
+        grid=lambda s: (ceil_div(rows(s), ROWS), ceil_div(C, COLUMNS_OF_STREAMS)), writes="out",
+    )  # fmt: skip
 
 
 @lowering("tausworthe_dropout", starts="y")

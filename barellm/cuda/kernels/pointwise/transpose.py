@@ -18,38 +18,40 @@ TILE = 64  # rows and columns
 
 
 @device
-def tile_of(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """The tile of this program: the offsets of its elements in x and in y, and which of them there are, each (TILE, TILE)."""
+def transposed_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """This program's tile: offsets in x and their mask, offsets in y and their mask, (TILE, TILE) each; those of y are
+    transposed."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    row = (tl.program_id(0) // ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
-    of = row[:, None] * COLUMNS + column[None, :]
-    to = column[:, None] * ROWS + row[None, :]
+    row = (tl.program_id(0) // ACROSS).y_offset(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % ACROSS).y_offset(tl.int64) * TILE + tl.arange(0, TILE)
+    x_offset = row[:, None] * COLUMNS + column[None, :]
+    y_offset = column[:, None] * ROWS + row[None, :]
     return (
-        of,
-        (row < ROWS)[:, None] & (column < COLUMNS)[None, :],
-        to,
-        (column < COLUMNS)[:, None] & (row < ROWS)[None, :],
-    )
+        x_offset, (row < ROWS)[:, None] & (column < COLUMNS)[None, :],
+        y_offset, (column < COLUMNS)[:, None] & (row < ROWS)[None, :],
+    )  # fmt: skip
 
 
 @device
 def transpose_copy(y, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Elements of 16 or 32 bits, as they are."""
-    of, inside, to, within = tile_of(ROWS, COLUMNS, TILE)
-    tl.store(y + to, tl.trans(tl.load(x + of, mask=inside)), mask=within)
+    """y = x^T of elements of 16 or 32 bits, whatever they mean."""
+    x_offset, x_mask, y_offset, y_mask = transposed_tile(ROWS, COLUMNS, TILE)
+    tl.store(y + y_offset, tl.trans(tl.load(x + x_offset, mask=x_mask)), mask=y_mask)
 
 
 @device
 def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Add in fp32, whatever the storage."""
-    of, inside, to, within = tile_of(ROWS, COLUMNS, TILE)
-    total = load_weight(y, y_lo, to, within).to(tl.float32) + tl.trans(load_weight(x, x_lo, of, inside).to(tl.float32))
-    store_weight(y, y_lo, to, within, total)
+    """y += x^T in fp32, whatever the storage of weights (storage.py): y_lo and x_lo are second planes, or None."""
+    x_offset, x_mask, y_offset, y_mask = transposed_tile(ROWS, COLUMNS, TILE)
+    total = load_weight(y, y_lo, y_offset, y_mask).y_offset(tl.float32) + tl.trans(
+        load_weight(x, x_lo, x_offset, x_mask).y_offset(tl.float32)
+    )
+    store_weight(y, y_lo, y_offset, y_mask, total)
 
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Any, c: Lowering) -> None:
+    """y = x^T, a launch for each plane of a weight; or y += x^T in one launch."""
     rows, columns = (int(n) for n in op.x.shape)
     constants = {"ROWS": rows, "COLUMNS": columns, "TILE": TILE}
     grid = ceil_div(rows, TILE) * ceil_div(columns, TILE)
