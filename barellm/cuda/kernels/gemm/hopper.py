@@ -147,7 +147,7 @@ def launch_gemm(
     if not epilogue and mode != MODES["store"] and slices == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     f = tuning.select_config(
-        c.target, tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
+        c.target, tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
     )
     M: Size | int = height if gemm_kind == "tn" else rows
     target, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows

@@ -123,7 +123,7 @@ def append_gemm(
         _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if gemm_kind == "nt" else (K, N)
-    t = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
+    t = tuning.select_config(c.target, tuning.GemmProblem(gemm_kind, _kind(c, dtype), most, cols, depth))
     written, other = epilogue_operands(pre, residual, epilogue)
     operands = {
         "out": out,
@@ -149,7 +149,7 @@ def append_gemm(
 
 def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Append a weight gradient, with split-K if the result has too few tiles: fp32 partial sums, then added in order."""
-    append_gemm = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
+    append_gemm = tuning.GemmProblem("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.select_config(c.target, append_gemm), append_gemm.default(c.target.arch)
     tiles, counted = (
         ceil_div(N, t.tile_m) * ceil_div(K, t.tile_n),
