@@ -31,7 +31,7 @@ from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs, skinny_gem
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.cpu.tuner.problem import problems_of
-from barellm.cpu.tuner.tuner import tune
+from barellm.cpu.tuner.tuner import CpuTuner
 from barellm.kernels.arrays import address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
@@ -111,12 +111,11 @@ def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
         cols, depth = ROLES[role]
         x, weight = p.input(f"x {role}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {role}", (cols, depth))
         p.output(role, p.linear(x, weight))
-    works = problems_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
-    few = [work for work in works if work.few]
-    verdicts = tune(
-        few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=lambda v: print(v.work, v.best)
-    )
-    best = {(v.work.cols, v.work.depth): v.best for v in verdicts}
+    problems = problems_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
+    tuner = CpuTuner(bench.isa, bench.threads, COLD)
+    skinny = [problem for problem in problems if problem.skinny]
+    verdicts = tuner.tune(skinny, seconds=600, each=lambda v: print(v.problem, v.best))
+    best = {(v.problem.cols, v.problem.depth): v.best for v in verdicts}
     return {role: best[ROLES[role]] for role in roles}
 
 

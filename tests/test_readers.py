@@ -42,7 +42,7 @@ from barellm.evaluation import hellaswag
 from barellm.interop import card, huggingface, llmc, llmc_state, llmc_tokenizer, sources, vocabulary
 from barellm.models import llama3
 from barellm.program.quantization import scheme
-from barellm.runtime.tuning import Database
+from barellm.runtime.tuner.database import Database
 from barellm.training import curve, metrics, run, trackers
 from tests.data.llama import llama_json
 from tests.interop.models import (

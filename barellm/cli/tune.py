@@ -9,18 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import add_configuration, add_device, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from barellm.config import Config
-    from barellm.runtime.tuner.decision import Verdict
-    from barellm.runtime.tuning import Database
+    from barellm.runtime.tuner.decision import Tuner, Verdict
 
 HEAD = f"{'kernel':<44}{'default':<28}{'best':<48}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
@@ -52,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     config.check()
     config = resolved(config, args.device)
     train = config.train
-    works, machine, database, tune = (_on_gpu if args.device == "cuda" else _on_cpu)(config)
+    tuner, problems = (_on_gpu if args.device == "cuda" else _on_cpu)(config)
     found: list[Verdict] = []
     status, noun = "done", "kernels" if args.device == "cuda" else "products"
 
@@ -62,66 +58,58 @@ def run(args: argparse.Namespace) -> int:
             print(_line(verdict), flush=True)
 
     if not args.json:
-        print(f"{config.preset}, batch {train.micro_batch_size} x {train.seq}, {train.dtype}: {len(works)} {noun}")
-        print(f"{machine}\n\n{HEAD}", flush=True)
+        print(f"{config.preset}, batch {train.micro_batch_size} x {train.seq}, {train.dtype}: {len(problems)} {noun}")
+        print(f"{tuner.machine}\n\n{HEAD}", flush=True)
     try:
-        tune(seconds=60 * minutes, each=each)
-        if len(found) < len(works):
+        tuner.tune(problems, seconds=60 * minutes, each=each)
+        if len(found) < len(problems):
             status = f"stopped after {minutes:g} minutes"
     except KeyboardInterrupt:
         status = "interrupted"
     faster = [v for v in found if v.best != v.default]
     if args.json:
-        head = {
-            "kind": "tune",
-            "preset": config.preset,
-            "batch": train.micro_batch_size,
-            "seq": train.seq,
-            "dtype": train.dtype,
-        }
-        head |= {"machine": machine, "database": str(database.path), "status": status}
-        print(json.dumps(head | {"products": len(works), "tuned": [v.to_json() for v in found]}))
+        head = {"kind": "tune", "preset": config.preset, "batch": train.micro_batch_size}
+        head |= {"seq": train.seq, "dtype": train.dtype}
+        head |= {"machine": tuner.machine, "database": str(tuner.database.path), "status": status}
+        print(json.dumps(head | {"products": len(problems), "tuned": [v.to_json() for v in found]}))
     else:
         for v in found:
             for name, reason in v.rejected:
-                print(f"rejected for {v.work}: {name}: {reason}")
+                print(f"rejected for {v.problem}: {name}: {reason}")
             if v.rival:
                 name, ratio = v.rival
-                print(f"not kept for {v.work}, since its bits are others: {name}, {ratio:.2f} of the default's time")
-        done = f"{len(found)} of {len(works)} {noun}, {len(faster)} faster than their default by more than noise"
-        print(f"\n{status}: {done}; kept in {database.path}")
+                print(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
+        done = f"{len(found)} of {len(problems)} {noun}, {len(faster)} faster than their default by more than noise"
+        print(f"\n{status}: {done}; kept in {tuner.database.path}")
     return 130 if status == "interrupted" else 0
 
 
-def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
-    """(products, the machine, where winners are kept, what tunes them)."""
+def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
+    """(what tunes, the GEMMs)."""
     from barellm.assembly.build import build_programs
-    from barellm.cpu import tuning
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
     from barellm.cpu.threads import thread_count
-    from barellm.cpu.tuner.problem import problems_of as works_of
-    from barellm.cpu.tuner.tuner import tune
+    from barellm.cpu.tuner.problem import problems_of
+    from barellm.cpu.tuner.tuner import CpuTuner
 
     isa, threads = host(), thread_count()
     built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
-    works = works_of(call for program in ("forward_backward", "eval", "decode") for call in built.calls[program])
-    tuned = partial(tune, works, isa, threads=threads, footprint=built.plan.arena_bytes)
-    return works, tuning.machine(isa, threads), tuning.database(), tuned
+    calls = [call for program in ("forward_backward", "eval", "decode") for call in built.calls[program]]
+    return CpuTuner(isa, threads, built.plan.arena_bytes), problems_of(calls)
 
 
-def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
+def _on_gpu(config: Config) -> tuple[Tuner, list[Any]]:
     """The same for a GPU. UserError where there is no GPU."""
     from barellm.assembly.build import build_programs
-    from barellm.cuda import driver, tuning
+    from barellm.cuda import driver
     from barellm.cuda.kernel import Target
-    from barellm.cuda.tuner.problem import works_of
-    from barellm.cuda.tuner.tuner import tune
+    from barellm.cuda.tuner.candidates import problems_of
+    from barellm.cuda.tuner.tuner import CudaTuner
 
-    device = driver.device()
-    target = Target.of(device, tf32=config.train.tf32)
-    works = works_of(build_programs(config), target)
-    return works, tuning.machine(target), tuning.database(), partial(tune, works, target)
+    target = Target.of(driver.device(), tf32=config.train.tf32)
+    problems = problems_of(build_programs(config), target)
+    return CudaTuner(target, problems), problems
 
 
 def _minutes(args: argparse.Namespace) -> float:
@@ -141,12 +129,12 @@ def _minutes(args: argparse.Namespace) -> float:
 def _line(v: Verdict) -> str:
     best = "the same" if v.best == v.default else str(v.best)
     gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
-    return f"{v.work!s:<44}{v.default!s:<28}{best:<48}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
+    return f"{v.problem!s:<44}{v.default!s:<28}{best:<48}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
 
 
 def _clear(args: argparse.Namespace) -> int:
     from barellm.cpu import tuning
-    from barellm.runtime.tuning import clear
+    from barellm.runtime.tuner.database import clear
 
     removed = clear(tuning.folder())
     if args.json:
@@ -160,13 +148,12 @@ def _self_test(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         from barellm.cuda import driver
         from barellm.cuda.kernel import Target
-        from barellm.cuda.tuner import tuner
+        from barellm.cuda.tuner.tuner import self_test
 
-        device = driver.device()
-        trials = tuner.self_test(Target.of(device))
+        trials = self_test(Target.of(driver.device()))
     else:
         from barellm.cpu.threads import thread_count
-        from barellm.cpu.tuner.selftest import self_test
+        from barellm.cpu.tuner.tuner import self_test
 
         trials = self_test(threads=thread_count())
     passed = all(t.passed for t in trials)

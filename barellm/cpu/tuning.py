@@ -20,18 +20,13 @@ from barellm.cpu.gemm_config import (
     tiles,
 )
 from barellm.cpu.isa import ISA
-from barellm.runtime.tuning import Database, requested
+from barellm.runtime.tuner.database import Database, Entry, requested
 
 TUNED = (
     "barellm.cpu.kernels.gemm.gemm",
     "barellm.cpu.kernels.gemm.weight_gradient",
     "barellm.cpu.kernels.gemm.skinny_gemm",
 )
-
-
-@cache
-def _opened(folder: Path, version: str) -> Database:
-    return Database(folder, version)
 
 
 def version() -> str:
@@ -50,7 +45,7 @@ def folder() -> Path:
 
 def database() -> Database:
     """The database of this version of the GEMM kernels, read once a process."""
-    return _opened(folder(), version())
+    return Database.opened(folder(), version())
 
 
 def machine(isa: ISA, threads: int) -> str:
@@ -130,18 +125,16 @@ def select_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, rows: 
     return _tuned(isa, threads, (kind, dtype, cols, depth, rows)) or default(isa, kind, dtype, cols, depth, rows)
 
 
-def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Any:
+def _tuned(isa: ISA, threads: int, gemm: tuple[str, str, int, int, int]) -> Any:
     if isa.triple or not requested():  # another machine's code
         return None
-    found = database()
-    entry = found.entries.get(key(isa, threads, *product)) if found.entries else None
-    if entry is None:
-        return None
-    kind, dtype, cols, depth, _ = product
-    try:
+    kind, dtype, cols, depth, _ = gemm
+
+    def decode(entry: Entry) -> Any:
         if kind.startswith(SKINNY_KIND):
             return skinny_from_entry(entry.get("choice"), isa, dtype, cols, depth)
         return from_entry(entry.get("choice"), isa, kind, dtype, depth)
-    except ValueError as error:
-        found.ignore(f"{found.path}, {key(isa, threads, *product)!r}", str(error))
-        return None
+
+    found = database()
+    at = key(isa, threads, *gemm) if found.entries else ""
+    return found.decoded(at, found.entries.get(at), decode)

@@ -73,6 +73,9 @@ class Sizes:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.seq}"
+
 
 Size = Callable[[Sizes], int]
 

@@ -19,7 +19,8 @@ from barellm.cuda.gemm_config import GemmConfig, HopperGemmConfig
 from barellm.cuda.kernel import Target
 from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.runtime import artefacts
-from barellm.runtime.tuning import Database, Entry, requested
+from barellm.runtime.tuner.database import Database, Entry, requested
+from barellm.runtime.tuner.problem import Gemm
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
@@ -38,46 +39,47 @@ LOADS_C = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 
 @dataclass(frozen=True)
-class GemmKey:
-    """`rows` x `cols` of a result from a contraction of `depth`. `role`: BLAS's transposes: "nt": y = x weight^T, "nn": dx = dy
-    weight; "tn": gradient of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or
-    "hopper", whose configurations depend on the `epilogue` too."""
+class GemmProblem(Gemm):
+    """`operation`: by BLAS's transposes: "nt": y = x weight^T, "nn": dx = dy weight, "tn": gradient of the weight. The depth of
+    "tn" is the tokens, of the others the rows are. `kernel`: "triton", or "hopper", whose configs depend on the `epilogue`."""
 
-    role: str
-    dtype: str
-    rows: int
-    cols: int
-    depth: int
     kernel: str = "triton"
     epilogue: str = ""
 
     @property
-    def kind(self) -> type:
+    def config_type(self) -> type:
         return HopperGemmConfig if self.kernel == "hopper" else GemmConfig
 
     @property
     def name(self) -> str:
         """Its name in an entry of the database."""
         what = f"hopper {self.epilogue}".strip() + " " if self.kernel == "hopper" else ""
-        return f"{what}{self.role} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
+        return f"{what}{self.operation} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
+
+    @property
+    def tokens(self) -> int:
+        return self.depth if self.operation == "tn" else self.rows
 
     def default(self, arch: int) -> Config:
         if self.kernel == "hopper":
-            cols = gemm_config.select_tile_n(self.role, self.rows, self.cols, self.depth)
+            cols = gemm_config.select_tile_n(self.operation, self.rows, self.cols, self.depth)
             return gemm_config.hopper_config(cols, loads_c=self.epilogue in LOADS_C)
-        return gemm_config.select_config(self.role, self.rows, self.cols, self.depth, self.dtype, arch)
+        return gemm_config.select_config(self.operation, self.rows, self.cols, self.depth, self.dtype, arch)
 
     def configs(self, arch: int) -> tuple[Config, ...]:
         """Every configuration, with the default rasterization."""
         return gemm_config.hopper_configs() if self.kernel == "hopper" else gemm_config.gemm_configs(self.dtype, arch)
 
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.epilogue}".strip()
+
 
 @dataclass(frozen=True)
-class AttentionKey:
-    """An attention kernel over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
-    backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
+class AttentionProblem:
+    """An attention kernel over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. `operation`: "forward"; of
+    the backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
-    role: str
+    operation: str
     dtype: str
     batch: int
     seq: int
@@ -85,22 +87,31 @@ class AttentionKey:
     head: int
     dropout: bool = False
     kv_heads: int = 0
-
-    @property
-    def kind(self) -> type:
-        return AttentionConfig
+    config_type = AttentionConfig
 
     @property
     def name(self) -> str:
         """Its name in an entry of the database."""
         rest = ", dropout" if self.dropout else ""
         heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
-        return f"attention {self.role} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
+        return (
+            f"attention {self.operation} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
+        )
 
     @property
-    def config_role(self) -> str:
-        """The role in attention_config: a sum over a group of query heads needs more registers."""
-        return "shared keys" if self.role == "keys" and self.kv_heads else self.role
+    def flops(self) -> int:
+        """The operations of the causal half: two matmuls forward, four for dk and dv, three for dq."""
+        matmuls = {"forward": 2, "keys": 4, "queries": 3}[self.operation]
+        return matmuls * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("batch", "seq", "heads", "kv_heads", "head", "dropout")}
+
+    @property
+    def table(self) -> str:
+        """The operation in attention_config's tables: a sum over a group of query heads needs more registers."""
+        return "shared keys" if self.operation == "keys" and self.kv_heads else self.operation
 
     @property
     def register_bound(self) -> bool:
@@ -109,38 +120,37 @@ class AttentionKey:
 
     def default(self, arch: int) -> AttentionConfig:
         head = attention_config.padded_head_size(self.head)
-        t = attention_config.select_attention_config(self.config_role, head, self.dtype, arch)
+        t = attention_config.select_attention_config(self.table, head, self.dtype, arch)
         return attention_config.without_register_limit(t) if self.register_bound else t
 
     def configs(self, arch: int) -> tuple[Config, ...]:
         """Every configuration that is bitwise equal to the default."""
         usual = self.default(arch)
-        return tuple(t for t in self.all_configs(arch) if attention_config.bitwise_equal(self.role, t, usual))
+        return tuple(t for t in self.all_configs(arch) if attention_config.bitwise_equal(self.operation, t, usual))
 
-    def rivals(self, arch: int) -> tuple[AttentionConfig, ...]:
+    def rivals(self, arch: int) -> tuple[Config, ...]:
         """Configurations with other bits, which only a new default of the architecture could choose."""
-        usual = self.default(arch)
-        return tuple(t for t in self.all_configs(arch) if not attention_config.bitwise_equal(self.role, t, usual))
+        equal = self.configs(arch)
+        return tuple(t for t in self.all_configs(arch) if t not in equal)
 
     def all_configs(self, arch: int) -> tuple[AttentionConfig, ...]:
-        found = attention_config.attention_configs(
-            self.config_role, attention_config.padded_head_size(self.head), self.dtype, arch
-        )
+        head = attention_config.padded_head_size(self.head)
+        found = attention_config.attention_configs(self.table, head, self.dtype, arch)
         if self.register_bound:
             return tuple(dict.fromkeys(map(attention_config.without_register_limit, found)))
-        other = attention_config.warp_specialized_config(self.role, self.head, self.dtype, arch)
+        other = attention_config.warp_specialized_config(self.operation, self.head, self.dtype, arch)
         return (*found, other) if other else found
 
+    def __str__(self) -> str:
+        dropout = " dropout" if self.dropout else ""
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else f"{self.heads}"
+        return f"attention {self.operation} {self.batch}x{heads}x{self.seq}x{self.head} {self.dtype}{dropout}"
 
-Key = GemmKey | AttentionKey
 
-_forced: dict[Key, Config] = {}
-_counters: list[Counter[Key]] = []
+Problem = GemmProblem | AttentionProblem
 
-
-@cache
-def _opened(folder: Path, version: str) -> Database:
-    return Database(folder, version)
+_forced: dict[Problem, Config] = {}
+_counters: list[Counter[Problem]] = []
 
 
 @cache
@@ -156,7 +166,7 @@ def folder() -> Path:
 
 def database() -> Database:
     """The database of this version of the kernels, read once a process."""
-    return _opened(folder(), version())
+    return Database.opened(folder(), version())
 
 
 @cache
@@ -169,47 +179,44 @@ def machine(target: Target) -> str:
     return f"{target.name or 'any card'}, sm_{target.arch}, {target.sms} multiprocessors"
 
 
-def entry_name(target: Target, key: Key) -> str:
-    return f"{machine(target)}: {key.name}"
+def key(target: Target, problem: Problem) -> str:
+    return f"{machine(target)}: {problem.name}"
 
 
-def from_entry(entry: Any, key: Key, arch: int) -> Config:
+def from_entry(entry: Any, problem: Problem, arch: int) -> Config:
     """The configuration of an entry of the database. ValueError if the entry is malformed, or if the configuration is none that
-    this key has on this architecture (`configs`: those that are bitwise equal to the default)."""
-    kind, name = key.kind, NAMES[key.kind]
+    this problem has on this architecture (`configs`: those that are bitwise equal to the default)."""
+    name = NAMES[problem.config_type]
     try:
         fields = {str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()}
-        config = kind(**fields)
+        config = problem.config_type(**fields)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected {name} ({error!r})") from error
-    known = key.configs(arch)
+    known = problem.configs(arch)
     if not isinstance(config, AttentionConfig):
         known = [t for c in known for t in gemm_config.rasterizations(c)]  # pyright: ignore[reportArgumentType]
     if config not in known:
-        raise ValueError(f"sm_{arch} has no {name} {config} for {key.dtype}")
+        raise ValueError(f"sm_{arch} has no {name} {config} for {problem.dtype}")
     return config
 
 
-def to_entry(choice: Config) -> dict[str, Any]:
-    return {NAMES[type(choice)]: asdict(choice)}
+def to_entry(config: Config) -> dict[str, Any]:
+    return {NAMES[type(config)]: asdict(config)}
 
 
-def select_config(target: Target, key: Key) -> Any:
-    """The configuration of a kernel: `forced`, else tuned (if the user asks for tuned ones), else the default. The key's tokens are
-    the planned maximum. An entry that does not fit is ignored with a warning."""
+def select_config(target: Target, problem: Problem) -> Any:
+    """The configuration of a kernel: `forced`, else tuned (if the user asks for tuned ones), else the default. The problem's tokens
+    are the planned maximum. An entry that does not fit is ignored with a warning."""
     for found in _counters:
-        found[key] += 1
-    if key in _forced:
-        return _forced[key]
+        found[problem] += 1
+    if problem in _forced:
+        return _forced[problem]
+    tuned = None
     if requested():
-        at = entry_name(target, key)
-        entry = database().entries.get(at) or shipped().get(at)
-        if entry is not None:
-            try:
-                return from_entry(entry, key, target.arch)
-            except ValueError as error:
-                database().ignore(at, str(error))
-    return key.default(target.arch)
+        at, found = key(target, problem), database()
+        entry = found.entries.get(at) or shipped().get(at)
+        tuned = found.decoded(at, entry, lambda entry: from_entry(entry, problem, target.arch))
+    return tuned or problem.default(target.arch)
 
 
 def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
@@ -223,19 +230,19 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 
 
 @contextmanager
-def forced(key: Key, choice: Config) -> Iterator[None]:
-    """Within the context, this key has this configuration wherever it is lowered."""
-    _forced[key] = choice
+def forced(problem: Problem, config: Config) -> Iterator[None]:
+    """Within the context, this problem has this configuration wherever it is lowered."""
+    _forced[problem] = config
     try:
         yield
     finally:
-        del _forced[key]
+        del _forced[problem]
 
 
 @contextmanager
-def counting() -> Iterator[Counter[Key]]:
-    """Count the keys that are lowered within the context."""
-    found: Counter[Key] = Counter()
+def counting() -> Iterator[Counter[Problem]]:
+    """Count the problems that are lowered within the context."""
+    found: Counter[Problem] = Counter()
     _counters.append(found)
     try:
         yield found

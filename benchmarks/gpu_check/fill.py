@@ -18,10 +18,9 @@ from barellm.cuda import step as cuda_step
 from barellm.cuda.compile import cache_folder, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import LoweredPrograms, lower_and_plan, processes
-from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.harness import built
-from barellm.cuda.tuner.problem import Candidate, Problem, candidates, refined, rivals
+from barellm.cuda.tuner.candidates import candidates, refined, rivals, specs_of
 from barellm.program.builder import Program, Store
+from barellm.runtime.tuner.problem import Candidate
 from barellm.tools.bench import attentions, gemms
 from barellm.tools.plan.roofline import NAMED, mix_of
 from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
@@ -63,13 +62,6 @@ def rung(name: str, scale: Scale, target: Target) -> Iterator[Specialisation]:
     yield from first.RUNGS[name].kernels(scale, target)
 
 
-def ways(work: Problem, tried: Iterable[Candidate], target: Target) -> Iterator[Specialisation]:
-    """A piece of work done in each of these ways."""
-    case, target = case_of(work), work.target(target)
-    for candidate in tried:
-        yield from built(case, work, candidate, target)[1].specs
-
-
 def pace(scale: Scale, target: Target) -> Iterator[Specialisation]:
     yield from step(first.whole_step(scale), target)
     yield from rates(first.whole_step(scale), target)
@@ -106,7 +98,7 @@ def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
 def sides(scale: Scale, target: Target) -> Iterator[Specialisation]:
     yield bench.MemoryComparison.kernel()
     for work, tiles in speed.sides_of(scale, target):
-        yield from ways(work, map(Candidate, (work.default(target.arch), *tiles)), target)
+        yield from specs_of(work, map(Candidate, (work.default(target.arch), *tiles)), target)
 
 
 def attention(scale: Scale, target: Target) -> Iterator[Specialisation]:
@@ -127,7 +119,7 @@ def tune(scale: Scale, target: Target) -> Iterator[Specialisation]:
     for work in speed.tuned(scale, target):
         usual = candidates(work, target)
         orders = [one for candidate in usual for one in refined(candidate)]
-        yield from ways(work, [*usual, *orders, *rivals(work, target)], target)
+        yield from specs_of(work, [*usual, *orders, *rivals(work, target)], target)
 
 
 def sanitizer(scale: Scale, target: Target) -> Iterator[Specialisation]:

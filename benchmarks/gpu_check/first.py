@@ -22,10 +22,11 @@ from barellm.cuda import driver, gemm_config
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Launch, Sizes, Specialisation, Target
 from barellm.cuda.tuner import harness
-from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
+from barellm.cuda.tuner.candidates import problems_of, specs_of
+from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
 from barellm.program.integers import ceil_div
-from barellm.runtime.tuner.child import Wrong
+from barellm.runtime.tuner.harness import Wrong
+from barellm.runtime.tuner.problem import Candidate
 from barellm.tools.bench import gemms
 from barellm.tools.plan.roofline import NAMED
 from barellm.tools.profile import step as one_step
@@ -73,8 +74,7 @@ class Rung:
         """What its pieces of work launch."""
         with self._cut():
             for work, _ in self.cases(scale, target):
-                usual = Candidate(work.default(target.arch))
-                yield from harness.built(case_of(work), work, usual, work.target(target))[1].specs
+                yield from specs_of(work, [Candidate(work.default(target.arch))], target)
 
     def prove(self, scale: Scale) -> dict[str, Any]:
         """Each piece of work, held against float64 and for stray bytes."""
@@ -177,7 +177,7 @@ def _heads(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
 
 def _works(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     """Those that take longest first."""
-    found = works_of(build_programs(whole_step(scale)), target)
+    found = problems_of(build_programs(whole_step(scale)), target)
     return [(work, 0) for work in (found[:2] if scale.mock else found)]
 
 

@@ -19,8 +19,10 @@ from barellm.cuda import attention_config, driver, tuning
 from barellm.cuda.attention_config import WARP_SPECIALIZED, WARP_SPECIALIZED_BACKWARD, AttentionConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import harness, tuner
-from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
+from barellm.cuda.tuner.candidates import problems_of
+from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
 from barellm.errors import UserError
+from barellm.runtime.tuner.problem import Candidate
 from barellm.tools.bench import attentions, baselines, gemms, interleaved
 from barellm.tools.plan.devices import device_bytes
 from barellm.tools.profile import profile
@@ -198,14 +200,16 @@ def sides(scale: Scale) -> dict[str, Any]:
     for work, tiles in sides_of(scale, Target.of(driver.device())):
         both = harness.Harness(work, calls=1 if scale.mock else harness.MAX_CALLS)
         usual = work.default(both.target.arch)
-        ways = [Candidate(t, other_bits=not attention_config.bitwise_equal(work.role, t, usual)) for t in tiles]
-        ratios = both.time([both.check(way) for way in ways], ROUNDS)
+        ways = [Candidate(t, other_bits=not attention_config.bitwise_equal(work.operation, t, usual)) for t in tiles]
+        for way in ways:
+            both.check(way)
+        ratios = both.time(ways, ROUNDS)
         for t, ratio in zip(tiles, ratios, strict=True):
             rows.append(
                 {"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio}
             )
             print(rows[-1])
-            name = f"attention {work.role}: time of {t} over that of {usual}"
+            name = f"attention {work.operation}: time of {t} over that of {usual}"
             bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.warp_specialized))
         both.close()
         scale.keep({"turns": rows, "bars": bars})
@@ -214,11 +218,11 @@ def sides(scale: Scale) -> dict[str, Any]:
 
 def tuned(scale: Scale, target: Target) -> list[Problem]:
     """What is tuned: the pieces of work of a step, and the matmuls of one in TF32."""
-    works = works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
+    works = problems_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
     if scale.mock:
         return [next(w for w in works if isinstance(w, kind)) for kind in (GemmProblem, AttentionProblem)]
     fp32 = build_programs(model(scale, batch=BATCHES[0], seq=SEQ, dtype="fp32"))
-    return works + [w for w in works_of(fp32, replace(target, tf32=True)) if w.dtype == "tf32"]
+    return works + [w for w in problems_of(fp32, replace(target, tf32=True)) if w.dtype == "tf32"]
 
 
 def tune(scale: Scale) -> dict[str, Any]:
@@ -226,7 +230,7 @@ def tune(scale: Scale) -> dict[str, Any]:
     Every candidate is proved before it is timed; one that is wrong is a bar missed. The winners: `python -m benchmarks.gpu_check
     --ship`."""
     if scale.mock:
-        tuner.CHILD = "tests.cuda.tuner_child"
+        tuner.HARNESS = "tests.cuda.tuner_child"
     target = Target.of(driver.device())
     works = tuned(scale, target)
     rows: list[dict[str, Any]] = []
@@ -236,11 +240,11 @@ def tune(scale: Scale) -> dict[str, Any]:
     def each(verdict: Any) -> None:
         rows.append(verdict.to_json())
         print(rows[-1])
-        if entry := tuner.entry_of(verdict):
-            entries[tuning.entry_name(target, verdict.work.tuning_key)] = entry
+        if entry := tuning.database().entries.get(tuning.key(target, verdict.problem)):
+            entries[tuning.key(target, verdict.problem)] = entry
         scale.keep(found)
 
-    tuner.tune(works, target, seconds=max(1.0, scale.left_s - LAST_S), each=each)
+    tuner.CudaTuner(target, works).tune(works, seconds=max(1.0, scale.left_s - LAST_S), each=each)
     wrong = sum(len(row["rejected"]) for row in rows)
     return found | {"bars": [bar("tiles that are rejected", wrong, 0, at_most=True)]}
 

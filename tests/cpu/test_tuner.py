@@ -23,9 +23,9 @@ from barellm.cpu.isa import host
 from barellm.cpu.kernels.gemm import amx, gemm
 from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.step import CpuSession, lower_and_plan
-from barellm.cpu.tuner import candidates, selftest, tuner
+from barellm.cpu.tuner import candidates, faults, tuner
 from barellm.cpu.tuner.harness import Harness
-from barellm.cpu.tuner.problem import Candidate, problems_of
+from barellm.cpu.tuner.problem import configured, problems_of
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
@@ -33,7 +33,8 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, View
 from barellm.runtime.tuner import decision
-from barellm.runtime.tuner.decision import Verdict
+from barellm.runtime.tuner.decision import Trial, Verdict
+from barellm.runtime.tuner.problem import Candidate
 from barellm.runtime.tuner.worker import Lost
 from barellm.tools.inspect import kernels
 from tests.cpu.check import changed as changed_constants
@@ -72,14 +73,14 @@ def works():
     return problems_of(call for name in ("forward_backward", "eval") for call in built.calls[name])
 
 
-def tune_to(choices: dict) -> None:
-    """{work: choice} as if they had won."""
-    for work, choice in choices.items():
-        tuner.keep(Verdict(work, work.default(host()), choice, 0.9, 1e-3, 1), host(), 2)
+def tune_to(configs: dict) -> None:
+    """{work: config} as if they had won."""
+    for work, config in configs.items():
+        tuner.CpuTuner(host(), 2, 0).keep(Verdict(work, work.default(host()), config, 0.9, 1e-3, 1))
 
 
 def used() -> list[GemmConfig]:
-    """The choices of the products of `forward_backward`."""
+    """The configs of the GEMMs of `forward_backward`."""
     calls = lower_and_plan(programs(), threads=2).calls["forward_backward"]
     return [dict(c.spec.constants)["config"] for c in calls if "config" in dict(c.spec.constants)]
 
@@ -179,7 +180,7 @@ def test_works_are_what_lowering_asks_for():
     """Else nothing would ever find its entry. A chunk that is not full asks as a full one."""
     found = works()
     assert len({w.key(host(), 2) for w in found}) == len(found)
-    assert {w.role for w in found} >= {
+    assert {w.operation for w in found} >= {
         "forward_gelu",
         "forward_residual",
         "input_gradient_gelu_backward",
@@ -211,7 +212,7 @@ def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes, more):
     p.output("result", next(iter(op.outputs.values())))
     (work,) = problems_of(lower_and_plan({"op": p}, threads=2).calls["op"])
     assert work.tokens == (30 if len(axes) == 3 else 41)
-    harness = Harness(work, host(), 2, 1 << 20)
+    harness = Harness(work, 2, 1 << 20)
     try:
         harness.check(Candidate(work.default(host())))
     finally:
@@ -223,7 +224,7 @@ def test_candidates_fit_and_the_default_comes_first():
         made = candidates.candidates(work, host(), 2)
         assert made[0] == work.default(host()) and len(set(made)) == len(made) <= candidates.MOST + 1
         for c in made[1:]:
-            assert tuning.from_entry(tuning.to_entry(c), host(), work.role, work.dtype, work.depth) == c
+            assert tuning.from_entry(tuning.to_entry(c), host(), work.operation, work.dtype, work.depth) == c
 
 
 def a_work(op_type, rows, cols, depth, isa, dtype="fp32"):
@@ -267,7 +268,7 @@ def test_the_best_is_refined_in_its_parts_and_in_what_is_done_ahead(monkeypatch)
     }  # fmt: skip
     assert {(c.mc, c.long_mc, c.order) for c in found} == {(n, n, "columns") for n in (128, 132)}
     for c in found:
-        assert tuning.from_entry(json.loads(json.dumps(tuning.to_entry(c))), isa, work.role, "fp32", 768) == c
+        assert tuning.from_entry(json.loads(json.dumps(tuning.to_entry(c))), isa, work.operation, "fp32", 768) == c
     # From the best in parts, the other way round.
     assert best in candidates.refined(work, found[0], isa)
 
@@ -306,13 +307,13 @@ def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
     isa = host()
     made = build(MODEL, batch=2, seq=24, compute=dtype, optimizer=lambda p: adamw(p, OptimConfig()))[1]
     found = sorted(problems_of(lower_and_plan(made, threads=2).calls["forward_backward"]), key=lambda work: work.depth)
-    deepest = {work.role: work for work in found}
+    deepest = {work.operation: work for work in found}
     assert deepest.keys() >= {"forward_gelu", "forward_residual", "input_gradient_gelu_backward", "weight_gradient"}
     for work in deepest.values():
         usual = work.default(isa)
         ways = [c for c in candidates.refined(work, usual, isa) if c.tile == usual.tile]
         assert len(ways) >= 1 or amx.uses_tiles(isa, dtype)
-        harness = Harness(work, isa, 2, 1 << 16)
+        harness = Harness(work, 2, 1 << 16)
         for way in ways:
             harness.check(Candidate(way))
         harness.close()
@@ -325,7 +326,7 @@ def test_code_has_what_is_done_ahead_and_no_more(op_type):
     work = a_work(op_type, 64, 96, 768, isa)
 
     def code(overlap: str) -> tuple[int, int]:
-        ir = Candidate(replace(work.default(isa), overlap=overlap)).spec(work.specs[0]).ir(isa)
+        ir = configured(work.specs[0], replace(work.default(isa), overlap=overlap)).ir(isa)
         return ir.count("call void @llvm.prefetch"), ir.count("br label")
 
     fetch, pack, nothing = (code(overlap) for overlap in ("prefetch", "pack", "none"))
@@ -338,11 +339,11 @@ def test_a_prompt_of_many_rows_is_run_with_as_many():
         "decode"
     ]
     found = problems_of(calls)
-    many = [w for w in found if not w.few]
+    many = [w for w in found if not w.skinny]
     for work in found:  # one row of a few is timed, and all rows of the others
-        assert work.flops == 2 * (1 if work.few else work.rows) * work.cols * work.depth
+        assert work.flops == 2 * (1 if work.skinny else work.rows) * work.cols * work.depth
     assert many and {dict(s.constants)["least"] for w in many for s in w.specs} == {65}
-    harness = Harness(many[0], host(), 2, 1 << 16)
+    harness = Harness(many[0], 2, 1 << 16)
     assert {tokens for _, tokens, _ in harness.runs} == {65, 127, 128}
     harness.check(Candidate(many[0].default(host())))
     harness.close()
@@ -358,8 +359,8 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
     for work in problems_of(built.calls["forward_backward"]):
         made = candidates.candidates(work, isa, 2)
         assert made[0] == work.default(isa) and len(set(made)) == len(made) <= candidates.MOST + 1
-        assert all(tuning.from_entry(tuning.to_entry(c), isa, work.role, "bf16", work.depth) == c for c in made)
-        found[work.role, work.cols] = {(c.mc, c.nc) for c in made}
+        assert all(tuning.from_entry(tuning.to_entry(c), isa, work.operation, "bf16", work.depth) == c for c in made)
+        found[work.operation, work.cols] = {(c.mc, c.nc) for c in made}
     assert found["forward", 2304] == {(rows, columns) for rows in (256, 512, 1024) for columns in (192, 384, 768)}
     assert len(found["weight_gradient", 768]) > 5
 
@@ -386,13 +387,13 @@ def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
         session.close()
         return choices, found
 
-    found = [w for w in problems_of(lower_and_plan(decode, threads=2).calls["decode"]) if w.few]
-    assert {w.role for w in found} == {"few", "few_gelu", "few_residual"} and {w.timed for w in found} == {1}
+    found = [w for w in problems_of(lower_and_plan(decode, threads=2).calls["decode"]) if w.skinny]
+    assert {w.operation for w in found} == {"few", "few_gelu", "few_residual"} and {w.timed for w in found} == {1}
     before, text = written()
     for work in found:
         ways = candidates.candidates(work, host(), 2)
         assert ways[0] == work.default(host()) and len(set(ways)) == len(ways) > 3
-        harness = Harness(work, host(), 2, 1 << 16)
+        harness = Harness(work, 2, 1 << 16)
         for way in ways[1:]:
             harness.check(Candidate(way))
         harness.close()
@@ -412,23 +413,25 @@ def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
 
 @pytest.mark.alone
 def test_faulty_candidates_are_rejected_with_the_reason():
-    trials = selftest.self_test(threads=2, limit=3.0)
+    trials = tuner.self_test(threads=2, limit=3.0)
     assert all(t.passed for t in trials), trials
-    assert len(trials) == len(selftest.FAULTS) + 1 and sum(bool(t.reason) for t in trials) == len(selftest.FAULTS)
+    assert len(trials) == len(faults.FAULTS) + 1 and sum(bool(t.reason) for t in trials) == len(faults.FAULTS)
 
 
-def test_a_fault_that_is_not_rejected_fails_the_self_test(monkeypatch):
-    monkeypatch.setattr(selftest, "FAULTS", ((gemm.gemm, "wrong values"),))
-    trial, honest = selftest.self_test(threads=1)
-    assert not trial.passed and honest.passed
+def test_a_fault_that_is_not_rejected_fails_the_self_test():
+    default, right = (Candidate(config) for config in candidates.candidates(works()[0], host(), 2)[:2])
+    faulty = Candidate(default.config, "hangs")
+    worker = Scripted({faulty: cycle([1.5]), right: cycle([1.1])})
+    trial, honest = decision.self_test(worker, works()[0], default, right, [("hangs", "it hangs")])  # pyright: ignore
+    assert not trial.passed and trial.reason == "" and honest.passed
 
 
 def test_status_of_the_self_test_command(monkeypatch, capsys):
-    trials = [selftest.Trial("hangs", "", "rejected: it hangs", False)]
-    monkeypatch.setattr(selftest, "self_test", lambda threads: trials)
+    trials = [Trial("hangs", "", "rejected: it hangs", False)]
+    monkeypatch.setattr(tuner, "self_test", lambda threads: trials)
     assert main.main(["tune", "--self-test"]) == 1
     assert "WRONG hangs" in capsys.readouterr().out
-    monkeypatch.setattr(selftest, "self_test", lambda threads: [replace(trials[0], reason="it hangs", passed=True)])
+    monkeypatch.setattr(tuner, "self_test", lambda threads: [replace(trials[0], reason="it hangs", passed=True)])
     assert main.main(["tune", "--self-test", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"] is True
 
@@ -443,7 +446,10 @@ class Scripted:
     def __init__(self, ratios, lost=()):
         self.ratios, self.lost, self.timed = ratios, lost, []
 
-    def open(self, work):
+    def open(self, problem):
+        pass
+
+    def close(self):
         pass
 
     def check(self, candidate):
@@ -465,10 +471,10 @@ def test_only_a_clear_winner_is_chosen(first, wins):
     work = works()[0]
     a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
     verdict = decision.decide(Scripted({a: cycle(first), b: cycle([1.5])}), work, [a, b], default_of(work))  # pyright: ignore
-    assert verdict.best == (a.choice if wins else work.default(host()))
+    assert verdict.best == (a.config if wins else work.default(host()))
     assert verdict.tried == 2 and not verdict.rejected
-    assert verdict.timed[-1] == (str(b.choice), 1.5) and verdict.timed[0][0] == str(a.choice)
-    assert verdict.to_json()["timed"][-1] == {"candidate": str(b.choice), "ratio": 1.5}
+    assert verdict.timed[-1] == (str(b.config), 1.5) and verdict.timed[0][0] == str(a.config)
+    assert verdict.to_json()["timed"][-1] == {"candidate": str(b.config), "ratio": 1.5}
 
 
 def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
@@ -476,7 +482,7 @@ def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
     a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
     worker = Scripted({a: cycle([0.5]), b: cycle([0.9])}, lost=(a,))
     verdict = decision.decide(worker, work, [a, b], default_of(work))  # pyright: ignore
-    assert verdict.best == b.choice and verdict.rejected == [(str(a), "while it was timed: it hangs")]
+    assert verdict.best == b.config and verdict.rejected == [(str(a), "while it was timed: it hangs")]
 
 
 @pytest.mark.parametrize("rival_s, told", [(0.6, True), (0.7, False), (0.9, False)])
@@ -492,7 +498,7 @@ def test_the_best_is_refined_and_what_has_other_bits_is_told_and_not_kept(rival_
         return [c]
 
     verdict = decision.decide(worker, work, [a, b], default_of(work), refined=refined, rivals=[d])  # pyright: ignore
-    assert asked == [b] and verdict.best == c.choice and verdict.tried == 4
+    assert asked == [b] and verdict.best == c.config and verdict.tried == 4
     assert verdict.rival == ((str(d), 0.6) if told else None)
     worker = Scripted({a: cycle([1.1])})
     decision.decide(worker, work, [a], default_of(work), refined=lambda best: asked.append(best) or [])  # pyright: ignore
@@ -509,16 +515,16 @@ def test_when_the_time_is_up_nothing_more_is_tried():
 
 @pytest.mark.extended
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
-    work = selftest.small_problem(host(), 1)
-    with closing(tuner.open_worker(threads=1, footprint=1, limit=30.0)) as worker:
+    work = tuner.small_problem(host(), 1)
+    with closing(tuner.CpuTuner(host(), 1, 1).worker(30.0)) as worker:
         worker.open(work)
         same = Candidate(work.default(host()))
         ratios, seconds = worker.time([same], 3)  # checks it first
         # A busy machine may hold up either side of a round, by any factor.
         assert len(ratios[0]) == 3 and min(ratios[0]) < 20 and max(ratios[0]) > 0.05 and seconds > 0
         process = worker._process
-        assert process is not None and process.stdin is not None
-        process.stdin.close()
+        assert process is not None
+        worker._connection.close()
         assert process.wait(30) == 0
 
 
@@ -529,10 +535,10 @@ def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
         if seen:
             raise KeyboardInterrupt
         seen.append(work)
-        assert [c.choice for c in more["refined"](default)] == candidates.refined(work, default.choice, host())
-        more["refined"] = decision.nothing
+        assert [c.config for c in more["refined"](default)] == candidates.refined(work, default.config, host())
+        more["refined"] = lambda best: []
         verdict = real(worker, work, choices[:2], default, **more)
-        return replace(verdict, best=choices[0].choice, ratio=0.8)
+        return replace(verdict, best=choices[0].config, ratio=0.8)
 
     monkeypatch.setattr(decision, "decide", decide)
     assert main.main(["tune", *TINY, "--json"]) == 130

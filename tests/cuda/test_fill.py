@@ -23,7 +23,7 @@ NOTHING = {"versions", "kernels", "loop", "start"}  # of ours, or on purpose
 
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stages set for a rehearsal is as it was when the test ends."""
-    for module, name in ((gemms, "MOST_COPIES"), (gemms, "TABLE_SECONDS"), (tuner, "CHILD")):
+    for module, name in ((gemms, "MOST_COPIES"), (gemms, "TABLE_SECONDS"), (tuner, "HARNESS")):
         monkeypatch.setattr(module, name, getattr(module, name))
     for name in ("TOKENS", "WIDTH", "PAUSE", "TURN"):
         monkeypatch.setattr(attentions, name, getattr(attentions, name))
@@ -35,9 +35,9 @@ def gpu(monkeypatch):
     made = Gpu(arch=90, sms=132, execute=lambda spec, values, grid: None)
     rehearsed_on(made, monkeypatch)
     as_before(monkeypatch)
-    monkeypatch.setattr(harness.Harness, "_check_results", lambda *_: None)  # nothing is written, so nothing is right
+    monkeypatch.setattr(harness.Harness, "verify", lambda *_: None)  # nothing is written, so nothing is right
     monkeypatch.setattr(bench.MemoryComparison, "_first", lambda *_: None)
-    monkeypatch.setattr(decision, "tune", lambda works, worker, *, candidates, **rest: [candidates(w) for w in works])
+    monkeypatch.setattr(decision.Tuner, "tune", lambda self, problems, **rest: [self.candidates(p) for p in problems])
     roofline.measured_ceiling.cache_clear()  # what is measured once a process
     yield made
     roofline.measured_ceiling.cache_clear()

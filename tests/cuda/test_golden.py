@@ -27,7 +27,7 @@ from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
 from barellm.cuda.kernels.gemm.hopper import fits, launch_gemm
 from barellm.cuda.step import lower_and_plan
-from barellm.cuda.tuner.problem import KERNELS
+from barellm.cuda.tuner.candidates import KERNELS
 from barellm.models import HIDDEN, preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.models.llama3 import Config as Llama
@@ -463,7 +463,7 @@ def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNELS), ("keys", 4)):
-        key = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        key = tuning.AttentionProblem(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
         for t in key.all_configs(arch):
             with tuning.forced(key, t):
                 specs = attention_specs(head, "bf16", arch, heads)

@@ -13,10 +13,11 @@ from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.attention.hopper_attention import hopper_attention
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner import harness
-from barellm.cuda.tuner.problem import AttentionProblem, Candidate
+from barellm.cuda.tuning import AttentionProblem
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.runtime.tuner.problem import Candidate
 from tests.cases import forward_case
 from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
@@ -183,7 +184,7 @@ def test_tiles_are_done_once_and_evenly(seq, heads):
 )
 def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
     shape, plan = (2, 131, 2, D), (3, 150)
-    subject = tuning.AttentionKey("forward", dtype, *plan, 2, D, kv_heads=groups % 2)
+    subject = tuning.AttentionProblem("forward", dtype, *plan, 2, D, kv_heads=groups % 2)
     target = Target(arch=90, sms=3)
     launched = []
 
@@ -202,17 +203,17 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
 
 def test_it_is_no_choice_where_it_does_not_fit():
     def names(**changes):
-        fields = {"role": "forward", "dtype": "bf16", "batch": 1, "seq": 256, "heads": 2, "head": 64}
+        fields = {"operation": "forward", "dtype": "bf16", "batch": 1, "seq": 256, "heads": 2, "head": 64}
         return [
-            t.warp_specialized for t in tuning.AttentionKey(**fields | changes).all_configs(changes.pop("arch", 90))
+            t.warp_specialized for t in tuning.AttentionProblem(**fields | changes).all_configs(changes.pop("arch", 90))
         ]
 
     assert sum(names()) == 1
     for role in ("forward", "queries", "keys"):
-        assert sum(names(role=role)) == 1
+        assert sum(names(operation=role)) == 1
         for changes in ({"dtype": "fp32"}, {"head": 96}, {"dropout": True}):
-            assert not any(names(role=role, **changes)), changes
-        assert not any(t.warp_specialized for t in tuning.AttentionKey(role, "bf16", 1, 256, 2, 64).all_configs(80))
+            assert not any(names(operation=role, **changes)), changes
+        assert not any(t.warp_specialized for t in tuning.AttentionProblem(role, "bf16", 1, 256, 2, 64).all_configs(80))
     usual = attention_config.select_attention_config("forward", 64, "bf16", 90)
     backward = attention_config.WARP_SPECIALIZED_BACKWARD["keys", 64]
     assert not attention_config.bitwise_equal("keys", backward, AttentionConfig(64, 128, 8, 2))
@@ -224,7 +225,7 @@ def test_it_is_no_choice_where_it_does_not_fit():
 
 
 def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
-    subject = tuning.AttentionKey("forward", "bf16", 2, 64, 2, 64)
+    subject = tuning.AttentionProblem("forward", "bf16", 2, 64, 2, 64)
     for causal, module in ((True, "hopper_attention"), (False, "attention")):
         p = Program(Store(), compute="bf16")
         q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
@@ -238,6 +239,8 @@ def test_the_tuner_s_bed_measures_it_beside_the_default(monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem("forward", "bf16", 2, 70, 2, 64), calls=1)
-    (ratios,) = both.time([both.check(Candidate(attention_config.WARP_SPECIALIZED[64], other_bits=True))], 1)
+    other = Candidate(attention_config.WARP_SPECIALIZED[64], other_bits=True)
+    both.check(other)
+    (ratios,) = both.time([other], 1)
     assert len(ratios) == 1 and both.case.worst < 1
     both.close()

@@ -13,8 +13,9 @@ from barellm.cuda import attention_config, tuning
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.attention.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
-from barellm.cuda.tuner.problem import AttentionProblem, Candidate
+from barellm.cuda.tuning import AttentionProblem
 from barellm.program import ops
+from barellm.runtime.tuner.problem import Candidate
 from tests.cases import backward_case
 from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
@@ -232,10 +233,12 @@ class Session(InterpretedSession):
 @pytest.mark.extended
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
-    subjects = [tuning.AttentionKey(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
-    monkeypatch.setattr(tuning, "_forced", {s: attention_config.WARP_SPECIALIZED_BACKWARD[s.role, D] for s in subjects})
+    subjects = [tuning.AttentionProblem(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
+    monkeypatch.setattr(
+        tuning, "_forced", {s: attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] for s in subjects}
+    )
     monkeypatch.setattr(Session, "launched", [])
-    assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.role, D] in s.rivals(90) for s in subjects)
+    assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] in s.rivals(90) for s in subjects)
     attrs = backward_case((2, 131, 2, D), dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
     check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": Session})
@@ -249,8 +252,8 @@ def test_the_tuner_s_bed_measures_them_beside_the_default(role, monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem(role, "bf16", 2, 70, 2, 64), calls=1)
-    (ratios,) = both.time(
-        [both.check(Candidate(attention_config.WARP_SPECIALIZED_BACKWARD[role, 64], other_bits=True))], 1
-    )
+    other = Candidate(attention_config.WARP_SPECIALIZED_BACKWARD[role, 64], other_bits=True)
+    both.check(other)
+    (ratios,) = both.time([other], 1)
     assert len(ratios) == 1 and both.case.worst < 1
     both.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from barellm.cuda import attention_config, tuning
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
-from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.harness import built
-from barellm.cuda.tuner.problem import Candidate, GemmProblem
+from barellm.cuda.tuner.candidates import specs_of
+from barellm.runtime.tuner.problem import Candidate
 from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
@@ -89,7 +87,7 @@ def step() -> dict[str, tuple[Code, str]]:
 def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
     scores of a thread."""
-    key = tuning.AttentionKey("forward", "bf16", 2, 64, 1, D)
+    key = tuning.AttentionProblem("forward", "bf16", 2, 64, 1, D)
     with tuning.forced(key, attention_config.WARP_SPECIALIZED[D]):
         (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
     codes = compiled([spec], 90, processes=1).values()
@@ -136,10 +134,10 @@ EPILOGUES = {
 }
 
 
-def products_of(step: dict[str, Any]) -> dict[tuple[str, str, bool], Specialisation]:
+def products_of(step: dict[Specialisation, str]) -> dict[tuple[str, str, bool], Specialisation]:
     """Hopper's products by (role, epilogue, bias): those of a step, and one with a residual, which no step of GPT-2 has."""
-    work = GemmProblem("nt", "bf16", 32768, 768, 768, "hopper", "residual")
-    made = [*step, *built(case_of(work), work, Candidate(work.default(90)), Target())[1].specs]
+    work = tuning.GemmProblem("nt", "bf16", 32768, 768, 768, "hopper", "residual")
+    made = [*step, *specs_of(work, [Candidate(work.default(90))], Target())]
     found = {}
     for spec in (spec for spec in made if spec.name == "hopper_gemm"):
         c = dict(spec.constants)

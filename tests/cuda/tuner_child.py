@@ -1,11 +1,12 @@
-"""The tuner's child process on the driver in Python."""
+"""The tuner's harness on the driver in Python: its child process imports this module."""
 
 import pytest
 
-from barellm.cuda.tuner.harness import Harness
-from barellm.runtime.tuner.child import Child, serve
+from barellm.cuda.tuner import harness
 from tests.simulators.mock import Gpu
 
-if __name__ == "__main__":
-    Gpu().install(pytest.MonkeyPatch())
-    serve(Child(lambda work: Harness(work, calls=1)))
+Gpu().install(pytest.MonkeyPatch())
+
+
+def Harness(problem):
+    return harness.Harness(problem, calls=1)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from barellm.runtime.tuning import Database, clear
+from barellm.runtime.tuner.database import Database, clear
 
 WRITER = """
 import sys
 from pathlib import Path
-from barellm.runtime.tuning import Database
+from barellm.runtime.tuner.database import Database
 folder, name = Path(sys.argv[1]), sys.argv[2]
 sys.stdin.readline()  # all start together
 for i in range(40):
@@ -44,7 +44,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
 def test_a_reader_never_sees_half_a_file(tmp_path):
     entries = {str(i): {"n": i} for i in range(2000)}
     Database(tmp_path, "v").change(entries)
-    code = "from barellm.runtime.tuning import Database\nfrom pathlib import Path\nimport sys\n"
+    code = "from barellm.runtime.tuner.database import Database\nfrom pathlib import Path\nimport sys\n"
     code += "for i in range(30): Database(Path(sys.argv[1]), 'v').change({'0': {'n': i}})"
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     while writer.poll() is None:

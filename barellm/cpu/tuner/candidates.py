@@ -30,7 +30,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.packing import can_overlap_packing, panel_bytes, uses_vnni
 from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
-from barellm.cpu.tuner.problem import Problem
+from barellm.cpu.tuner.problem import GemmProblem
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up
 
@@ -44,113 +44,108 @@ PACK_INTERLEAVED, PACK_TRANSPOSED = 2.5, 5.0  # cycles for a vector of a panel
 BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 
 
-def candidates(work: Problem, isa: ISA, threads: int) -> list[Any]:
+def candidates(problem: GemmProblem, isa: ISA, threads: int) -> list[Any]:
     """The default first, then the others by the model's cost. Of a skinny GEMM all are tried."""
-    if work.few:
-        return skinny_configs(isa, work.dtype, work.cols, work.depth)
-    first = work.default(isa)
-    if _on_tiles(work, isa):
-        return [first, *(c for c in possible(work, isa) if c != first)]
-    costs = {config: cost(work, config, isa, threads) for config in possible(work, isa)}
+    if problem.skinny:
+        return skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
+    first = problem.default(isa)
+    if _on_tiles(problem, isa):
+        return [first, *(c for c in possible(problem, isa) if c != first)]
+    costs = {config: cost(problem, config, isa, threads) for config in possible(problem, isa)}
     best = min(costs.values())
     hopeful = sorted((c for c in costs if c != first and costs[c] <= HOPELESS * best), key=lambda c: costs[c])
     return [first, *hopeful[:MOST]]
 
 
-def _on_tiles(work: Problem, isa: ISA) -> bool:
+def _on_tiles(problem: GemmProblem, isa: ISA) -> bool:
     """Whether it is a GEMM on AMX tiles, which the model does not know: its configs are few, and all are tried."""
-    return amx.uses_tiles(isa, work.dtype) and work.role != "weight_gradient"
+    return amx.uses_tiles(isa, problem.dtype) and problem.operation != "weight_gradient"
 
 
-def possible(work: Problem, isa: ISA) -> list[GemmConfig]:
+def possible(problem: GemmProblem, isa: ISA) -> list[GemmConfig]:
     """Every tile, MC, NC and order that differ for this problem."""
     found: dict[GemmConfig, None] = {}
-    for tile in tiles(isa, work.dtype):
+    for tile in tiles(isa, problem.dtype):
         nr = tile.nr(isa)
-        whole = -(-work.cols // nr) * nr
-        if work.role == "weight_gradient":
-            heights = {round_up(min(h, work.rows), tile.mr) for h in HEIGHTS}
+        whole = -(-problem.cols // nr) * nr
+        if problem.operation == "weight_gradient":
+            heights = {round_up(min(h, problem.rows), tile.mr) for h in HEIGHTS}
             widths = {round_up(ceil(whole / n), nr) for n in SPLITS}
-        elif _on_tiles(work, isa):
-            heights = {round_up(min(h, work.rows), tile.mr) for h in AMX_HEIGHTS}
+        elif _on_tiles(problem, isa):
+            heights = {round_up(min(h, problem.rows), tile.mr) for h in AMX_HEIGHTS}
             widths = {round_up(min(n * nr, whole), nr) for n in AMX_PANELS}
         else:
-            heights = {round_up(ceil(work.rows / n), tile.mr) for n in SPLITS}
-            several_kc = default_kc(isa, work.depth, packed_itemsize(isa, work.dtype)) < work.depth
+            heights = {round_up(ceil(problem.rows / n), tile.mr) for n in SPLITS}
+            several_kc = default_kc(isa, problem.depth, packed_itemsize(isa, problem.dtype)) < problem.depth
             widths = {nr, min(default_nc(isa, tile, several_kc=several_kc), whole)}
         for rows in sorted(heights):
             for columns in sorted(widths):
-                one = rows >= work.rows or columns >= whole
+                one = rows >= problem.rows or columns >= whole
                 for order in ORDERS[:1] if one else ORDERS:
                     found[GemmConfig(tile, rows, rows, columns, order)] = None
     return list(found)
 
 
-def refined(work: Problem, best: Any, isa: ISA) -> list[Any]:
+def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
     """Configs that differ from the `best` in KC and overlap, for each tile that is not bound by its loads; for a weight gradient,
     whose chunks are fixed, in overlap alone."""
-    if work.few or amx.uses_tiles(isa, work.dtype):
+    if problem.skinny or amx.uses_tiles(isa, problem.dtype):
         return []
-    if work.role == "weight_gradient":
+    if problem.operation == "weight_gradient":
         return [replace(best, overlap=overlap) for overlap in OVERLAPS if overlap != best.overlap]
     found: dict[GemmConfig, None] = {}
-    overlaps = OVERLAPS if can_overlap_packing(isa, work.dtype) else (OVERLAPS[0], OVERLAPS[-1])
-    for tile in {best.tile: None} | {t: None for t in tiles(isa, work.dtype) if t.vectors > 1}:
-        for part in _parts(work, tile, isa):
+    overlaps = OVERLAPS if can_overlap_packing(isa, problem.dtype) else (OVERLAPS[0], OVERLAPS[-1])
+    for tile in {best.tile: None} | {t: None for t in tiles(isa, problem.dtype) if t.vectors > 1}:
+        for part in _parts(problem, tile, isa):
             for overlap in overlaps:
-                found[_with(work, best, tile, part, overlap, isa)] = None
+                found[_with(problem, best, tile, part, overlap, isa)] = None
     return [c for c in found if c != best]
 
 
-def _with(work: Problem, best: GemmConfig, tile: Tile, part: int | None, overlap: str, isa: ISA) -> GemmConfig:
+def _with(problem: GemmProblem, best: GemmConfig, tile: Tile, part: int | None, overlap: str, isa: ISA) -> GemmConfig:
     """The `best` config with another tile, KC and overlap; NC such that sums kept between two KC blocks fit."""
     if (tile, part) == (best.tile, best.kc):
         return replace(best, overlap=overlap)
-    deep = part or default_kc(isa, work.depth, packed_itemsize(isa, work.dtype))
-    whole = round_up(work.cols, tile.nr(isa))
-    columns = min(default_nc(isa, tile, several_kc=deep < work.depth), whole)
+    deep = part or default_kc(isa, problem.depth, packed_itemsize(isa, problem.dtype))
+    whole = round_up(problem.cols, tile.nr(isa))
+    columns = min(default_nc(isa, tile, several_kc=deep < problem.depth), whole)
     rows, long_rows = (round_up(n, tile.mr) for n in (best.mc, best.long_mc))
     return GemmConfig(tile, rows, long_rows, columns, best.order, part, overlap)
 
 
-def _parts(work: Problem, tile: Tile, isa: ISA) -> list[int | None]:
+def _parts(problem: GemmProblem, tile: Tile, isa: ISA) -> list[int | None]:
     """Values of KC: None for the default, then others of which two B panels fit the L2."""
-    size = packed_itemsize(isa, work.dtype)
+    size = packed_itemsize(isa, problem.dtype)
     fits = processor.caches().get(2, processor.TYPICAL[2]) // 2
-    depths = {even_kc(work.depth, size, nbytes): None for nbytes in KC_BYTES} | {work.depth: None}
-    depths.pop(default_kc(isa, work.depth, size), None)
-    return [None, *(d for d in depths if panel_bytes(isa, work.dtype, d, tile.nr(isa)) <= fits)]
+    depths = {even_kc(problem.depth, size, nbytes): None for nbytes in KC_BYTES} | {problem.depth: None}
+    depths.pop(default_kc(isa, problem.depth, size), None)
+    return [None, *(d for d in depths if panel_bytes(isa, problem.dtype, d, tile.nr(isa)) <= fits)]
 
 
-def cost(work: Problem, config: GemmConfig, isa: ISA, threads: int) -> float:
+def cost(problem: GemmProblem, config: GemmConfig, isa: ISA, threads: int) -> float:
     """Cycles of one core, by the model."""
-    tile, nr, size = config.tile, config.tile.nr(isa), itemsize(work.dtype)
-    pair = 2 if uses_vnni(isa, work.dtype) else 1
-    units = work.depth / pair  # vectors of a panel's column of vectors
-    panels = ceil(work.cols / nr)
-    few = ceil(work.rows / config.long_mc) * panels < ITEMS_PER_THREAD * threads
-    block = config.mc if few or work.role == "weight_gradient" else config.long_mc
-    row_blocks = ceil(work.rows / block)
-    rows = row_blocks * round_up(min(block, work.rows), tile.mr)
+    M, N, K = problem.rows, problem.cols, problem.depth
+    tile, nr, size = config.tile, config.tile.nr(isa), itemsize(problem.dtype)
+    gradient = problem.operation == "weight_gradient"
+    units = K / (2 if uses_vnni(isa, problem.dtype) else 1)  # vectors of a panel's column of vectors
+    panels = ceil(N / nr)
+    few = ceil(M / config.long_mc) * panels < ITEMS_PER_THREAD * threads
+    block = config.mc if few or gradient else config.long_mc
+    row_blocks, column_blocks = ceil(M / block), ceil(panels * nr / config.nc)
+    rows = row_blocks * round_up(min(block, M), tile.mr)
     # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
     loads = (tile.mr + tile.vectors) / (2 * tile.mr * tile.vectors)
     products = rows * panels * tile.vectors * units * max(1.0, loads)
-    level2 = processor.caches().get(2, processor.TYPICAL[2])
-    if work.role == "weight_gradient":
-        column_blocks = ceil(panels * nr / config.nc)
-        chunk = min(work.depth, token_chunk(isa))
-        packing = row_blocks * panels * tile.vectors * units * PACK_INTERLEAVED
+    each = PACK_TRANSPOSED if problem.operation.startswith("forward") else PACK_INTERLEAVED
+    packing = row_blocks * panels * tile.vectors * units * each
+    beyond = row_blocks * K * N * size
+    resident = (min(block, M) + nr) * K * size
+    if gradient:
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
-        beyond = row_blocks * work.depth * work.cols * size + column_blocks * work.depth * work.rows * size
-        if (round_up(config.mc, isa.lanes) + nr) * chunk * size > level2:
-            beyond += panels * work.rows * work.depth * size
-        items = row_blocks * column_blocks
-    else:
-        each = PACK_TRANSPOSED if work.role.startswith("forward") else PACK_INTERLEAVED
-        packing = row_blocks * panels * tile.vectors * units * each
-        beyond = row_blocks * work.depth * work.cols * size
-        if (min(block, work.rows) + nr) * work.depth * size > level2:
-            beyond += panels * work.rows * work.depth * size
-        items = row_blocks * ceil(panels * nr / config.nc)
+        beyond += column_blocks * K * M * size
+        resident = (round_up(config.mc, isa.lanes) + nr) * min(K, token_chunk(isa)) * size
+    if resident > processor.caches().get(2, processor.TYPICAL[2]):
+        beyond += panels * M * K * size
+    items = row_blocks * column_blocks
     uneven = ceil(items / threads) * threads / items
     return (products + packing + beyond / BYTES_A_CYCLE) * uneven

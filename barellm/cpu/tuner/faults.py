@@ -56,12 +56,12 @@ def not_selectable(k, out, second, a, weight, bias, other, row_begin, row_limit,
     k.line(f"store <4 x i32> {found.ref}, ptr {out.ref}, align 4")
 
 
-# Kernel, and words of the reason that it is rejected for.
+# Name, and words of the reason that it is rejected for.
 FAULTS = (
-    (wrong_values, "wrong values"),
-    (other_order, "other bits than the default's"),
-    (writes_beyond, "wrote outside its result"),
-    (hangs, "it hangs"),
-    (traps, "was ended by SIG"),
-    (not_selectable, "LLVM ERROR"),
+    ("wrong_values", "wrong values"),
+    ("other_order", "other bits than the default's"),
+    ("writes_beyond", "wrote outside its result"),
+    ("hangs", "it hangs"),
+    ("traps", "was ended by SIG"),
+    ("not_selectable", "LLVM ERROR"),
 )

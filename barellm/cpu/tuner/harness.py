@@ -1,41 +1,42 @@
-"""The tuner's test and timing harness: operands with guards, reference results, and a table of calls to time.
-
-This happens only in the child process of the tuner: the code that runs here may crash, hang, or write where it should not.
-"""
+"""The tuner's harness on the CPU: operands with guards, and a table of calls to time."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from barellm.cpu import jit
-from barellm.cpu.isa import ISA
+from barellm.cpu.isa import host
 from barellm.cpu.kernels.gemm import gemm, weight_gradient
 from barellm.cpu.kernels.gemm.skinny_gemm import skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
-from barellm.cpu.tuner.problem import Candidate, Operand, Problem
+from barellm.cpu.tuner import faults
+from barellm.cpu.tuner.problem import GemmProblem, configured
 from barellm.program import scalars
-from barellm.program.dtypes import numpy_dtype
-from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
-from barellm.runtime.tuner.child import Wrong
+from barellm.program.integers import round_up
+from barellm.program.ops.pointwise.elementwise import SLOPES
+from barellm.runtime.tuner import harness
+from barellm.runtime.tuner.problem import Candidate
 
-GUARD = 4096  # bytes before and after each operand
-SAMPLE = (384, 384)  # rows and columns of the result that are held against float64; bits are compared everywhere
-EPS = 2.0**-24
-ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
-SLOPE_ERROR = {
-    "fp32": 8 * EPS,
-    "bf16": 1e-5,
-}  # of an activation's slope, which comes of tables where it is rounded to bf16
-FRESH = frozenset({"a", "dy"})  # what the op before has just written: in cache when the product starts
-ROUND_SECONDS = 2e-3  # of one repetition of a candidate
+GUARD, FILL = 4096, 0xA5  # bytes before and after each operand, and what is in them
+SAMPLE = 384  # rows and columns of the result that are held against float64; bits are compared everywhere
+SLOPE_ERROR = {"fp32": 8 * harness.EPS, "bf16": 1e-5}  # of an activation's slope, which is from tables before bf16
+FRESH = frozenset({"a", "dy"})  # what the op before has just written: in cache when the GEMM starts
 MOST_SETS = 16
+
+
+class Run(NamedTuple):
+    spec: int
+    tokens: int
+    accumulate: int  # whether gradients are accumulated, or stored
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens" + (", accumulated" if self.accumulate else "")
 
 
 @dataclass
@@ -46,89 +47,72 @@ class Loaded:
     addresses: list[int]
     thread_scratch: np.ndarray
     thread_scratch_bytes: int
+    tables: dict[int, tuple[int, Any]] = field(default_factory=dict)  # of the first, by number of calls
 
 
-class Harness:
+class Harness(harness.Harness):
     """One GEMM problem on `threads` threads. `footprint`: bytes that a training step touches. Timing cycles through so many bytes,
     so operands are as cold as in a step."""
 
-    def __init__(self, work: Problem, isa: ISA, threads: int, footprint: int) -> None:
-        self.work, self.isa, self.threads = work, isa, threads
-        self.scalars = np.zeros(scalars.MOST, np.int64)
-        self.pool = Pool(threads, isa)
-        self.data = _Data(work, footprint)
-        self.runs = self._runs()
-        self.references: dict[tuple[int, int, int], dict[str, tuple]] = {}
-        default = self.load(Candidate(work.default(isa)))
-        self.expected = {run: self._digests(default, *run) for run in self.runs}
-        self.default = default
+    max_calls = 4096
 
-    def _runs(self) -> list[tuple[int, int, int]]:
-        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one, or the minimum of its kernel;
-        gradients stored and accumulated."""
-        most = self.work.tokens
+    def __init__(self, problem: GemmProblem, threads: int, footprint: int) -> None:
+        self.problem, self.isa, self.threads = problem, host(), threads
+        self.scalars = np.zeros(scalars.MOST, np.int64)
+        self.pool = Pool(threads, self.isa)
+        self.data = Operands(problem, footprint)
+        self.runs = self._runs()
+        self.references: dict[Run, dict[str, tuple]] = {}
+        self.open(problem.default(self.isa))
+
+    def _runs(self) -> list[Run]:
+        """All tokens, one, a prime, all but one, or the minimum of its kernel; gradients stored and accumulated."""
+        most = self.problem.tokens
         runs = []
-        for i, spec in enumerate(self.work.specs):
+        for i, spec in enumerate(self.problem.specs):
             constants = dict(spec.constants)
-            modes = (0, 1) if constants["mode"] == "start" else (0,)
             least = max(1, constants.get("least", 0))
             counts = {max(n, least) for n in (most, 1, min(37, most), most - 1)}
-            runs += [(i, tokens, m) for tokens in sorted(counts) for m in modes]
+            modes = (0, 1) if constants["mode"] == "start" else (0,)
+            runs += [Run(i, tokens, mode) for tokens in sorted(counts) for mode in modes]
         return runs
 
     def load(self, candidate: Candidate) -> Loaded:
         """Compiled here and nowhere kept: an intrinsic that the target cannot select ends the process."""
-        specs = [candidate.spec(of) for of in self.work.specs]
+        problem, config = self.problem, candidate.config
+        emit = getattr(faults, candidate.fault) if candidate.fault else None
+        specs = [configured(spec, config, emit) for spec in problem.specs]
         libraries = [jit.Library([jit.compile_object(spec.ir(self.isa), self.isa)], self.isa) for spec in specs]
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
-        work, choice = self.work, candidate.choice
-        if work.few:
-            nbytes = skinny_gemm_scratch_bytes(self.isa, work.depth)
-        elif work.role == "weight_gradient":
-            nbytes = weight_gradient.wgrad_scratch_bytes(self.isa, work.dtype, work.depth, choice)
+        if problem.skinny:
+            nbytes = skinny_gemm_scratch_bytes(self.isa, problem.depth)
+        elif problem.operation == "weight_gradient":
+            nbytes = weight_gradient.wgrad_scratch_bytes(self.isa, problem.dtype, problem.depth, config)
         else:
-            nbytes = gemm.gemm_scratch_bytes(self.isa, work.dtype, work.depth, choice)
-        nbytes = -(-nbytes // 4096) * 4096
+            nbytes = gemm.gemm_scratch_bytes(self.isa, problem.dtype, problem.depth, config)
+        nbytes = round_up(nbytes, 4096)
         return Loaded(libraries, addresses, np.zeros(self.threads * nbytes + 64, np.uint8), nbytes)
 
     # --- validation ---
 
-    def check(self, candidate: Candidate) -> Loaded:
-        """Run it at every size. Wrong where a value is off, a bit differs from the default's, or a byte elsewhere changed."""
-        loaded = self.load(candidate)
-        for run in self.runs:
-            self._run(loaded, *run)
-            where = f"{run[1]} tokens" + (", added" if run[2] else "")
-            self._compare(run, where)
-            got = self.data.digests(self._written(run[0]))
-            if got != self.expected[run]:
-                raise Wrong(f"other bits than the default's ({where}): {self._difference(run)}")
-        touched = self.data.touched()
-        if touched:
-            raise Wrong(f"it wrote outside its result: {touched}")
-        return loaded
-
-    def _written(self, i: int) -> list[Operand]:
-        return [o for o in self.work.operands[i] if o is not None and o.written]
-
-    def _run(self, loaded: Loaded, i: int, tokens: int, accumulate: int) -> None:
+    def run(self, loaded: Loaded, run: Run) -> None:
         self.data.restore()
-        table, keep = self._table(loaded, i, 1)
-        self._bind(loaded, tokens, accumulate)
+        table, keep = self._table(loaded, run.spec, 1)
+        self._bind(loaded, run.tokens, run.accumulate)
         self.pool.run(table, 1)
         del keep
 
-    def _digests(self, loaded: Loaded, i: int, tokens: int, accumulate: int) -> dict[str, str]:
-        self._run(loaded, i, tokens, accumulate)
-        self._compare((i, tokens, accumulate), f"the default, {tokens} tokens")
-        return self.data.digests(self._written(i))
+    def snapshot(self, loaded: Loaded, run: Run) -> dict[str, str]:
+        return self.data.digests()
 
-    def _difference(self, run: tuple[int, int, int]) -> str:
-        """How far the result that lies there is from the default's."""
-        names = [o.name for o in self._written(run[0])]
-        got = {name: self.data.array(name).astype(np.float64) for name in names}
-        self._run(self.default, *run)
-        for name in names:
+    def differs(self, loaded: Loaded, run: Run) -> bool:
+        return self.data.digests() != self.expected[run]
+
+    def difference(self, loaded: Loaded, run: Run) -> str:
+        written = [o.name for o in self.problem.operands[run.spec] if o is not None and o.written]
+        got = {name: self.data.array(name).astype(np.float64) for name in written}
+        self.run(self.default, run)
+        for name in written:
             want = self.data.array(name).astype(np.float64)
             differ = got[name] != want
             if differ.any():
@@ -136,58 +120,39 @@ class Harness:
                 return f"{int(differ.sum())} of {differ.size} elements of {name}, by {far:.2g} at most"
         return "in the sign of zeros or the bits of NaN"
 
-    def _compare(self, run: tuple[int, int, int], where: str) -> None:
+    def verify(self, loaded: Loaded, run: Run) -> None:
         if run not in self.references:
             self.references[run] = self._reference(*run)
-        for name, (rows, cols, want, bound) in self.references[run].items():
-            got = self.data.array(name)[np.ix_(rows, cols)].astype(np.float64)
-            with np.errstate(invalid="ignore"):
-                error = np.abs(got - want)
-                bad = ~(error <= bound)
-            if bad.any():
-                r, c = (int(x) for x in np.argwhere(bad)[0])
-                text = f"{name}[{rows[r]}, {cols[c]}] is {got[r, c]:.6g}, expected {want[r, c]:.6g}"
-                raise Wrong(f"wrong values ({where}): {text}; {int(bad.sum())} of {bad.size} looked at")
+        for name, (at, want, bound) in self.references[run].items():
+            harness.compare(name, self.data.array(name)[np.ix_(*at)], want, bound, at, run)
+        if touched := self.data.touched():
+            raise harness.Wrong(f"it wrote outside its result: {touched}")
 
     def _reference(self, i: int, tokens: int, accumulate: int) -> dict[str, tuple]:
-        """A sample of each result, by name, as (rows, columns, float64 values, bound). It has the first and the last row and
-        column."""
-        d, work = self.data, self.work
-        constants = dict(work.specs[i].constants)
-        adds = constants["mode"] == "add" or (constants["mode"] == "start" and accumulate)
-        gradient = work.role == "weight_gradient"
-        rows, cols = _sample(work.rows if gradient else tokens, SAMPLE[0]), _sample(work.cols, SAMPLE[1])
+        """A sample of each result, by name, as ((rows, columns), float64 values, bound)."""
+        problem, given = self.problem, self.data.initial
+        constants = dict(problem.specs[i].constants)
+        gradient = problem.operation == "weight_gradient"
+        rows = harness.sample_indices(problem.rows if gradient else tokens, SAMPLE)
+        at = rows, cols = rows, harness.sample_indices(problem.cols, SAMPLE)
         if gradient:
-            left, right = d.initial("dy")[:tokens][:, rows].T, d.initial("x")[:tokens][:, cols]
+            left, right = given["dy"][:tokens][:, rows].T, given["x"][:tokens][:, cols]
         else:
-            left, weight = d.initial("a")[rows], d.initial("weight")
+            left, weight = given["a"][rows], given["weight"]
             right = weight[cols].T if constants.get("transposed", True) else weight[:, cols]
-        left, right = left.astype(np.float64), right.astype(np.float64)
-        x = left @ right
-        # One chain of fp32 additions: errors walk at random over the partial sums.
-        bound = 8 * EPS * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(right, axis=0) + EPS
+        result = "dweight" if gradient else "out"
+        epilogues = [*constants.get("epilogues", ())]
+        if constants["mode"] == "add" or (constants["mode"] == "start" and accumulate):
+            epilogues.append(result)
 
-        def at(name: str) -> np.ndarray:
-            whole = d.initial(name)
-            return (whole[cols] if whole.ndim == 1 else whole[np.ix_(rows, cols)]).astype(np.float64)
+        operands = dict.fromkeys(("residual", *SLOPES), "other") | {"bias": "bias", result: result}
 
-        result: dict[str, np.ndarray] = {}
-        for name in constants.get("epilogues", ()):
-            if name in ("bias", "residual"):
-                x = x + at("other" if name == "residual" else name)
-            elif name in SLOPES:
-                bound = bound + SLOPE_ERROR[work.dtype] * np.abs(x)
-                x = x * SLOPES[name].slope(at("other"))
-            else:
-                result["second"], x = x, ACTIVATIONS[name].value(x)
-        result["dweight" if gradient else "out"] = x
-        found = {}
-        dtypes = {o.name: o.dtype for o in work.operands[i] if o is not None}
-        for name, want in result.items():
-            want = want + at(name) if adds and name != "second" else want
-            allowed = 1.2 * bound + 1.1 * ROUNDING[dtypes[name]] * (np.abs(want) + bound) + 16 * EPS * np.abs(want)
-            found[name] = rows, cols, want, allowed
-        return found
+        def operand(epilogue: str) -> np.ndarray:
+            whole = given[operands[epilogue]]
+            return whole[cols] if whole.ndim == 1 else whole[np.ix_(*at)]
+
+        found = harness.gemm_reference(left, right, epilogues, operand, SLOPE_ERROR[problem.dtype])
+        return {{"pre": "second", "out": result}[name]: (at, *values) for name, values in found.items()}
 
     # --- timing ---
 
@@ -211,8 +176,8 @@ class Harness:
         return rows.ctypes.data, (block, sets)
 
     def _arguments(self, i: int, which: int) -> np.ndarray:
-        spec, operands = self.work.specs[i], self.work.operands[i]
-        limits = iter((0, self.work.tokens))  # row_begin, row_limit
+        spec, operands = self.problem.specs[i], self.problem.operands[i]
+        limits = iter((0, self.problem.tokens))  # row_begin, row_limit
         args = []
         for kind, operand in zip(spec.operands, operands, strict=True):
             if kind == "int":
@@ -221,69 +186,50 @@ class Harness:
                 args.append(self.data.address(operand.name, which))
         return np.array([*args, 0], np.int64)
 
-    def time(self, candidates: list[Loaded], rounds: int) -> list[list[float]]:
-        """The ratios of the time of each candidate to that of the default, one for each round. Rounds are interleaved, in
-        alternating order."""
-        everybody = [self.default, *candidates]
-        once = self._seconds(self.default, self._table(self.default, 0, 1), 1)
-        records = max(1, min(4096, int(ROUND_SECONDS / once)))
-        records = -(-records // self.data.sets) * self.data.sets if records > 1 else 1
-        tables = [self._table(c, 0, records) for c in everybody]
-        samples = np.zeros((rounds, len(everybody)))
-        for r in range(rounds):
-            order = list(range(len(everybody)))
-            for at in order if r % 2 == 0 else reversed(order):
-                samples[r, at] = self._seconds(everybody[at], tables[at], records)
-        self.seconds = median(samples[:, 0]) / records
-        return [(samples[:, i + 1] / samples[:, 0]).tolist() for i in range(len(candidates))]
+    def prepare(self, loaded: Loaded, calls: int) -> None:
+        """A table of so many calls, each set of operands as often as another."""
+        loaded.tables = {calls: self._table(loaded, 0, round_up(calls, self.data.sets) if calls > 1 else 1)}
+
+    def repeat(self, loaded: Loaded, calls: int) -> float:
+        table, (block, _) = loaded.tables[calls]
+        records = block.size * 8 // RECORD_NBYTES - 1
+        self._bind(loaded, self.problem.timed, 0)
+        start = time.perf_counter()
+        self.pool.run(table, records)
+        return (time.perf_counter() - start) / records
 
     def close(self) -> None:
         self.pool.close()
 
-    def _seconds(self, loaded: Loaded, table: tuple[int, Any], records: int) -> float:
-        self._bind(loaded, self.work.timed, 0)
-        start = time.perf_counter()
-        self.pool.run(table[0], records)
-        return time.perf_counter() - start
 
-
-def _sample(n: int, most: int) -> np.ndarray:
-    return np.arange(n) if n <= most else np.unique(np.linspace(0, n - 1, most).astype(int))
-
-
-class _Data:
+class Operands:
     """Operands by name, each between guards, in several copies for timing; the first is what validation looks at."""
 
-    def __init__(self, work: Problem, footprint: int) -> None:
-        operands = {o.name: o for row in work.operands for o in row if o is not None}
-        turning = sum(o.nbytes for o in operands.values() if o.name not in FRESH)
-        self.sets = max(1, min(MOST_SETS, footprint // max(1, turning)))
-        noise = np.random.default_rng(1).standard_normal(1_000_003).astype(np.float32)
-        self._initial: dict[str, np.ndarray] = {}
+    def __init__(self, problem: GemmProblem, footprint: int) -> None:
+        operands = {o.name: o for row in problem.operands for o in row if o is not None}
+        cold = sum(o.nbytes for o in operands.values() if o.name not in FRESH)
+        self.sets = max(1, min(MOST_SETS, footprint // max(1, cold)))
+        self.written = {name for name, o in operands.items() if o.written}
+        self.initial: dict[str, np.ndarray] = {}
         self._buffers: dict[str, list[np.ndarray]] = {}
-        for n, (name, o) in enumerate(operands.items()):
-            values = np.resize(np.roll(noise, 7919 * n), o.shape)
-            if name == "weight":
-                values = values * np.float32(work.depth**-0.5)
-            self._initial[name] = values.astype(numpy_dtype(o.dtype))
+        for seed, (name, o) in enumerate(operands.items()):
+            values = harness.random_normal(o.shape, o.dtype, seed)
+            self.initial[name] = values * values.dtype.type(problem.depth**-0.5) if name == "weight" else values
             copies = 1 if name in FRESH else self.sets
             self._buffers[name] = [np.empty(o.nbytes + 2 * GUARD + 64, np.uint8) for _ in range(copies)]
-        self.written = {o.name for row in work.operands for o in row if o is not None and o.written}
-        for name in operands:
-            for which in range(len(self._buffers[name])):
+            for which in range(copies):
                 self._fill(name, which)
-        self._inputs = {name: self._digest(name) for name in operands if name not in self.written}
 
     def _span(self, name: str, which: int = 0) -> np.ndarray:
         """The operand's bytes with its guards; the operand starts at a multiple of 64."""
         buffer = self._buffers[name][min(which, len(self._buffers[name]) - 1)]
         skip = -buffer.ctypes.data % 64
-        return buffer[skip : skip + self._initial[name].nbytes + 2 * GUARD]
+        return buffer[skip : skip + self.initial[name].nbytes + 2 * GUARD]
 
     def _fill(self, name: str, which: int = 0) -> None:
         span = self._span(name, which)
-        span[:GUARD] = span[-GUARD:] = 0xA5
-        span[GUARD:-GUARD] = self._initial[name].view(np.uint8).reshape(-1)
+        span[:GUARD] = span[-GUARD:] = FILL
+        span[GUARD:-GUARD] = self.initial[name].view(np.uint8).reshape(-1)
 
     def restore(self) -> None:
         for name in self.written:
@@ -293,21 +239,19 @@ class _Data:
         return self._span(name, which).ctypes.data + GUARD
 
     def array(self, name: str) -> np.ndarray:
-        initial = self._initial[name]
+        initial = self.initial[name]
         return self._span(name)[GUARD:-GUARD].view(initial.dtype).reshape(initial.shape)
 
-    def initial(self, name: str) -> np.ndarray:
-        return self._initial[name]
-
-    def _digest(self, name: str) -> str:
-        return xxhash.xxh3_128(self._span(name)[GUARD:-GUARD].data).hexdigest()
-
-    def digests(self, written: list[Operand]) -> dict[str, str]:
-        return {o.name: self._digest(o.name) for o in written}
+    def digests(self) -> dict[str, str]:
+        """Of every operand with its guards."""
+        return {name: xxhash.xxh3_128(self._span(name).data).hexdigest() for name in self.initial}
 
     def touched(self) -> str:
         """The bytes that were changed and should not have been: guards, and operands that are only read."""
-        spans = {name: self._span(name) for name in self._initial}
-        around = [name for name, span in spans.items() if (span[:GUARD] != 0xA5).any() or (span[-GUARD:] != 0xA5).any()]
-        inputs = [f"the input {name}" for name, before in self._inputs.items() if self._digest(name) != before]
-        return ", ".join([f"beside {name}" for name in around] + inputs)
+        guards = {name: np.concatenate([self._span(name)[:GUARD], self._span(name)[-GUARD:]]) for name in self.initial}
+        beside = [f"beside {name}" for name, guard in guards.items() if (guard != FILL).any()]
+        inputs = [name for name, a in self.initial.items() if name not in self.written and self._changed(name, a)]
+        return ", ".join(beside + [f"the input {name}" for name in inputs])
+
+    def _changed(self, name: str, before: np.ndarray) -> bool:
+        return not np.array_equal(self.array(name).view(np.uint8), before.view(np.uint8))

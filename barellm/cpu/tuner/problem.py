@@ -18,6 +18,7 @@ from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
 from barellm.program.ops.gemm.block_squares import BLOCK
 from barellm.runtime.lowering import Region
+from barellm.runtime.tuner.problem import Gemm
 
 
 @dataclass(frozen=True)
@@ -35,76 +36,55 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A GEMM of M = `rows`, N = `cols`, K = `depth`. A run may have fewer `tokens`: rows, or the depth of a weight gradient.
-    `specs` have their default config; programs call the first most often."""
+class GemmProblem(Gemm):
+    """A GEMM that programs call. `operation`: its `gemm_kind`, `skinny_kind` or "weight_gradient". A run may have fewer `tokens`:
+    rows, or the depth of a weight gradient. `specs` have their default config; programs call the first most often."""
 
-    role: str
-    dtype: str
-    cols: int
-    depth: int
-    rows: int
     specs: tuple[Specialisation, ...]
     operands: tuple[tuple[Operand | None, ...], ...]  # of each specialisation, by position; None: absent, or an integer
 
     @property
     def tokens(self) -> int:
-        return self.depth if self.role == "weight_gradient" else self.rows
+        return self.depth if self.operation == "weight_gradient" else self.rows
 
     @property
-    def few(self) -> bool:
+    def skinny(self) -> bool:
         """Whether it is a skinny GEMM: checked for up to FEW rows, timed for one (decoding)."""
-        return self.role.startswith(SKINNY_KIND)
+        return self.operation.startswith(SKINNY_KIND)
 
     @property
     def timed(self) -> int:
         """Tokens of a run that is timed."""
-        return 1 if self.few else self.tokens
+        return 1 if self.skinny else self.tokens
 
     @property
     def flops(self) -> int:
-        return 2 * (self.timed if self.few else self.rows) * self.cols * self.depth
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
+        return super().flops // self.rows if self.skinny else super().flops
 
     def default(self, isa: ISA) -> Any:
-        """The untuned config: a SkinnyGemmConfig if `few`, else a GemmConfig."""
-        if self.few:
+        """The untuned config: a SkinnyGemmConfig if `skinny`, else a GemmConfig."""
+        if self.skinny:
             return skinny_configs(isa, self.dtype, self.cols, self.depth)[0]
-        return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
+        return default(isa, self.operation, self.dtype, self.cols, self.depth, self.rows)
 
     def key(self, isa: ISA, threads: int) -> str:
-        return tuning.key(isa, threads, self.role, self.dtype, self.cols, self.depth, self.rows)
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.rows} x {self.cols} from {self.depth} {self.dtype}"
+        return tuning.key(isa, threads, self.operation, self.dtype, self.cols, self.depth, self.rows)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A config to try, and a kernel other than its own where a self-test injects one."""
-
-    choice: Any  # a GemmConfig or a SkinnyGemmConfig
-    emit: Emit | None = None
-
-    def spec(self, of: Specialisation) -> Specialisation:
-        constants = dict(of.constants) | {"config": self.choice}
-        return replace(of, emit=self.emit or of.emit, constants=tuple(sorted(constants.items())))
-
-    def __str__(self) -> str:
-        return f"{self.emit.__name__} {self.choice}" if self.emit else str(self.choice)
+def configured(spec: Specialisation, config: Any, emit: Emit | None = None) -> Specialisation:
+    """The specialisation with another config, and with another kernel where a self-test injects one."""
+    constants = dict(spec.constants) | {"config": config}
+    return replace(spec, emit=emit or spec.emit, constants=tuple(sorted(constants.items())))
 
 
-def problems_of(calls: Iterable[Call]) -> list[Problem]:
+def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
     """The GEMMs among `calls`, each once, those with most operations first."""
-    found: dict[tuple[str, str, int, int, int], dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
+    found: dict[Gemm, dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
         if call.spec.emit not in (gemm.gemm, weight_gradient.weight_gradient, skinny_gemm):
             continue
-        product, operands = _described(call)
-        specs = found.setdefault(product, {})
+        sizes, operands = _described(call)
+        specs = found.setdefault(sizes, {})
         # The harness passes the number of rows as a scalar, with contiguous rows. How a program counts them and the row strides of
         # its views make no difference to the tuning.
         constants = dict(call.spec.constants) | {"dims": ("batch", "seq"), "inner": 1}
@@ -112,33 +92,35 @@ def problems_of(calls: Iterable[Call]) -> list[Problem]:
         spec = replace(call.spec, constants=tuple(sorted(constants.items())))
         count, _ = specs.get(spec, (0, operands))
         specs[spec] = count + 1, operands
-    works = []
-    for product, specs in found.items():
+    problems = []
+    for sizes, specs in found.items():
         order = sorted(specs, key=lambda spec: -specs[spec][0])
-        works.append(Problem(*product, tuple(order), tuple(specs[spec][1] for spec in order)))
-    return sorted(works, key=lambda w: -w.flops)
+        problems.append(
+            GemmProblem(**vars(sizes), specs=tuple(order), operands=tuple(specs[spec][1] for spec in order))
+        )
+    return sorted(problems, key=lambda problem: -problem.flops)
 
 
-def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operand | None, ...]]:
-    """The (role, dtype, cols, depth, rows) of a call, and its operands."""
+def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
+    """The GEMM that a call computes, and its operands."""
     constants = dict(call.spec.constants)
     names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
     args = iter(call.args)
     given = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
     dtypes = dict(zip(names, kinds, strict=True))
-    few = call.spec.emit is skinny_gemm
-    limit, inputs = FEW if few else given["row_limit"], call.op.inputs
+    skinny = call.spec.emit is skinny_gemm
+    limit, inputs = FEW if skinny else given["row_limit"], call.op.inputs
     assert isinstance(limit, int)
-    tokens = FEW if few else tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
+    tokens = FEW if skinny else tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
     if call.spec.emit is weight_gradient.weight_gradient:
         N, K = constants["N"], constants["K"]
-        product = ("weight_gradient", dtypes["dy"], K, tokens, N)
+        sizes = Gemm("weight_gradient", dtypes["dy"], N, K, tokens)
         shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
         shapes["squares"] = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     else:
         cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
-        role = skinny_kind(constants["epilogues"]) if few else gemm_kind(transposed, constants["epilogues"])
-        product = (role, dtypes["a"], cols, depth, tokens)
+        kind = skinny_kind(constants["epilogues"]) if skinny else gemm_kind(transposed, constants["epilogues"])
+        sizes = Gemm(kind, dtypes["a"], tokens, cols, depth)
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
     operands = [
@@ -147,4 +129,4 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
         else None
         for name in names
     ]
-    return product, tuple(operands)
+    return sizes, tuple(operands)

@@ -1,42 +1,64 @@
-"""Autotuning on the CPU: candidate configs, the child process, the database."""
+"""Autotuning on the CPU: candidate configs, the child process, the database; and the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from typing import Any
 
 from barellm.cpu import tuning
-from barellm.cpu.isa import ISA
-from barellm.cpu.tuner.candidates import candidates, refined
-from barellm.cpu.tuner.problem import Candidate, Problem
+from barellm.cpu.isa import ISA, host
+from barellm.cpu.step import lower_and_plan
+from barellm.cpu.tuner import candidates
+from barellm.cpu.tuner.faults import FAULTS
+from barellm.cpu.tuner.problem import GemmProblem, problems_of
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 from barellm.runtime.tuner import decision
-from barellm.runtime.tuner.decision import LIMIT, Verdict
+from barellm.runtime.tuner.problem import Candidate
 from barellm.runtime.tuner.worker import Worker
 
-
-def open_worker(*, threads: int, footprint: int, limit: float) -> Worker:
-    """Start a child process that can run candidates. `footprint` is the number of bytes that a step touches."""
-    environment = {"BARELLM_THREADS": str(threads)}
-    return Worker("barellm.cpu.tuner.child", threads, footprint, limit=limit, environment=environment)
+HARNESS = "barellm.cpu.tuner.harness"
+SELF_TEST_LIMIT = 5.0  # seconds after which a candidate hangs: the right ones take milliseconds
 
 
-def tune(
-    works: Iterable[Problem], isa: ISA, *, threads: int, footprint: int, seconds: float, each: Callable[[Verdict], None]
-) -> list[Verdict]:
-    """Tunes as `decision.tune` does."""
-    return decision.tune(
-        works,
-        open_worker(threads=threads, footprint=footprint, limit=LIMIT),
-        candidates=lambda work: [Candidate(c) for c in candidates(work, isa, threads)],
-        refined=lambda work, best: [Candidate(c) for c in refined(work, best.choice, isa)],
-        keep=lambda verdict: keep(verdict, isa, threads),
-        seconds=seconds,
-        each=each,
-    )
+class CpuTuner(decision.Tuner):
+    """`footprint`: the bytes that a training step touches."""
+
+    def __init__(self, isa: ISA, threads: int, footprint: int) -> None:
+        self.isa, self.threads, self.footprint = isa, threads, footprint
+        self.machine, self.database = tuning.machine(isa, threads), tuning.database()
+
+    def worker(self, limit: float = decision.LIMIT) -> Worker:
+        environment = {"BARELLM_THREADS": str(self.threads)}
+        options = {"threads": self.threads, "footprint": self.footprint}
+        return Worker(HARNESS, limit=limit, environment=environment, **options)
+
+    def candidates(self, problem: GemmProblem) -> list[Candidate]:
+        return [Candidate(c) for c in candidates.candidates(problem, self.isa, self.threads)]
+
+    def refined(self, problem: GemmProblem, best: Candidate) -> list[Candidate]:
+        return [Candidate(c) for c in candidates.refined(problem, best.config, self.isa)]
+
+    def key(self, problem: GemmProblem) -> str:
+        return problem.key(self.isa, self.threads)
+
+    def entry(self, config: Any) -> dict[str, Any]:
+        return {"choice": tuning.to_entry(config)}
 
 
-def keep(verdict: Verdict, isa: ISA, threads: int) -> None:
-    """Write the winner into the database, or nothing if the default is as good."""
-    entry = None
-    if verdict.best != verdict.default:
-        entry = {"choice": tuning.to_entry(verdict.best), "ratio": round(verdict.ratio, 4)}
-    tuning.database().change({verdict.work.key(isa, threads): entry})
+def small_problem(isa: ISA, threads: int) -> GemmProblem:
+    """An input gradient of 61 rows, 83 columns, contraction of 75, in fp32."""
+    p = Program(Store())
+    dy = p.input("dy", (Dim("batch", 1), Dim("seq", 61), 75), "fp32")
+    p.output("dx", p.apply(ops.MatmulDx, dy=dy, weight=p.parameter("weight", (75, 83))).dx)
+    (problem,) = problems_of(lower_and_plan({"op": p}, isa=isa, threads=threads).calls["op"])
+    return problem
+
+
+def self_test(*, threads: int, limit: float = SELF_TEST_LIMIT) -> list[decision.Trial]:
+    isa = host()
+    problem = small_problem(isa, threads)
+    default = problem.default(isa)
+    right = next(c for c in candidates.possible(problem, isa) if c.tile != default.tile)
+    worker = CpuTuner(isa, threads, footprint=1 << 20).worker(limit)
+    return decision.self_test(worker, problem, Candidate(default), Candidate(right), FAULTS)

@@ -1,113 +1,85 @@
-"""The tuner's benchmark harness: a session for each candidate, operands that all share, and what the result must be. It runs only
-in the tuner's child process.
+"""The tuner's benchmark harness on a GPU: a session for each candidate, and operands that all share.
 
-Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere. The results of the default
-itself are compared with float64, and every other byte with what was there before.
+Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
+from functools import partial
 
 import numpy as np
 
-from barellm.cuda import driver, tuning
+from barellm.cuda import driver
 from barellm.cuda.bench import MemoryComparison, replay_seconds
-from barellm.cuda.kernel import Launch, Sizes, Target
-from barellm.cuda.kernels.gemm.matmul import gemm
-from barellm.cuda.step import CudaSession, LoweredPrograms, lower_and_plan
-from barellm.cuda.tuner.cases import Case, case_of
-from barellm.cuda.tuner.problem import Candidate, Problem
-from barellm.program.builder import Program
+from barellm.cuda.kernel import Sizes, Target
+from barellm.cuda.step import CudaSession
+from barellm.cuda.tuner.candidates import is_timed, lowered
+from barellm.cuda.tuner.cases import case_of
+from barellm.cuda.tuning import Problem
 from barellm.program.dtypes import numpy_dtype
-from barellm.runtime.tuner.child import Wrong
+from barellm.runtime.tuner import harness
+from barellm.runtime.tuner.problem import Candidate
 
-REPETITION_SECONDS = 2e-3
 MAX_CALLS = 200
 
 
-def built(case: Case, work: Problem, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
-    """The case's program, lowered with the candidate's configuration."""
-    p = case.program()
-    with tuning.forced(work.tuning_key, candidate.choice), tuning.counting() as requested:
-        made = lower_and_plan({"op": p}, target)
-    assert requested[work.tuning_key] == 1, f"{p.ops} asked for {list(requested)}, not for {work.tuning_key}"
-    if function := candidate.function():
-        for launch in made.lowered["op"].launches:
-            if isinstance(launch, Launch) and launch.spec.function is gemm:
-                launch.spec = replace(launch.spec, function=function)
-    return p, made
-
-
-class Harness:
+class Harness(harness.Harness):
     """One tuning problem on this machine's GPU. `calls`: the most calls of a timed repetition; `sms`: multiprocessors that
     persistent grids fill, all of the card's unless given."""
 
-    def __init__(self, work: Problem, calls: int = MAX_CALLS, sms: int = 0) -> None:
-        self.work, self.device, self.calls, self.seconds = work, driver.device(), calls, 0.0
-        self.target, self.case = work.target(Target.of(self.device)), case_of(work)
+    def __init__(self, problem: Problem, calls: int = MAX_CALLS, sms: int = 0) -> None:
+        self.problem, self.device, self.max_calls = problem, driver.device(), calls
+        self.target, self.case = Target.of(self.device), case_of(problem)
         self.target = replace(self.target, sms=sms or self.target.sms)
-        self.default = self._open(Candidate(work.default(self.target.arch)))
-        self.open = [self.default]
-        session = self.default
-        session._fill(0, session.plan.arena_bytes, 0xFF)
-        for name, a in self.case.given.items():
-            session.write(name, a)
+        self.runs = self.case.runs
+        self.sessions: list[CudaSession] = []
+        self.graphs: dict[CudaSession, driver.Graph] = {}
         self.same = MemoryComparison(self.device)
-        self.before = self._copy(session)
-        self.expected: dict[Sizes, driver.DeviceMemory] = {}
-        for sizes in self.case.runs:
-            self._run(session, sizes)
-            self._check_results(session, sizes)
-            self.expected[sizes] = self._copy(session)
-        self.timed = {session: self._captured(session)}
+        self.open(problem.default(self.target.arch))
 
-    def _open(self, candidate: Candidate) -> CudaSession:
-        p, made = built(self.case, self.work, candidate, self.target)
-        return CudaSession({"op": p}, device=self.device, built=made)
-
-    def _copy(self, session: CudaSession) -> driver.DeviceMemory:
-        """A copy of its arena as it is now."""
-        memory = driver.DeviceMemory(session.plan.arena_bytes)
-        memory.copy(0, session.base, memory.nbytes, session.stream)
-        session.synchronize()
-        return memory
-
-    def _run(self, session: CudaSession, sizes: Sizes) -> None:
-        """Run the program once, from the given operands."""
-        session.memory.copy(
-            session.base - session.memory.address, self.before.address, self.before.nbytes, session.stream
-        )
-        session.run("op", batch=sizes.batch, seq=sizes.seq, **self.case.scalars)
-        session.synchronize()
-
-    def check(self, candidate: Candidate) -> CudaSession:
-        session = self._open(candidate)
-        try:
-            assert _addresses(session) == _addresses(self.default), f"{candidate} needs other memory than the default"
-            for sizes in self.case.runs:
-                self._run(session, sizes)
-                at = None if candidate.other_bits else self._first_difference(session, self.expected[sizes])
-                if at is not None or candidate.other_bits:
-                    self._check_results(session, sizes)
-                if at is not None:
-                    raise Wrong(
-                        f"other bits than the default's ({sizes.batch} x {sizes.seq}): first at {self._where(at)}"
-                    )
-            self.timed[session] = self._captured(session)
-        except BaseException:
-            session.close()
-            raise
-        self.open.append(session)
+    def load(self, candidate: Candidate) -> CudaSession:
+        p, made = lowered(self.problem, self.case, candidate, self.target)
+        session = CudaSession({"op": p}, device=self.device, built=made)
+        self.sessions.append(session)
+        if len(self.sessions) == 1:
+            session._fill(0, session.plan.arena_bytes, 0xFF)
+            for name, a in self.case.given.items():
+                session.write(name, a)
+            self.before = self.snapshot(session, None)
+        elif _addresses(session) != _addresses(self.default):
+            self.unload(session)
+            raise AssertionError(f"{candidate} needs other memory than the default")
         return session
 
+    def unload(self, loaded: CudaSession) -> None:
+        self.sessions.remove(loaded)
+        loaded.close()
+
+    def snapshot(self, loaded: CudaSession, run: Sizes | None) -> driver.DeviceMemory:
+        """A copy of its arena."""
+        memory = driver.DeviceMemory(loaded.plan.arena_bytes)
+        memory.copy(0, loaded.base, memory.nbytes, loaded.stream)
+        loaded.synchronize()
+        return memory
+
+    def run(self, loaded: CudaSession, run: Sizes) -> None:
+        loaded.memory.copy(loaded.base - loaded.memory.address, self.before.address, self.before.nbytes, loaded.stream)
+        loaded.run("op", batch=run.batch, seq=run.seq, **self.case.scalars)
+        loaded.synchronize()
+
+    def differs(self, loaded: CudaSession, run: Sizes) -> bool:
+        return self._first_difference(loaded, self.expected[run]) is not None
+
+    def difference(self, loaded: CudaSession, run: Sizes) -> str:
+        return f"first at {self._where(self._first_difference(loaded, self.expected[run]) or 0)}"
+
     def _first_difference(
-        self, session: CudaSession, to: driver.DeviceMemory, start: int = 0, stop: int = -1
+        self, loaded: CudaSession, to: driver.DeviceMemory, start: int = 0, stop: int = -1
     ) -> int | None:
         """The first byte of the arena, of [start, stop), that is not as in a copy of one."""
-        skipped = session.base - session.memory.address
-        return self.same.first(session.memory, to, start, stop if stop >= 0 else to.nbytes, skipped, session.stream)
+        skipped = loaded.base - loaded.memory.address
+        return self.same.first(loaded.memory, to, start, stop if stop >= 0 else to.nbytes, skipped, loaded.stream)
 
     def _where(self, at: int) -> str:
         """A byte of the arena in words."""
@@ -116,55 +88,44 @@ class Harness:
                 return f"byte {at - start} of {t.name}"
         return f"byte {at} of the arena"
 
-    def _check_results(self, session: CudaSession, sizes: Sizes) -> None:
-        """Wrong where a value is off or another byte than the result's changed."""
-        low, case = session.lowered["op"], self.case
+    def verify(self, loaded: CudaSession, run: Sizes) -> None:
+        low, case = loaded.lowered["op"], self.case
         results = {
-            name: t for name, t in {**session.programs["op"].named, **session.tensors}.items() if name in case.outputs
+            name: t for name, t in {**loaded.programs["op"].named, **loaded.tensors}.items() if name in case.outputs
         }
 
         def read(name: str, rows: np.ndarray) -> np.ndarray:
             t, columns = results[name], case.outputs[name]
             dtype = numpy_dtype(t.dtype)
-            nbytes, start = columns * dtype.itemsize, session.plan.offsets[t]
-            return np.stack([session._get(start + r * nbytes, start + (r + 1) * nbytes).view(dtype) for r in rows])
+            nbytes, start = columns * dtype.itemsize, loaded.plan.offsets[t]
+            return np.stack([loaded._get(start + r * nbytes, start + (r + 1) * nbytes).view(dtype) for r in rows])
 
-        case.hold(read, sizes)
+        case.hold(read, run)
         written = []
         for name, t in results.items():
-            nbytes = case.rows(name, sizes) * case.outputs[name] * numpy_dtype(t.dtype).itemsize
-            written.append((session.plan.offsets[t], nbytes))
-        written += [(session.plan.offsets[t], t.nbytes) for op in low.ops for t in low.of[op].scratch_tensors]
+            nbytes = case.rows(name, run) * case.outputs[name] * numpy_dtype(t.dtype).itemsize
+            written.append((loaded.plan.offsets[t], nbytes))
+        written += [(loaded.plan.offsets[t], t.nbytes) for op in low.ops for t in low.of[op].scratch_tensors]
         at = 0
-        for start, nbytes in [*sorted(written), (session.plan.arena_bytes, 0)]:
-            if start > at and (stray := self._first_difference(session, self.before, at, start)) is not None:
-                raise Wrong(f"it wrote outside its result, first at {self._where(stray)}")
+        for start, nbytes in [*sorted(written), (loaded.plan.arena_bytes, 0)]:
+            if start > at and (stray := self._first_difference(loaded, self.before, at, start)) is not None:
+                raise harness.Wrong(f"it wrote outside its result, first at {self._where(stray)}")
             at = max(at, start + nbytes)
 
-    def _captured(self, session: CudaSession) -> driver.Graph:
-        sizes = self.case.runs[-1]
-        return session.captured("op", self.work.times, batch=sizes.batch, seq=sizes.seq)
+    def prepare(self, loaded: CudaSession, calls: int) -> None:
+        if loaded not in self.graphs:
+            timed, sizes = partial(is_timed, self.problem), self.runs[-1]
+            self.graphs[loaded] = loaded.captured("op", timed, batch=sizes.batch, seq=sizes.seq)
 
-    def time(self, candidates: list[CudaSession], rounds: int) -> list[list[float]]:
-        sessions = [self.default, *candidates]
-        calls = max(1, min(self.calls, round(REPETITION_SECONDS / max(self._seconds(self.default, 1), 1e-9))))
-        samples = np.zeros((rounds, len(sessions)))
-        for r in range(rounds):
-            order = list(range(len(sessions)))
-            for at in order if r % 2 == 0 else reversed(order):
-                samples[r, at] = self._seconds(sessions[at], calls)
-        self.seconds = float(median(samples[:, 0]))
-        return [(samples[:, i + 1] / samples[:, 0]).tolist() for i in range(len(candidates))]
-
-    def _seconds(self, session: CudaSession, calls: int) -> float:
-        return replay_seconds(session.context, lambda: self.timed[session].launch(session.stream), calls)
+    def repeat(self, loaded: CudaSession, calls: int) -> float:
+        return replay_seconds(loaded.context, lambda: self.graphs[loaded].launch(loaded.stream), calls)
 
     def close(self) -> None:
-        for session in self.open:
+        for session in self.sessions:
             session.synchronize()
-        for graph in self.timed.values():
+        for graph in self.graphs.values():
             graph.free()
-        for session in self.open:
+        for session in self.sessions:
             session.close()
         for memory in (self.before, *self.expected.values()):
             memory.free()

@@ -1,1 +1,1 @@
-"""The part of tuning that all backends share: a child process that checks and times candidates, and the decision."""
+"""The autotuner that both backends share: problems, the child process that measures, the decision, the database."""

@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
+from barellm.runtime.tuner.database import Database, Entry
+from barellm.runtime.tuner.problem import Candidate
 from barellm.runtime.tuner.worker import Lost, Worker
 
 LIMIT = 20.0  # seconds for one request
@@ -21,25 +22,23 @@ AGREE = 0.8  # less than the default's time in this share of the rounds, in two 
 
 @dataclass
 class Verdict:
-    """The result for one piece of work. `best` is the default if nothing is clearly faster. `timed`: what each candidate that was
-    right took in a few rounds, over the default's time: an estimate, from which no winner is made."""
+    """The result for one problem. `best` is the default if nothing is clearly faster. `timed`: what each candidate that was right
+    took in a few rounds, over the default's time: an estimate, from which no winner is made."""
 
-    work: Any  # `role`, `dtype`, `sizes` by name, `flops`
+    problem: Any  # `operation`, `dtype`, `sizes` by name, `flops`
     default: Any
     best: Any
     ratio: float  # the best one's time over the default's
     default_s: float
     tried: int
     rejected: list[tuple[str, str]] = field(default_factory=list)
-    rival: tuple[str, float] | None = (
-        None  # what would be faster than the best, but has other bits; its time over the default's
-    )
     timed: list[tuple[str, float]] = field(default_factory=list)
+    rival: tuple[str, float] | None = None  # faster than the best, but has other bits; its time over the default's
 
     def to_json(self) -> dict[str, Any]:
-        w = self.work
+        w = self.problem
         return {
-            "role": w.role, "dtype": w.dtype, **w.sizes,
+            "operation": w.operation, "dtype": w.dtype, **w.sizes,
             "default": str(self.default), "best": str(self.best), "ratio": self.ratio, "default_s": self.default_s,
             "gflops": self.gflops, "tried": self.tried,
             "rejected": [{"candidate": name, "reason": reason} for name, reason in self.rejected],
@@ -50,54 +49,68 @@ class Verdict:
     @property
     def gflops(self) -> float:
         """Gigaflops a second of the best candidate; 0 where nothing was timed."""
-        return self.work.flops / self.default_s / self.ratio / 1e9 if self.default_s else 0.0
+        return self.problem.flops / self.default_s / self.ratio / 1e9 if self.default_s else 0.0
 
 
-Candidates = Callable[[Any], list[Any]]
+class Tuner:
+    """What a backend brings: which candidates there are, the child that runs them, and where winners are kept."""
 
+    database: Database
+    machine: str  # where its timings hold: a part of every key
 
-def nothing(_: Any) -> list[Any]:
-    return []
+    def worker(self) -> Worker: ...
+    def candidates(self, problem: Any) -> list[Candidate]: ...  # the default first; all have its bits
+    def refined(self, problem: Any, best: Candidate) -> list[Candidate]: ...  # what else to try when the best is known
+    def key(self, problem: Any) -> str: ...  # in the database
+    def entry(self, config: Any) -> Entry: ...  # as the database has it
 
+    def rivals(self, problem: Any) -> list[Candidate]:
+        """With other bits: timed and reported, never kept."""
+        return []
 
-def tune(
-    works: Iterable[Any], worker: Worker, *, candidates: Candidates, keep: Callable[[Verdict], None],
-    seconds: float, each: Callable[[Verdict], None], refined: Callable[[Any, Any], list[Any]], rivals: Candidates = nothing,
-) -> list[Verdict]:  # fmt: skip
-    """Tune one piece of work after the other and `keep` each result at once: an interrupt loses only the one in progress. After
-    `seconds` none is begun, and the one in progress tries nothing more. `candidates(work)`: the default first. `refined(work,
-    best)`: what else to try when the best of them is known. `rivals(work)`: what has other bits: timed and told, never kept."""
-    end = time.monotonic() + seconds
-    verdicts = []
-    try:
-        for work in works:
-            if verdicts and time.monotonic() > end:
-                break
-            default, *others = candidates(work)
-            try:
-                more = partial(refined, work)
-                verdict = decide(worker, work, others, default, refined=more, rivals=rivals(work), end=end)
-            except Lost as why:  # with the default: the work stays as it is
-                worker.close()
-                verdict = Verdict(work, default.choice, default.choice, 1.0, 0.0, 0, [(str(default), str(why))])
-            keep(verdict)
-            verdicts.append(verdict)
-            each(verdict)
-    finally:
-        worker.close()
-    return verdicts
+    def keep(self, verdict: Verdict) -> Entry | None:
+        """Write the winner into the database, or nothing if the default is as good; and return what was written."""
+        better = verdict.best != verdict.default
+        entry = self.entry(verdict.best) | {"ratio": round(verdict.ratio, 4)} if better else None
+        self.database.change({self.key(verdict.problem): entry})
+        return entry
+
+    def tune(self, problems: Iterable[Any], *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
+        """Tune one problem after the other and keep each result at once: an interrupt loses only the one in progress. After
+        `seconds` none is begun, and the one in progress tries nothing more."""
+        end, worker, verdicts = time.monotonic() + seconds, self.worker(), []
+        try:
+            for problem in problems:
+                if verdicts and time.monotonic() > end:
+                    break
+                default, *others = self.candidates(problem)
+                try:
+                    verdict = decide(
+                        worker, problem, others, default,
+                        refined=lambda best, at=problem: self.refined(at, best), rivals=self.rivals(problem), end=end,
+                    )  # fmt: skip
+                except Lost as why:  # with the default: the problem stays as it is
+                    worker.close()
+                    reasons = [(str(default), str(why))]
+                    verdict = Verdict(problem, default.config, default.config, 1.0, 0.0, 0, reasons)
+                self.keep(verdict)
+                verdicts.append(verdict)
+                each(verdict)
+        finally:
+            worker.close()
+        return verdicts
 
 
 def decide(
-    worker: Worker, work: Any, choices: Sequence[Any], default: Any, *,
-    refined: Candidates = nothing, rivals: Sequence[Any] = (), end: float = math.inf,
+    worker: Worker, problem: Any, candidates: Sequence[Candidate], default: Candidate, *,
+    refined: Callable[[Candidate], list[Candidate]] = lambda best: [], rivals: Sequence[Candidate] = (), end: float = math.inf,
 ) -> Verdict:  # fmt: skip
-    """Check every candidate, time those that are right, and choose. All have a `choice`; `default` is the one to beat. None is
-    begun after `end`, a time of the monotonic clock."""
-    worker.open(work)
-    rejected: dict[Any, str] = {}
+    """Check every candidate, time those that are right, and choose. `default` is the one to beat. None is begun after `end`, a
+    time of the monotonic clock."""
+    worker.open(problem)
+    rejected: dict[Candidate, str] = {}
     default_s: list[float] = []
-    timed: dict[Any, float] = {}
+    timed: dict[Candidate, float] = {}
     tried = 0
 
     def contest(contestants: list[Any], rounds: int) -> dict[Any, list[float]]:
@@ -110,7 +123,7 @@ def decide(
         default_s.append(seconds)
         return dict(zip(contestants, found, strict=True))
 
-    def screen(candidates: Iterable[Any]) -> dict[Any, float]:
+    def screen(candidates: Iterable[Candidate]) -> dict[Any, float]:
         nonlocal tried
         found: dict[Any, float] = {}
         for candidate in candidates:
@@ -135,7 +148,7 @@ def decide(
         again = contest([fastest], FINAL) if _wins(first[fastest], than) else {}
         return (fastest, median(again[fastest])) if again and _wins(again[fastest], than) else None
 
-    screened = screen(choices)
+    screened = screen(candidates)
     screened |= screen(refined(min(screened, key=lambda c: screened[c], default=default)))
     winner, ratio = fastest_of(screened, 1.0) or (default, 1.0)
     rival = fastest_of(screen(rivals), ratio)
@@ -143,10 +156,9 @@ def decide(
         contest([], SCREEN)
     reasons = [(str(c), reason) for c, reason in rejected.items()]
     default_time = median(default_s) if default_s else 0.0
-    verdict = Verdict(work, default.choice, winner.choice, ratio, default_time, tried, reasons)
-    verdict.timed = sorted(((str(c), ratio) for c, ratio in timed.items()), key=lambda pair: pair[1])
-    verdict.rival = (str(rival[0]), rival[1]) if rival else None
-    return verdict
+    estimates = sorted(((str(c), ratio) for c, ratio in timed.items()), key=lambda pair: pair[1])
+    other = (str(rival[0]), rival[1]) if rival else None
+    return Verdict(problem, default.config, winner.config, ratio, default_time, tried, reasons, estimates, other)
 
 
 def _wins(ratios: list[float], than: float) -> bool:
@@ -163,13 +175,21 @@ class Trial:
     passed: bool
 
 
-def trials(verdict: Verdict, faults: dict[Any, tuple[str, str]], honest: Any, default: Any) -> list[Trial]:
-    """The results of injected candidates. Each was made so that it must be rejected for a certain reason; one is right."""
+def self_test(
+    worker: Worker, problem: Any, default: Candidate, right: Candidate, faults: Iterable[tuple[str, str]]
+) -> list[Trial]:
+    """Faulty kernels go through the same child, checks and decision as real candidates. `faults`: (name, words of the reason that
+    it must be rejected for); `right`: a candidate that must not be."""
+    faulty = {Candidate(default.config, name): words for name, words in faults}
+    try:
+        verdict = decide(worker, problem, [*faulty, right], default)
+    finally:
+        worker.close()
     reasons = dict(verdict.rejected)
-    found = []
-    for candidate, (name, words) in faults.items():
+    trials = []
+    for candidate, words in faulty.items():
         reason = reasons.get(str(candidate), "")
-        found.append(Trial(name, reason, f"rejected: {words}", words in reason))
-    reason = reasons.get(str(honest), "")
-    chosen = verdict.best in (default.choice, honest.choice)
-    return [*found, Trial("another tile", reason, "not rejected", not reason and chosen)]
+        trials.append(Trial(candidate.fault, reason, f"rejected: {words}", words in reason))
+    reason = reasons.get(str(right), "")
+    chosen = verdict.best in (default.config, right.config)
+    return [*trials, Trial("another tile", reason, "not rejected", not reason and chosen)]

@@ -11,7 +11,8 @@ import pytest
 from barellm.cuda import attention_config
 from barellm.cuda.kernels.attention.hopper_attention_backward import hopper_attention_backward
 from barellm.cuda.tuner import harness
-from barellm.cuda.tuner.problem import AttentionProblem, Candidate
+from barellm.cuda.tuning import AttentionProblem
+from barellm.runtime.tuner.problem import Candidate
 from tests.cuda import test_hopper_attention_backward
 from tests.simulators.mock import Gpu
 from tests.simulators.ptx import launch

@@ -47,7 +47,7 @@ def test_attention_s_tiles_have_one_result(role):
     op, case = (ops.Attention, forward_case) if role == "forward" else (ops.AttentionBackward, backward_case)
     attrs = case((1, T, 1, HEAD), "bf16")
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    subject, found = tuning.AttentionKey(role, "bf16", 1, T, 1, HEAD), []
+    subject, found = tuning.AttentionProblem(role, "bf16", 1, T, 1, HEAD), []
     for t in ATTENTION[role]:
         assert AttentionConfig(*t) in attention_config.attention_configs(role, HEAD, "bf16", 90)
         with tuning.forced(subject, AttentionConfig(*t)):
@@ -69,7 +69,7 @@ def test_tiles_of_triton_s_products_have_one_result(dtype, arch):
     kind, (M, N, K) = "bf16" if dtype == "bf16" else "fp32", (37, 40, 72)
     x, _, weight = operands((1, M, N, K), kind)
     size = np.abs(normal(M, K)) @ np.abs(normal(N, K, seed=3)).T
-    subject, found = tuning.GemmKey("nt", dtype, M, N, K), []
+    subject, found = tuning.GemmProblem("nt", dtype, M, N, K), []
     for t in PRODUCTS[dtype, arch]:
         for choice in gemm_config.rasterizations(t)[: 2 if t == PRODUCTS[dtype, arch][-1] else 1]:
             assert isinstance(choice, GemmConfig)

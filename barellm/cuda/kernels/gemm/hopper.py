@@ -145,8 +145,8 @@ def launch_gemm(
         not epilogue and mode != MODES["store"] and slices == 1
     ):  # what is added to is the matrix that the epilogue reads
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    key = tuning.GemmKey(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
-    config = tuning.select_config(c.target, key)
+    problem = tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
+    config = tuning.select_config(c.target, problem)
     M: Size | int = height if gemm_kind == "tn" else rows
     partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None

@@ -133,7 +133,7 @@ def append_gemm(
         _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if gemm_kind == "nt" else (K, N)
-    config = tuning.select_config(c.target, tuning.GemmKey(gemm_kind, _kind(c, dtype), most, cols, depth))
+    config = tuning.select_config(c.target, tuning.GemmProblem(gemm_kind, _kind(c, dtype), most, cols, depth))
     pre_out, other = epilogue_operands(pre, residual, epilogue)
     operands = {"out": out, "pre": pre_out, "a": a, "b": b, "bias": bias, "other": other}
     operands |= {"M": rows, "k_per_split": None}
@@ -152,8 +152,8 @@ def append_gemm(
 def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Append a weight gradient out (N, K) = dy^T x, of dy (rows, N) and x (rows, K), with split-K if the result has too few tiles
     to fill the GPU: fp32 partial sums, then added in order."""
-    key = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
-    config, default = tuning.select_config(c.target, key), key.default(c.target.arch)
+    problem = tuning.GemmProblem("tn", _kind(c, dtype), N, K, most)
+    config, default = tuning.select_config(c.target, problem), problem.default(c.target.arch)
     tiles = ceil_div(N, config.tile_m) * ceil_div(K, config.tile_n)
     default_tiles = ceil_div(N, default.tile_m) * ceil_div(K, default.tile_n)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}

@@ -12,7 +12,8 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ class Database:
         if self._entries is None:
             self._entries = self._read()
         return self._entries
+
+    @classmethod
+    @cache
+    def opened(cls, folder: Path, version: str) -> Database:
+        """One object a process."""
+        return cls(folder, version)
+
+    def decoded(self, key: str, entry: Entry | None, decode: Callable[[Entry], Any]) -> Any:
+        """What `decode` makes of an entry; None where there is none, or where it is a ValueError, which is reported once."""
+        try:
+            return None if entry is None else decode(entry)
+        except ValueError as error:
+            return self.ignore(f"{self.path}, {key!r}" if key in self.entries else key, str(error))
 
     def ignore(self, what: str, why: str) -> None:
         """Say once that a part of the database is not used, and why."""

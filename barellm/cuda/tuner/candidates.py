@@ -1,0 +1,93 @@
+"""The problems that programs have on a GPU, the configurations that are tried, and programs lowered with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from barellm.cuda import gemm_config, tuning
+from barellm.cuda.attention_config import AttentionConfig
+from barellm.cuda.kernel import Call, Launch, Specialisation, Target
+from barellm.cuda.kernels.gemm.matmul import gemm
+from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES
+from barellm.cuda.step import LoweredPrograms, lower_and_plan
+from barellm.cuda.tuner.cases import Case, case_of
+from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
+from barellm.program.builder import Program
+from barellm.runtime.tuner.problem import Candidate
+
+EPILOGUES_BY_KIND = {
+    "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
+    "nn": ("", *SLOPES),
+    "tn": ("", "add", "start"),
+}  # epilogues that the harness has
+KERNELS = {
+    "forward": ("attention_forward", "hopper_attention"),
+    "keys": ("attention_dkv", "hopper_attention_backward"),
+    "queries": ("attention_dq", "hopper_attention_backward"),
+}
+ATTENTION_RATE = 0.4  # of a GEMM's FLOP/s that attention reaches, to tell what takes longest
+
+
+def problems_of(programs: dict[str, Program], target: Target) -> list[Problem]:
+    """The tuning problems of these programs; those that take longest come first."""
+    with tuning.counting() as found:
+        lower_and_plan(programs, target)
+
+    def seconds(problem: Problem) -> float:
+        return found[problem] * problem.flops / (1.0 if isinstance(problem, GemmProblem) else ATTENTION_RATE)
+
+    known = [p for p in found if isinstance(p, AttentionProblem) or p.epilogue in EPILOGUES_BY_KIND[p.operation]]
+    return sorted(known, key=seconds, reverse=True)
+
+
+def candidates(problem: Problem, target: Target) -> list[Candidate]:
+    """The default first. All have its bits."""
+    default = problem.default(target.arch)
+    return [Candidate(config) for config in dict.fromkeys((default, *problem.configs(target.arch)))]
+
+
+def refined(best: Candidate) -> list[Candidate]:
+    """The candidates to try when the best configuration is known: other rasterization orders."""
+    if isinstance(best.config, AttentionConfig):
+        return []
+    return [Candidate(config) for config in gemm_config.rasterizations(best.config)[1:]]
+
+
+def rivals(problem: Problem, target: Target) -> list[Candidate]:
+    """The candidates that would give other bits than the default."""
+    if isinstance(problem, GemmProblem):
+        return []
+    return [Candidate(config, other_bits=True) for config in problem.rivals(target.arch)]
+
+
+def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
+    """The case's program, lowered with the candidate's configuration."""
+    p = case.program()
+    if isinstance(problem, GemmProblem):
+        target = replace(target, tf32=problem.dtype == "tf32")
+    with tuning.forced(problem, candidate.config), tuning.counting() as requested:
+        made = lower_and_plan({"op": p}, target)
+    assert requested[problem] == 1, f"{p.ops} asked for {list(requested)}, not for {problem}"
+    if candidate.fault:
+        from barellm.cuda.tuner import faults
+
+        for launch in made.lowered["op"].launches:
+            if isinstance(launch, Launch) and launch.spec.function is gemm:
+                launch.spec = replace(launch.spec, function=getattr(faults, candidate.fault))
+    return p, made
+
+
+def specs_of(problem: Problem, tried: Iterable[Candidate], target: Target) -> dict[Specialisation, str]:
+    """What the child will launch for these candidates."""
+    case, found = case_of(problem), {}
+    for candidate in tried:
+        found |= lowered(problem, case, candidate, target)[1].specs
+    return found
+
+
+def is_timed(problem: Problem, call: Call) -> bool:
+    """Whether a call of the case's program is the kernel that is tuned."""
+    if isinstance(problem, GemmProblem):
+        return True
+    return isinstance(call, Launch) and call.spec.name in KERNELS[problem.operation]

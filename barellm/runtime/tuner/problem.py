@@ -1,0 +1,41 @@
+"""What is tuned, and with what: a problem (an operation and its sizes), and the candidates for its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A GEMM of M = `rows`, N = `cols`, K = `depth`. `operation`: which GEMM of a linear layer, as the backend names them."""
+
+    operation: str
+    dtype: str
+    rows: int
+    cols: int
+    depth: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.cols * self.depth
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.rows} x {self.cols} from {self.depth} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to try, and by name a faulty kernel where a self-test injects one. `other_bits`: than the default's, so
+    that it is only reported, never kept."""
+
+    config: Any
+    fault: str = ""
+    other_bits: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fault} {self.config}".strip()
