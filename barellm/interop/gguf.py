@@ -48,7 +48,7 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
     """The file `out`, which appears when it is whole, and in it the model's name and licence. Matrices are stored in `dtype`;
     vectors and positions in fp32. Gives why it has no tokenizer, if so. UserError where the package is missing."""
     gguf = package()
-    known = models.of(weights.model).HUGGING_FACE
+    known = models.hugging_face(weights.model)
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[known.model_type])
     names = gguf.get_tensor_name_map(arch, weights.model.layers)  # pyright: ignore[reportAttributeAccessIssue]
     kinds = gguf.GGMLQuantizationType
@@ -117,7 +117,7 @@ def _stretch(weights: Weights) -> np.ndarray | None:
 
 def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
     model = weights.model
-    known = models.of(model).HUGGING_FACE
+    known = models.hugging_face(model)
     config = {key: getattr(model, name) for key, (name, _) in known.sizes.items()} | known.written(model)
     for key, add in SIZES.items():
         if key in config:

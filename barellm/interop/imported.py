@@ -23,7 +23,7 @@ def like(weights: Weights) -> Config:
     module = models.of(weights.model)
     known = [make() for make in module.PRESETS.values()]
     same = [p for p in known if _sizes(p.model) == _sizes(weights.model)]
-    config = weights.configured(same[0] if same else models.preset(module.HUGGING_FACE.preset), {})
+    config = weights.configured(same[0] if same else models.preset(models.hugging_face(weights.model).preset), {})
     return replace(config, data=replace(config.data, source=""))
 
 

@@ -15,7 +15,8 @@ and where it has them
     loss_gradient(cfg)     what the gradient of each target's loss is multiplied by in training, where that is not one over the
                            number of the step's targets; None where it is
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
-    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`)
+    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`); of Hugging Face's
+                           architectures that it can be the first is what a model is exported as, unless its `family` names one
     TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
 
 Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
@@ -35,8 +36,10 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
+from barellm.models.hf_mapping import HuggingFace
 
 HELPERS = {
+    "families",
     "hf_mapping",
     "speedrun_schedule",
     "stages",
@@ -77,6 +80,14 @@ def name_of(model: ModelConfig) -> str:
 def of(model: ModelConfig) -> Any:
     """The module that a configuration belongs to: anywhere, so that a program's own model needs no file here."""
     return import_module(type(model).__module__)
+
+
+def hugging_face(model: ModelConfig) -> HuggingFace:
+    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
+    can, the first, which says why (`refused`)."""
+    known, family = of(model).HUGGING_FACE, getattr(model, "family", "")
+    named = [one for one in known if one.model_type == family] or known
+    return next((one for one in named if one.refused(model) is None), named[0])
 
 
 def whole(model: ModelConfig) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from barellm.errors import UserError
@@ -26,6 +26,9 @@ class HuggingFace:
     class_name: str
     sizes: Mapping[str, tuple[str, Any]]  # key -> our field, and what transformers takes where the key is missing
     kinds: Mapping[str, tuple[Any, ...]]  # key -> the values that our model can be; the first is transformers' default
+    # Key -> our field, what transformers takes where the key is missing, and the values: theirs -> ours.
+    words: Mapping[str, tuple[str, Any, Mapping[Any, Any]]] = field(default_factory=dict, kw_only=True)
+    fixed: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # our fields that this architecture always has
     derived: Mapping[str, Callable[[Any], Any]]  # key -> what our configuration makes of it; a folder may leave it out
     rates: tuple[str, ...]  # keys that are written as `dropout`, and not read
     prefix: str  # before every name but the head's; older files lack it
@@ -40,5 +43,7 @@ class HuggingFace:
     ignored: Callable[[str], bool]  # their name -> whether it is no parameter
     refused: Callable[[Any], str | None]  # why transformers cannot hold a configuration of ours
     # What the tables above cannot say: config.json -> our field: (the key it was found at, its value), and the way back.
+    # Where our rows of a tensor lie in theirs: configuration, our name, their name -> their row for each of ours. None: as ours.
+    order: Callable[[Any, str, str], list[int] | None] = lambda cfg, ours, theirs: None
     read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
     written: Callable[[Any], Mapping[str, Any]] = nothing

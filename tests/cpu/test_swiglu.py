@@ -5,7 +5,7 @@ import pytest
 
 from barellm.cpu.kernels import loops
 from barellm.program import ops
-from barellm.program.ops.pointwise.swiglu import sigmoid
+from barellm.program.ops.pointwise.elementwise import sigmoid
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, stored, tokens
 

@@ -1,13 +1,14 @@
-"""RMSNorm. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in layernorm.py."""
+"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in layernorm.py."""
 
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.loops import past_caches, row_grain, write_row
-from barellm.cpu.kernels.norm.layernorm import row_constants, row_sums
+from barellm.cpu.kernels.norm.layernorm import head_constants, row_constants, row_sums
 from barellm.cpu.lang import Value
 
 
+@kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
 @kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> None:
     """Memory is read once: the row stays in registers, or in the first cache where it is long."""
