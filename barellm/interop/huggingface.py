@@ -264,6 +264,7 @@ def _config(weights: Weights, dtype: str) -> dict[str, Any]:
         **known.written(model),
         "bos_token_id": begin,
         "eos_token_id": end,
+        "pad_token_id": None,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }
 

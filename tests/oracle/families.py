@@ -1,7 +1,6 @@
 """The table of families: what transformers' own classes, with random weights, and barellm agree about.
 
     python -m tests.oracle.families [FAMILY ...]     `make families`: the table; ends with 1 where a cell is not green
-    python -m tests.oracle.families --write          the same, and the table into README.md
 
 A row is a family, a column a function of COLUMNS that raises where the two differ. Each column is tried for every variant of a
 family. Every tensor of a model is random, its norms and biases too; heads are no fraction of the width where a family lets them.
@@ -13,8 +12,10 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -36,6 +37,7 @@ from barellm.generation.samplers import Sampling
 from barellm.interop import huggingface
 from barellm.interop.sources import open_weights
 from barellm.optim.adamw import adamw
+from tests.oracle.torch_gpt2 import relative
 
 SIZES = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 40,
@@ -115,11 +117,6 @@ def case(folder: Path, family: str, variant: str = "", **more: Any) -> Case:
     return Case(model, folder, open_weights(folder, tokenizer=""))
 
 
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest number."""
-    return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30))
-
-
 def batch_of(cfg: ModelConfig, batch: int = 2, seq: int = 29) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets, some of which are ignored."""
     rng = np.random.default_rng(5)
@@ -195,8 +192,8 @@ def exported(case: Case, into: Path, *, dtype: str = "fp32") -> Path:
         ["export", run, "--format", "huggingface", "--dtype", dtype, "--out", str(again)],
     )
     for command in commands:
-        if barellm(command) != 0:
-            raise AssertionError(f"barellm {command[0]}")
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+            assert barellm(command) == 0, said.getvalue()
     return again
 
 

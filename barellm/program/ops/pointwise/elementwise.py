@@ -190,14 +190,14 @@ ACTIVATIONS: dict[str, Elementwise] = {
     for a in (
         # x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, the form that GPT-2 uses).
         Elementwise("gelu", value=lambda x: 0.5 * x * (1 + _tanh(x)), slope=_gelu_slope, operations=(12, 20)),
-        # x P(N(0, 1) < x) (Hendrycks and Gimpel 2016), by the error function.
-        Elementwise("gelu_erf", value=lambda x: x * _normal(x)[0], slope=_gelu_erf_slope, operations=(16, 20)),
-        # x / (1 + exp(-x)) (Hendrycks and Gimpel 2016; Ramachandran et al. 2017 call it swish).
-        Elementwise("silu", value=lambda x: x * sigmoid(x), slope=_silu_slope, operations=(9, 14)),
         # max(x, 0); its slope at 0 is 0.
         Elementwise("relu", value=_relu, slope=lambda x: 1.0 * (x > 0), operations=(1, 2)),
         # max(x, 0)^2 (So et al. 2021).
         Elementwise("relu2", value=lambda x: _relu(x) ** 2, slope=lambda x: 2 * _relu(x), operations=(2, 3)),
+        # x P(N(0, 1) < x) (Hendrycks and Gimpel 2016), by the error function.
+        Elementwise("gelu_erf", value=lambda x: x * _normal(x)[0], slope=_gelu_erf_slope, operations=(16, 20)),
+        # x / (1 + exp(-x)) (Hendrycks and Gimpel 2016; Ramachandran et al. 2017 call it swish).
+        Elementwise("silu", value=lambda x: x * sigmoid(x), slope=_silu_slope, operations=(9, 14)),
     )
 }
 SLOPES: dict[str, Elementwise] = {a.backward.name: a for a in ACTIVATIONS.values()}
