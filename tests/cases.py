@@ -540,9 +540,7 @@ def check_products_that_add(open_session, *, compute: str, limit: float) -> None
     session, oracle = open_session({"op": p}), ReferenceSession({"op": p})
     names = ["linear", "linear_residual", *(f"linear_{name}" for name in COMMON)]
     try:
-        assert [op.name for op in session.lowered["op"].ops] == names + [
-            f"matmul_dx_{name}" for name in COMMON
-        ]
+        assert [op.name for op in session.lowered["op"].ops] == names + [f"matmul_dx_{name}" for name in COMMON]
         for s in (session, oracle):
             for i, (name, t) in enumerate({**p.named, **p.store.tensors}.items()):
                 sizes = tuple({"batch": 2, "seq": 7}[n.name] if isinstance(n, Dim) else n for n in t.shape)

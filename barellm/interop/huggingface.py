@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,8 @@ from barellm.checkpoint.weights import Reordered, RowsOfArray, Stack, Weights, p
 from barellm.config import ModelConfig
 from barellm.config.fields import converted, entries
 from barellm.errors import UserError
-from barellm.interop import vocabulary
-from barellm.models.hf_mapping import HuggingFace
+from barellm.interop import decoders, vocabulary
+from barellm.models.hf_mapping import Family, HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -37,6 +38,21 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
+@cache
+def architectures(module: ModuleType) -> tuple[HuggingFace, ...]:
+    """What the models of a module can be in Hugging Face's words."""
+    rows = getattr(module, "HUGGING_FACE", ())
+    return tuple(decoders.hugging_face(one) if isinstance(one, Family) else one for one in rows)
+
+
+def hugging_face(model: ModelConfig) -> HuggingFace:
+    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
+    can, the first, which says why (`refused`)."""
+    known, family = architectures(models.of(model)), getattr(model, "family", "")
+    named = [one for one in known if one.model_type == family] or known
+    return next((one for one in named if one.refused(model) is None), named[0])
+
+
 # --- reading ---
 
 
@@ -44,7 +60,7 @@ def read(folder: Path) -> Weights:
     """The weights of a folder, without its tokenizer. It is a UserError if the model is none of our architectures, or is not
     whole."""
     model = model_of(folder / CONFIG)
-    known = models.hugging_face(model)
+    known = hugging_face(model)
     tensors, origin = _tensors(folder, known)
     expected = parameters(model)
     places = {part.name: part for part in parts(known, model, expected)}
@@ -109,7 +125,7 @@ def model_of(path: Path) -> ModelConfig:
         kinds = {name: entry.kind for name, entry in entries(module.Config).items()}
         given = {name: converted(key, value, kinds[name]) for name, (key, value) in found.items()}
         model = module.Config(**known.fixed, **given)
-        if models.hugging_face(model) is not known:
+        if hugging_face(model) is not known:
             model = replace(model, family=known.model_type)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -130,7 +146,7 @@ def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleTy
     """The architecture whose name config.json has; where it has none, the first. UserError for weights that are quantized."""
     found: dict[str, tuple[HuggingFace, ModuleType]] = {}
     for module in map(models.module, models.names()):
-        found |= {known.model_type: (known, module) for known in getattr(module, "HUGGING_FACE", ())}
+        found |= {known.model_type: (known, module) for known in architectures(module)}
     name = config.get("model_type", models.BEFORE_NAMES)
     if not isinstance(name, str) or name not in found:
         missing = [what for what, has in MISSING.items() if has(config)]
@@ -149,10 +165,14 @@ def _any(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda config: any(config.get(key) for key in keys)
 
 
-MISSING: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # what architectures have that we have not -> whether it is one
+MISSING: dict[
+    str, Callable[[Mapping[str, Any]], bool]
+] = {  # what architectures have that we have not -> whether it is one
     "a mixture of experts": _any("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "cross attention": _any("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"),
-    "ALiBi": lambda config: config.get("model_type") == "bloom" or _any("alibi")(config | (config.get("attn_config") or {})),
+    "ALiBi": lambda config: (
+        config.get("model_type") == "bloom" or _any("alibi")({**config, **(config.get("attn_config") or {})})
+    ),
     "sliding windows or soft caps": _any("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     "state spaces": _any("mamba_d_state", "state_size", "ssm_cfg"),
     "pictures or sound": _any("vision_config", "audio_config"),
@@ -208,7 +228,7 @@ class _Theirs:
     """The rows of what is written, by Hugging Face's names: some matrices are (in, out) there, some are several."""
 
     def __init__(self, weights: Weights) -> None:
-        known = models.hugging_face(weights.model)
+        known = hugging_face(weights.model)
         self.weights = weights
         self.reordered = "", np.empty(0)  # the last tensor whose rows lie otherwise here, by its name
         self.parts = {
@@ -251,7 +271,7 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
 
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
     model, tokenizer = weights.model, weights.tokenizer
-    known = models.hugging_face(model)
+    known = hugging_face(model)
     begin, end = vocabulary.begin_and_end(tokenizer) if tokenizer else (None, None)
     return {
         "architectures": [known.class_name],

@@ -36,7 +36,6 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
-from barellm.models.hf_mapping import HuggingFace
 
 HELPERS = {
     "families",
@@ -80,14 +79,6 @@ def name_of(model: ModelConfig) -> str:
 def of(model: ModelConfig) -> Any:
     """The module that a configuration belongs to: anywhere, so that a program's own model needs no file here."""
     return import_module(type(model).__module__)
-
-
-def hugging_face(model: ModelConfig) -> HuggingFace:
-    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
-    can, the first, which says why (`refused`)."""
-    known, family = of(model).HUGGING_FACE, getattr(model, "family", "")
-    named = [one for one in known if one.model_type == family] or known
-    return next((one for one in named if one.refused(model) is None), named[0])
 
 
 def whole(model: ModelConfig) -> bool:

@@ -22,8 +22,9 @@ Where only a part of a head turns (`rotary_fraction`), the two halves of that pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,11 @@ def _numbers(key: str, found: str, config: Any) -> str | None:
 
 def _layers(key: str, found: str, config: Any) -> str | None:
     wrong = _numbers(key, found, config) or any(n not in range(config.layers) for n in numbers(found))
-    return f"{key} is {found!r}, expected numbers from 0 to {config.layers - 1} with commas between them" if wrong else None
+    return (
+        f"{key} is {found!r}, expected numbers from 0 to {config.layers - 1} with commas between them"
+        if wrong
+        else None
+    )
 
 
 def _even_head(key: str, found: int, config: Any) -> str | None:
@@ -66,7 +71,11 @@ def _part_of_head(key: str, found: float, config: Any) -> str | None:
     if not 0 < found <= 1:
         return f"{key} is {found}, expected above 0 and at most 1"
     turned = int(config.head_size * found)
-    return f"{key} {found} lets {turned} of {config.head_size} columns turn, expected an even number" if turned % 2 else None
+    return (
+        f"{key} {found} lets {turned} of {config.head_size} columns turn, expected an even number"
+        if turned % 2
+        else None
+    )
 
 
 def _plane_factors(key: str, found: str, config: Any) -> str | None:
@@ -99,10 +108,14 @@ class Config(ModelConfig):
     rope_theta: float = above(0, 500_000.0, "RoPE's base frequency theta")
     rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of rope_type; 0: none")
     rope_low: float = above(
-        0, 1.0, "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor"
+        0,
+        1.0,
+        "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor",
     )
     rope_high: float = above(
-        "rope_low", 4.0, "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled"
+        "rope_low",
+        4.0,
+        "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled",
     )
     rope_old_seq: int = at_least(1, 8192, "original_max_position_embeddings: the context length before scaling")
     rope_type: str = one_of(
@@ -114,10 +127,12 @@ class Config(ModelConfig):
     rope_truncate: bool = value(True, "yarn: the planes between which scaling begins and ends are whole numbers")
     rope_short: str = value("", "longrope: short_factor, a number for each pair of columns", check=_plane_factors)
     rope_long: str = value("", "longrope: long_factor, of contexts above rope_old_seq", check=_plane_factors)
+    head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
     rotary_fraction: float = value(1.0, "partial_rotary_factor: the part of a head that turns", check=_part_of_head)
     nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
-    head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
-    qk_norm: str = one_of(("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row")
+    qk_norm: str = one_of(
+        ("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row"
+    )
     norm: str = one_of(("rms", "layer"), "rms", "RMSNorm, or LayerNorm with biases")
     norm_position: str = one_of(("pre", "post"), "pre", "norms before attention and MLP, or behind them")
     attention_bias: str = one_of(("none", "qkv", "all"), "none", "biases of q, k and v, or of attention's output too")
@@ -291,15 +306,15 @@ def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
     beside attention's own 1 / sqrt(D)."""
     D, length = cfg.head_size, p.store.positions or cfg.max_seq
     scale = sqrt(cfg.attention_multiplier * sqrt(D)) if cfg.attention_multiplier else 1.0
-    turning = p.rope_tables(
-        length, D, theta=cfg.rope_theta, scaling=cfg.scaling, rotated=cfg.rotated, scale=scale
-    )
+    turning = p.rope_tables(length, D, theta=cfg.rope_theta, scaling=cfg.scaling, rotated=cfg.rotated, scale=scale)
     without = set(numbers(cfg.nope_layers))
-    passing = p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
+    passing = (
+        p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
+    )
     return [passing if i in without else turning for i in range(cfg.layers)]
 
 
-def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None) -> list[Tensor]:
+def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
     heads = cfg.heads, cfg.kv_heads
     if not b.qk_norms:
         qkv_BTD = p.linear(h_BTC, *b.qkv[0])
@@ -315,7 +330,8 @@ def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor,
 def _mlp(p: Program, cfg: Config, b: Block, h_BTC: Tensor) -> Tensor:
     if cfg.mlp == "plain":
         return p.activate(p.linear(h_BTC, *b.up), cfg.activation)
-    return p.gated_linear_unit(*p.split(p.linear(h_BTC, *b.up), 2), cfg.activation)
+    gate_BTF, up_BTF = p.split(p.linear(h_BTC, *b.up), 2)
+    return p.gated_linear_unit(gate_BTF, up_BTF, cfg.activation)
 
 
 # --- presets ---
@@ -351,11 +367,12 @@ def llama_124m() -> Run:
 
 
 def _released(preset: str, lr: float, **sizes: Any) -> Run:
-    """A model that Meta released. It has 131,072 positions. The preset has 8192, for which KV caches fit into memory, and an
-    import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    """A model that others released, Meta unless `sizes` say otherwise. Meta's have 131,072 positions; the first presets have 8192,
+    and an import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    usual: dict[str, Any] = {"heads": 32, "kv_heads": 8, "vocab_size": 128_256, "max_seq": 8192}
     return Run(
         preset=preset,
-        model=Config(heads=32, kv_heads=8, vocab_size=128_256, max_seq=8192, **sizes),
+        model=Config(**usual | sizes),
         optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
         data=DataConfig(source="", tokenizer=""),
         train=TrainConfig(
@@ -369,11 +386,23 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
     )
 
 
+SMOL = {"vocab_size": 49152, "max_seq": 8192, "rope_theta": 1e5}
+RELEASED: dict[str, dict[str, Any]] = {  # small models that others released, in their published sizes
+    "smollm2-135m": {"layers": 30, "d_model": 576, "heads": 9, "kv_heads": 3, "d_ff": 1536, **SMOL},
+    "smollm2-360m": {"layers": 32, "d_model": 960, "heads": 15, "kv_heads": 5, "d_ff": 2560, **SMOL},
+    "qwen3-0.6b": {
+        "layers": 28, "d_model": 1024, "heads": 16, "kv_heads": 8, "d_ff": 3072, "head_dim": 128, "qk_norm": "head",
+        "vocab_size": 151_936, "max_seq": 40960, "rope_theta": 1e6, "norm_eps": 1e-6,
+    },
+    "llama3.2-1b": {"layers": 16, "d_model": 2048, "d_ff": 8192, "rope_factor": 32.0, "max_seq": 131_072},
+}  # fmt: skip
+
 PRESETS: dict[str, Callable[[], Run]] = {
     "llama-15m": llama_15m,
     "llama-124m": llama_124m,
     "llama3-1b": lambda: _released("llama3-1b", 3e-4, layers=16, d_model=2048, d_ff=8192, rope_factor=32.0),
     "llama3-8b": lambda: _released("llama3-8b", 3e-4, layers=32, d_model=4096, d_ff=14336, rope_factor=8.0, tied=False),
+    **{name: partial(_released, name, 3e-4, **sizes) for name, sizes in RELEASED.items()},
 }
 
 

@@ -151,4 +151,6 @@ def test_heads_are_normalised_one_by_one(isa, dtype, heads, D):
     check_op(ops.HeadRMSNormDx, isa, given | {"weight": weight}, bounds={"dx": 8 * EPS * size + 4 * EPS}, plan=(3, 7))
     for mode in ("store", "start"):
         more = {"modes": {"dweight": mode}, "scalars": {"accumulate": int(mode == "start")}}
-        check_op(ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7))
+        check_op(
+            ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7)
+        )

@@ -98,4 +98,11 @@ def test_gates_of_every_activation(isa, dtype, activation):
     dy = tokens(normal(2, 5, 65, seed=2), dtype)
     size = size * (1 + np.abs(dy.values))
     views = case["views"] | {"dgate": ("d", 0, 65), "dup": ("d", 65, 65)}
-    check_op(op.backward, isa, {"dy": dy, **case["given"]}, views=views, bounds={"dgate": rough * size, "dup": rough * size}, plan=(3, 7))
+    check_op(
+        op.backward,
+        isa,
+        {"dy": dy, **case["given"]},
+        views=views,
+        bounds={"dgate": rough * size, "dup": rough * size},
+        plan=(3, 7),
+    )

@@ -13,8 +13,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels.loops import foreach_vector
 from barellm.cpu.lang import vector
-from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, GELU_CUBIC, GELU_SCALE
-from barellm.program.ops.pointwise.elementwise import sigmoid
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, GELU_CUBIC, GELU_SCALE, sigmoid
 from tests.cpu.check import EPS, ISAS, isa_named
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)

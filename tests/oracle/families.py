@@ -25,7 +25,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from barellm import models
 from barellm.assembly.build import opened
 from barellm.assembly.programs import build
 from barellm.checkpoint.weights import Weights, parameters
@@ -62,7 +61,10 @@ FAMILIES: dict[str, tuple[str, Variants]] = {  # model_type -> transformers' cla
     ),
     "qwen2": ("Qwen2", {"": {"tie_word_embeddings": True}, "yarn": {"rope_parameters": YARN}}),
     "qwen3": ("Qwen3", {"": WIDE | {"tie_word_embeddings": True}, "biases": WIDE | {"attention_bias": True}}),
-    "smollm3": ("SmolLM3", {"": {"no_rope_layers": [1, 0, 1]}, "untied": {"no_rope_layers": [0, 0, 1], "tie_word_embeddings": False}}),
+    "smollm3": (
+        "SmolLM3",
+        {"": {"no_rope_layers": [1, 0, 1]}, "untied": {"no_rope_layers": [0, 0, 1], "tie_word_embeddings": False}},
+    ),
     "olmo2": ("Olmo2", {"": {}, "biases": {"attention_bias": True}}),
     "granite": (
         "Granite",
@@ -108,7 +110,7 @@ class Case:
 
     @property
     def known(self) -> Any:
-        return models.hugging_face(self.weights.model)
+        return huggingface.hugging_face(self.weights.model)
 
 
 def case(folder: Path, family: str, variant: str = "", **more: Any) -> Case:
@@ -135,7 +137,7 @@ def theirs(case: Case, tokens: np.ndarray, targets: np.ndarray, *, autocast: boo
     loss = torch.nn.functional.cross_entropy(logits.reshape(flat.numel(), -1), flat, ignore_index=-1)
     loss.backward()
     there = {name.removeprefix(case.known.prefix): p.grad.numpy() for name, p in case.model.named_parameters()}
-    there |= {case.known.head: there[name] for name in ("lm_head.weight",) if name in there}
+    there[case.known.head] = there.get("lm_head.weight")  # GPT-NeoX's has another name on disk
     found: dict[str, list[np.ndarray]] = {}
     for part in huggingface.parts(case.known, case.weights.model, parameters(case.weights.model)):
         grad = there[part.name]
@@ -144,10 +146,14 @@ def theirs(case: Case, tokens: np.ndarray, targets: np.ndarray, *, autocast: boo
     return {"logits": logits.detach().numpy(), "loss": np.array([loss.item()])} | gradients
 
 
-def ours(case: Case, tokens: np.ndarray, targets: np.ndarray, *, compute: str = "fp32", device: str = "cpu") -> dict[str, np.ndarray]:
+def ours(
+    case: Case, tokens: np.ndarray, targets: np.ndarray, *, compute: str = "fp32", device: str = "cpu"
+) -> dict[str, np.ndarray]:
     """The same of barellm, with the rows of padded ids cut off."""
     (batch, seq), cfg = tokens.shape, case.weights.model
-    _, programs = build(cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig()))
+    _, programs = build(
+        cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig())
+    )
     micro = programs["forward_backward"]
     micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
     with opened(programs, device) as session:

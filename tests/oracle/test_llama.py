@@ -19,7 +19,6 @@ from barellm.cpu.step import CpuSession
 from barellm.data.tokenizers import Chars
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
-from barellm.interop import huggingface
 from barellm.interop.sources import open_weights
 from barellm.models.llama3 import Config
 from barellm.optim.adamw import adamw

@@ -1,4 +1,5 @@
-"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in layernorm.py."""
+"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in
+layernorm.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SwiGLU, gated activations of other kinds, and their gradients. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any stride: gate and up are
-often the two halves of one fused GEMM, and their gradients those of its gradient.
+"""SwiGLU, gated activations of other kinds, and their gradients. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any
+stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ def constants_of(op: Op) -> dict[str, Any]:
     tensors = op.outputs | op.inputs
     strides = tuple((name, t.row_stride) for name, t in tensors.items())
     name = op.definition.name
-    return {"name": name, "F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_lines(op), **shape_of(op.gate)}
+    return {
+        "name": name,
+        "F": int(op.gate.shape[-1]),
+        "strides": strides,
+        "lines": whole_lines(op),
+        **shape_of(op.gate),
+    }
 
 
 def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> None:

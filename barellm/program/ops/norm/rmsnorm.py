@@ -106,8 +106,9 @@ class HeadRMSNormDx(RMSNormDx):
         return {"dx": (x.shape, x.dtype)}
 
     def reference(self, dy, x, rstd, weight):
-        heads = (t.reshape(*rstd.shape, len(weight)) for t in (dy, x))
-        return {"dx": super().reference(*heads, rstd, weight)["dx"].reshape(x.shape)}
+        D = len(weight)
+        found = super().reference(dy.reshape(*rstd.shape, D), x.reshape(*rstd.shape, D), rstd, weight)
+        return {"dx": found["dx"].reshape(x.shape)}
 
 
 class HeadRMSNormDweight(Op):
@@ -119,7 +120,11 @@ class HeadRMSNormDweight(Op):
         return {"dweight": ((int(x.shape[-1]) // int(rstd.shape[-1]),), "fp32")}
 
     def reference(self, dy, x, rstd):
-        return {"dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None]).reshape(-1, x.shape[-1] // rstd.shape[-1]).sum(0)}
+        return {
+            "dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None])
+            .reshape(-1, x.shape[-1] // rstd.shape[-1])
+            .sum(0)
+        }
 
     def flops(self) -> int:
         return 3 * self.x.size
