@@ -349,7 +349,7 @@ class Model:
         store, programs = build(
             model,
             batch=wanted.batch if evaluated else 0,
-            seq=wanted.seq if evaluated else 0,
+            seq=wanted.seq,
             compute=compute,
             decode_batch=1 if decoded else 0,
             decode_seq=wanted.positions if decoded else 0,

@@ -7,7 +7,7 @@ import pytest
 
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
-from barellm.program.ops.pointwise.swiglu import sigmoid
+from barellm.program.ops.pointwise.elementwise import sigmoid
 from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import chain_bound, normal

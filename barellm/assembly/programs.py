@@ -63,6 +63,7 @@ def build(
             f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
         )
     architecture, store = models.of(model), Store()
+    store.positions = max(longest, (decode_seq or model.max_seq) if decode_batch else 0)
     programs = {"init": Program(store, compute=compute)}
     architecture.declare(programs["init"], model)
     initialise(programs["init"])

@@ -39,10 +39,23 @@ class RowsOfArray(Protocol):
     def __getitem__(self, rows: slice, /) -> np.ndarray: ...
 
 
+class Reordered:
+    """The rows of an array in another order: row i is the array's row order[i]. Only those that are asked for are copied."""
+
+    def __init__(self, array: np.ndarray, order: np.ndarray) -> None:
+        self.array, self.order = array, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.array[self.order[rows]]
+
+
 class Stack:
     """Arrays one below the other, as one: only the rows that are asked for are copied."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray | Reordered]) -> None:
         self.arrays = arrays
 
     def __getitem__(self, rows: slice) -> np.ndarray:

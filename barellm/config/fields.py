@@ -114,13 +114,16 @@ def some_of(known: Sequence[str], help: str) -> Any:
     return value("", help, check=check)
 
 
-def divides(other: str, default: int, help: str, *, even: bool = False, **more: Any) -> Any:
-    """A number from 1 on that divides another field; with `even` into parts of an even size."""
+def divides(other: str, default: int, help: str, *, even: bool = False, unless: str = "", **more: Any) -> Any:
+    """A number from 1 on that divides another field; with `even` into parts of an even size. Any number from 1 on where the field
+    `unless` is not 0."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         whole = getattr(config, other)
         if found < 1:
             return f"{key} is {found}, expected at least 1"
+        if unless and getattr(config, unless):
+            return None
         section = key.rpartition(".")[0]
         if whole % found:
             return f"{key} {found} does not divide {section}.{other} {whole}"

@@ -37,7 +37,9 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     module = models.of(weights.model)
     if kind != TOKENIZER and not hasattr(module, "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
-    if kind != TOKENIZER and (why := module.HUGGING_FACE.refused(weights.model)):
+    if kind != TOKENIZER and (why := huggingface.hugging_face(weights.model).refused(weights.model)):
+        raise UserError(f"{weights.path}: {why}")
+    if kind == "gguf" and (why := gguf.refused(weights.model)):
         raise UserError(f"{weights.path}: {why}")
     if out.exists():
         raise UserError(

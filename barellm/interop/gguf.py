@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from barellm import models
 from barellm.checkpoint import storage
 from barellm.checkpoint.weights import Weights
 from barellm.data.bpe import BytePairs
@@ -17,7 +16,7 @@ from barellm.data.huggingface import HuggingFace, steps
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
-from barellm.interop.huggingface import Part, parts
+from barellm.interop.huggingface import Part, hugging_face, parts
 from barellm.program.ops.attention.rope import frequencies
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -44,11 +43,27 @@ def package() -> Any:
         raise UserError("--format gguf needs the package gguf: pip install gguf") from None
 
 
+def refused(model: Any) -> str | None:
+    """Why a model has no such file."""
+    kind = hugging_face(model).model_type
+    if kind not in ARCHITECTURES:
+        return f"model.family is {kind!r}, --format gguf has {' and '.join(ARCHITECTURES)}: export it as huggingface"
+    plain = (
+        {"attention_bias": "none", "mlp_bias": False, "head_dim": 0, "activation": "silu"} if kind == "llama" else {}
+    )
+    for name, one in plain.items():
+        if getattr(model, name) != one:
+            return f"model.{name} is {getattr(model, name)!r}, --format gguf has {one!r}: export it as huggingface"
+    if kind == "llama" and model.rope_factor and model.rope_type not in ("llama3", "linear"):
+        return f"model.rope_type is {model.rope_type!r}, --format gguf has llama3 and linear: export it as huggingface"
+    return None
+
+
 def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | None) -> str | None:
     """The file `out`, which appears when it is whole, and in it the model's name and licence. Matrices are stored in `dtype`;
     vectors and positions in fp32. Gives why it has no tokenizer, if so. UserError where the package is missing."""
     gguf = package()
-    known = models.of(weights.model).HUGGING_FACE
+    known = hugging_face(weights.model)
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[known.model_type])
     names = gguf.get_tensor_name_map(arch, weights.model.layers)  # pyright: ignore[reportAttributeAccessIssue]
     kinds = gguf.GGMLQuantizationType
@@ -117,8 +132,8 @@ def _stretch(weights: Weights) -> np.ndarray | None:
 
 def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
     model = weights.model
-    known = models.of(model).HUGGING_FACE
-    config = {key: getattr(model, name) for key, (name, _) in known.sizes.items()} | known.written(model)
+    known = hugging_face(model)
+    config = {**{key: getattr(model, name) for key, (name, _) in known.sizes.items()}, **known.written(model)}
     for key, add in SIZES.items():
         if key in config:
             getattr(writer, add)(config[key])

@@ -4,8 +4,10 @@ architecture is called there (`models.hf_mapping.HuggingFace`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,16 +18,17 @@ import numpy as np
 from barellm import models
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.checkpoint import read_json
-from barellm.checkpoint.weights import Stack, Weights, parameters
+from barellm.checkpoint.weights import Reordered, RowsOfArray, Stack, Weights, parameters
 from barellm.config import ModelConfig
 from barellm.config.fields import converted, entries
 from barellm.errors import UserError
-from barellm.interop import vocabulary
-from barellm.models.hf_mapping import HuggingFace
+from barellm.interop import decoders, vocabulary
+from barellm.models.hf_mapping import Family, HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 CARD = "README.md"
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # torch.compile and DistributedDataParallel put these before names
 
 
 def is_folder(path: Path) -> bool:
@@ -35,6 +38,21 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
+@cache
+def architectures(module: ModuleType) -> tuple[HuggingFace, ...]:
+    """What the models of a module can be in Hugging Face's words."""
+    rows = getattr(module, "HUGGING_FACE", ())
+    return tuple(decoders.hugging_face(one) if isinstance(one, Family) else one for one in rows)
+
+
+def hugging_face(model: ModelConfig) -> HuggingFace:
+    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
+    can, the first, which says why (`refused`)."""
+    known, family = architectures(models.of(model)), getattr(model, "family", "")
+    named = [one for one in known if one.model_type == family] or known
+    return next((one for one in named if one.refused(model) is None), named[0])
+
+
 # --- reading ---
 
 
@@ -42,23 +60,27 @@ def read(folder: Path) -> Weights:
     """The weights of a folder, without its tokenizer. It is a UserError if the model is none of our architectures, or is not
     whole."""
     model = model_of(folder / CONFIG)
-    known: HuggingFace = models.of(model).HUGGING_FACE
+    known = hugging_face(model)
     tensors, origin = _tensors(folder, known)
     expected = parameters(model)
     places = {part.name: part for part in parts(known, model, expected)}
     tied = known.tied(model)
+    embedding = next((name for name, part in places.items() if part.ours == tied), "")
+    if tied and embedding not in tensors and known.head in tensors:  # one matrix, under its other name
+        tensors[embedding], origin[embedding] = tensors.pop(known.head), origin[known.head]
     tensorfile.check_names(folder, tensors.keys() - ({known.head} if tied else set()), places)
-    found: dict[str, list[np.ndarray]] = {}
+    found: dict[str, list[np.ndarray | Reordered]] = {}
     for theirs, part in places.items():
         array, shape = tensors[theirs], part.shape
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
             raise UserError(f"{origin[theirs]}: {theirs} is {array.dtype}, expected float32, bfloat16 or float16")
         if array.shape != shape:
             raise UserError(f"{origin[theirs]}: {theirs} is {array.shape}, expected {shape} by {CONFIG}")
-        found.setdefault(part.ours, []).append(array.T if part.transposed else array)
-    if tied and known.head in tensors and not _equal(tensors[known.head], found[tied][0]):
+        array = array.T if part.transposed else array
+        found.setdefault(part.ours, []).append(array if part.order is None else Reordered(array, part.order))
+    if tied and known.head in tensors and not _equal(tensors[known.head], tensors[embedding]):
         raise UserError(f"{origin[known.head]}: {known.head} is not {tied}, expected a classifier that is tied to it")
-    arrays = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
+    arrays: dict[str, RowsOfArray] = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
     return Weights(folder, model, arrays, tokenizer=None)
 
 
@@ -71,6 +93,7 @@ class Part:
     first: int
     shape: tuple[int, ...]  # as it lies there
     transposed: bool
+    order: np.ndarray | None  # where our rows lie in theirs, if not in the same order
 
 
 def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]) -> Iterator[Part]:
@@ -79,7 +102,9 @@ def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]
         first, transposed = 0, known.transposed(ours)
         for theirs, rows in known.parts(model, ours).items():
             shape = (rows or t.valid_rows, *t.shape[1:])
-            yield Part(theirs, ours, first, shape[::-1] if transposed else shape, transposed)
+            order = known.order(model, ours, theirs)
+            rows_there = None if order is None else np.array(order)
+            yield Part(theirs, ours, first, shape[::-1] if transposed else shape, transposed, rows_there)
             first += shape[0]
         assert first == t.valid_rows, ours
 
@@ -90,14 +115,18 @@ def model_of(path: Path) -> ModelConfig:
         raise UserError(f"{path} is missing, expected the sizes of the model in it")
     config = read_json(path)
     known, module = _known(path, config)
-    for key, values in known.kinds.items():
-        if (found := config.get(key, values[0])) not in values:
-            raise UserError(f"{path}: {key} is {found!r}, expected {' or '.join(map(repr, values))}")
     try:
+        for key, values in known.kinds.items():
+            _one_of(key, config.get(key, values[0]), values)
         found = {name: (key, config.get(key, default)) for key, (name, default) in known.sizes.items()}
+        for key, (name, default, values) in known.words.items():
+            found[name] = key, values[_one_of(key, config.get(key, default), tuple(values))]
         found |= known.read(config)
         kinds = {name: entry.kind for name, entry in entries(module.Config).items()}
-        model = module.Config(**{name: converted(key, value, kinds[name]) for name, (key, value) in found.items()})
+        given = {name: converted(key, value, kinds[name]) for name, (key, value) in found.items()}
+        model = module.Config(**known.fixed, **given)
+        if hugging_face(model) is not known:
+            model = replace(model, family=known.model_type)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     for key, value in known.derived.items():
@@ -106,17 +135,48 @@ def model_of(path: Path) -> ModelConfig:
     return model
 
 
+def _one_of(key: str, found: Any, values: tuple[Any, ...]) -> Any:
+    """`found`, one of the `values`."""
+    if not isinstance(found, str | bool | int | float | None) or found not in values:
+        raise UserError(f"{key} is {found!r}, expected {' or '.join(map(repr, values))}")
+    return found
+
+
 def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleType]:
-    """The architecture whose name config.json has; where it has none, the first."""
-    found = {}
+    """The architecture whose name config.json has; where it has none, the first. UserError for weights that are quantized."""
+    found: dict[str, tuple[HuggingFace, ModuleType]] = {}
     for module in map(models.module, models.names()):
-        known: HuggingFace | None = getattr(module, "HUGGING_FACE", None)
-        if known is not None:
-            found[known.model_type] = known, module
+        found |= {known.model_type: (known, module) for known in architectures(module)}
     name = config.get("model_type", models.BEFORE_NAMES)
     if not isinstance(name, str) or name not in found:
-        raise UserError(f"{path}: model_type is {name!r}, expected {' or '.join(map(repr, found))}")
+        missing = [what for what, has in MISSING.items() if has(config)]
+        why = f" (it has {' and '.join(missing)}, which no architecture here has)" if missing else ""
+        raise UserError(f"{path}: model_type is {name!r}, expected {' or '.join(map(repr, found))}{why}")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise UserError(
+            f"{path}: quantization_config.quant_method is {method!r}, weights of few bits, expected float32, bfloat16 or float16: "
+            "import the folder that they were made of, and give sample or eval --weights int8, int4 or nf4"
+        )
     return found[name]
+
+
+def _any(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda config: any(config.get(key) for key in keys)
+
+
+MISSING: dict[
+    str, Callable[[Mapping[str, Any]], bool]
+] = {  # what architectures have that we have not -> whether it is one
+    "a mixture of experts": _any("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "cross attention": _any("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"),
+    "ALiBi": lambda config: (
+        config.get("model_type") == "bloom" or _any("alibi")({**config, **(config.get("attn_config") or {})})
+    ),
+    "sliding windows or soft caps": _any("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "state spaces": _any("mamba_d_state", "state_size", "ssm_cfg"),
+    "pictures or sound": _any("vision_config", "audio_config"),
+}
 
 
 def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], dict[str, Path]]:
@@ -128,7 +188,7 @@ def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], d
         if missing := sorted(listed - arrays.keys()):
             raise UserError(f"{path} lacks the tensor {missing[0]!r}, which {INDEX} lists")
         for full, array in arrays.items():
-            name = full.removeprefix(known.prefix)
+            name = WRAPPERS.sub("", full).removeprefix(known.prefix)
             if known.ignored(name):
                 continue
             if name in tensors:
@@ -168,8 +228,9 @@ class _Theirs:
     """The rows of what is written, by Hugging Face's names: some matrices are (in, out) there, some are several."""
 
     def __init__(self, weights: Weights) -> None:
-        known: HuggingFace = models.of(weights.model).HUGGING_FACE
+        known = hugging_face(weights.model)
         self.weights = weights
+        self.reordered = "", np.empty(0)  # the last tensor whose rows lie otherwise here, by its name
         self.parts = {
             part.name if part.name == known.head else known.prefix + part.name: part
             for part in parts(known, weights.model, weights.tensors)
@@ -183,6 +244,11 @@ class _Theirs:
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         part = self.parts[name]
+        if part.order is not None:
+            if self.reordered[0] != name:
+                rows = self.weights.read_rows(part.ours, part.first, part.first + len(part.order))
+                self.reordered = name, rows[np.argsort(part.order)]
+            return self.reordered[1][lo:hi]
         if part.transposed:
             array = self.weights.arrays[part.ours]
             assert isinstance(array, np.ndarray)  # what is packed is never transposed
@@ -205,17 +271,24 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
 
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
     model, tokenizer = weights.model, weights.tokenizer
-    known: HuggingFace = models.of(model).HUGGING_FACE
+    known = hugging_face(model)
     begin, end = vocabulary.begin_and_end(tokenizer) if tokenizer else (None, None)
     return {
         "architectures": [known.class_name],
         "model_type": known.model_type,
         **{key: values[0] for key, values in known.kinds.items()},
         **{key: getattr(model, name) for key, (name, _) in known.sizes.items()},
+        **{key: _theirs(getattr(model, name), values) for key, (name, _, values) in known.words.items()},
         **dict.fromkeys(known.derived),
         **dict.fromkeys(known.rates, getattr(model, "dropout", 0.0)),
         **known.written(model),
         "bos_token_id": begin,
         "eos_token_id": end,
+        "pad_token_id": None,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }
+
+
+def _theirs(ours: Any, values: Mapping[Any, Any]) -> Any:
+    """The first of their words for a value of ours."""
+    return next(theirs for theirs, one in values.items() if one == ours)

@@ -14,6 +14,7 @@ from barellm.config import Config, ModelConfig, overrides
 from barellm.config.fields import entries
 from barellm.data.kinds import tokenizer_files
 from barellm.errors import UserError
+from barellm.interop import huggingface
 from barellm.interop.llmc_state import State, Training
 from barellm.training.batch_rampup import BatchRampup
 
@@ -23,7 +24,7 @@ def like(weights: Weights) -> Config:
     module = models.of(weights.model)
     known = [make() for make in module.PRESETS.values()]
     same = [p for p in known if _sizes(p.model) == _sizes(weights.model)]
-    config = weights.configured(same[0] if same else models.preset(module.HUGGING_FACE.preset), {})
+    config = weights.configured(same[0] if same else models.preset(huggingface.hugging_face(weights.model).preset), {})
     return replace(config, data=replace(config.data, source=""))
 
 

@@ -15,7 +15,8 @@ and where it has them
     loss_gradient(cfg)     what the gradient of each target's loss is multiplied by in training, where that is not one over the
                            number of the step's targets; None where it is
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
-    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`)
+    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`); of Hugging Face's
+                           architectures that it can be the first is what a model is exported as, unless its `family` names one
     TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
 
 Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
@@ -37,6 +38,7 @@ from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
 
 HELPERS = {
+    "families",
     "hf_mapping",
     "speedrun_schedule",
     "stages",

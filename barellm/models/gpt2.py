@@ -313,7 +313,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"))
 
-HUGGING_FACE = HuggingFace(
+GPT2 = HuggingFace(
     preset="gpt2-124m",
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -349,6 +349,7 @@ HUGGING_FACE = HuggingFace(
         else "model.bias is false, GPT-2 has biases there, expected true"
     ),
 )
+HUGGING_FACE = (GPT2,)
 
 
 def llmc_order(cfg: Config) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from barellm.errors import UserError
@@ -26,6 +26,9 @@ class HuggingFace:
     class_name: str
     sizes: Mapping[str, tuple[str, Any]]  # key -> our field, and what transformers takes where the key is missing
     kinds: Mapping[str, tuple[Any, ...]]  # key -> the values that our model can be; the first is transformers' default
+    # Key -> our field, what transformers takes where the key is missing, and the values: theirs -> ours.
+    words: Mapping[str, tuple[str, Any, Mapping[Any, Any]]] = field(default_factory=dict, kw_only=True)
+    fixed: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # our fields that this architecture always has
     derived: Mapping[str, Callable[[Any], Any]]  # key -> what our configuration makes of it; a folder may leave it out
     rates: tuple[str, ...]  # keys that are written as `dropout`, and not read
     prefix: str  # before every name but the head's; older files lack it
@@ -40,5 +43,39 @@ class HuggingFace:
     ignored: Callable[[str], bool]  # their name -> whether it is no parameter
     refused: Callable[[Any], str | None]  # why transformers cannot hold a configuration of ours
     # What the tables above cannot say: config.json -> our field: (the key it was found at, its value), and the way back.
+    # Where our rows of a tensor lie in theirs: configuration, our name, their name -> their row for each of ours. None: as ours.
+    order: Callable[[Any, str, str], list[int] | None] = lambda cfg, ours, theirs: None
+    read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
+    written: Callable[[Any], Mapping[str, Any]] = nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A decoder of Llama's kind in transformers' words (`interop/decoders.py`): what is not as in a Llama."""
+
+    model_type: str
+    class_name: str
+    preset: str = "llama-124m"
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what transformers takes where one of Llama's keys is missing
+    sizes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)  # these six as in HuggingFace, beside Llama's
+    words: Mapping[str, tuple[str, Any, Mapping[Any, Any]]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rates: tuple[str, ...] = ("attention_dropout",)
+    prefix: str = "model."
+    block: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # our name in a block -> theirs, one below the other
+    others: Mapping[str, str] = field(default_factory=dict)  # outside of blocks: "wte", "norm", "head" -> theirs
+    theta: float = 10_000.0  # these four are defaults too
+    act: str = "silu"
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    own_head: bool = True  # whether there is a key head_dim, and heads may be no part of hidden_size
+    partial: float | None = None  # the part of a head that turns, if that is a key
+    old_rope: Mapping[str, str] = field(default_factory=dict)  # key of RoPE's -> its name in early files
+    also: tuple[str, ...] = ()  # further fields, that the two below know
     read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
     written: Callable[[Any], Mapping[str, Any]] = nothing

@@ -1,47 +1,101 @@
-"""Llama 3 (Grattafiori et al. 2024): pre-norm blocks of RMSNorm, rotary positions, grouped queries and SwiGLU, nowhere a bias.
+"""Decoders of Llama's kind (Llama 3: Grattafiori et al. 2024): pre-norm blocks of RMSNorm, rotary positions, grouped queries and
+SwiGLU, nowhere a bias; and by options what Qwen, SmolLM3, OLMo 2, GPT-NeoX, Granite, Arcee and StableLM do otherwise (`families`).
 
 Weights are stored (out, in), and what multiplies the same input is one matrix. In this order:
 
     wte                      (Vp, C)            the embedding, and the classifier where `tied`
-    h.0.attn_norm.weight     (C)                RMSNorm
-    h.0.attn.qkv.weight      ((H + 2 G) D, C)   rows of H heads of q, then of G heads of k, then of G heads of v
+    h.0.attn_norm.weight     (C)                RMSNorm, or LayerNorm with a bias; not with norms behind (`norm_position`)
+    h.0.attn.qkv.weight      ((H + 2 G) D, C)   rows of H heads of q, then of G heads of k, then of G heads of v. Where q and k are
+                                                normalised: h.0.attn.q, .k and .v, and h.0.attn.q_norm and .k_norm (D or H D)
     h.0.attn.proj.weight     (C, H D)
+    h.0.attn_post_norm       (C)                with norms behind
     h.0.mlp_norm.weight      (C)
-    h.0.mlp.gate_up.weight   (2 F, C)           rows of the gate, then of what it lets through
+    h.0.mlp.gate_up.weight   (2 F, C)           rows of the gate, then of what it lets through; of a plain MLP h.0.mlp.up (F, C)
     h.0.mlp.down.weight      (C, F)
+    h.0.mlp_post_norm        (C)                with norms behind
     ...                      for each block h.1, h.2 and so on
     norm.weight              (C)
     head                     (Vp, C)            the classifier, where it is not tied
+
+Where only a part of a head turns (`rotary_fraction`), the two halves of that part are the first columns of the head's two halves.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from barellm.config.fields import above, at_least, between, divides, value
-from barellm.models.hf_mapping import HuggingFace, UnknownConfig
+from barellm.config.fields import above, at_least, between, divides, one_of, value
+from barellm.models import families
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.ops.attention.rope import Scaling
     from barellm.program.tensor import Tensor
 
+    Affine = tuple[Tensor, Tensor | None]  # weight, bias
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """The numbers between the commas of a text."""
+    return tuple(float(word) for word in text.split(",") if word.strip())
+
+
+def _numbers(key: str, found: str, config: Any) -> str | None:
+    try:
+        wrong = [n for n in numbers(found) if not n >= 0]
+    except ValueError:
+        wrong = [found]
+    return f"{key} is {found!r}, expected numbers from 0 on with commas between them" if wrong else None
+
+
+def _layers(key: str, found: str, config: Any) -> str | None:
+    wrong = _numbers(key, found, config) or any(n not in range(config.layers) for n in numbers(found))
+    return (
+        f"{key} is {found!r}, expected numbers from 0 to {config.layers - 1} with commas between them"
+        if wrong
+        else None
+    )
+
+
+def _even_head(key: str, found: int, config: Any) -> str | None:
+    return f"{key} is {found}, expected an even number: RoPE rotates pairs" if found % 2 or found < 0 else None
+
+
+def _part_of_head(key: str, found: float, config: Any) -> str | None:
+    if not 0 < found <= 1:
+        return f"{key} is {found}, expected above 0 and at most 1"
+    turned = int(config.head_size * found)
+    return (
+        f"{key} {found} lets {turned} of {config.head_size} columns turn, expected an even number"
+        if turned % 2
+        else None
+    )
+
+
+def _plane_factors(key: str, found: str, config: Any) -> str | None:
+    wrong, planes = _numbers(key, found, config), config.rotated // 2
+    if wrong or config.rope_type != "longrope" or len(numbers(found)) == planes:
+        return wrong
+    return f"{key} has {len(numbers(found))} numbers, expected {planes}, one for each pair of columns that turns"
+
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 12, "transformer blocks")
-    heads: int = divides("d_model", 12, "query heads; each must have an even width, as RoPE rotates pairs", even=True)
+    heads: int = divides(
+        "d_model", 12, "query heads; each must have an even width, as RoPE rotates pairs", even=True, unless="head_dim"
+    )
     kv_heads: int = divides(
         "heads", 4, "key and value heads (grouped-query attention), each shared by heads / kv_heads query heads"
     )
     d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
-    d_ff: int = at_least(1, 2048, "intermediate (FFN) size of SwiGLU")
+    d_ff: int = at_least(1, 2048, "intermediate (FFN) size of the MLP")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
     padded_vocab: int = at_least(
         0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
@@ -50,80 +104,147 @@ class Config(ModelConfig):
     tied: bool = value(
         True, "tied embeddings: the embedding is the LM head too; false: the LM head is a matrix of its own"
     )
-    norm_eps: float = above(0, 1e-5, "RMSNorm's epsilon")
+    norm_eps: float = above(0, 1e-5, "the norms' epsilon")
     rope_theta: float = above(0, 500_000.0, "RoPE's base frequency theta")
-    rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of Llama 3.1; 0: none")
+    rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of rope_type; 0: none")
     rope_low: float = above(
-        0, 1.0, "low_freq_factor: wavelengths above rope_old_seq / rope_low are scaled by rope_factor"
+        0,
+        1.0,
+        "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor",
     )
     rope_high: float = above(
-        "rope_low", 4.0, "high_freq_factor: wavelengths below rope_old_seq / rope_high are not scaled"
+        "rope_low",
+        4.0,
+        "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled",
     )
     rope_old_seq: int = at_least(1, 8192, "original_max_position_embeddings: the context length before scaling")
+    rope_type: str = one_of(
+        ("linear", "dynamic", "llama3", "yarn", "longrope"), "llama3", "how rope_factor scales RoPE's frequencies"
+    )
+    rope_attention_factor: float = at_least(
+        0, 0.0, "yarn, longrope: attention_factor, multiplier of cosines and sines; 0: by their formula"
+    )
+    rope_truncate: bool = value(True, "yarn: the planes between which scaling begins and ends are whole numbers")
+    rope_short: str = value("", "longrope: short_factor, a number for each pair of columns", check=_plane_factors)
+    rope_long: str = value("", "longrope: long_factor, of contexts above rope_old_seq", check=_plane_factors)
+    head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
+    rotary_fraction: float = value(1.0, "partial_rotary_factor: the part of a head that turns", check=_part_of_head)
+    nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
+    qk_norm: str = one_of(
+        ("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row"
+    )
+    norm: str = one_of(("rms", "layer"), "rms", "RMSNorm, or LayerNorm with biases")
+    norm_position: str = one_of(("pre", "post"), "pre", "norms before attention and MLP, or behind them")
+    attention_bias: str = one_of(("none", "qkv", "all"), "none", "biases of q, k and v, or of attention's output too")
+    mlp_bias: bool = value(False, "biases in the MLP")
+    mlp: str = one_of(("gated", "plain"), "gated", "MLP: activation(gate) * up, or activation(up)")
+    activation: str = one_of(("silu", "gelu", "gelu_erf", "relu", "relu2"), "silu", "activation; gelu is the tanh form")
+    parallel_residual: bool = value(False, "the MLP reads what attention reads, not its result")
+    embedding_multiplier: float = above(0, 1.0, "multiplier of the embedding")
+    residual_multiplier: float = above(0, 1.0, "multiplier of what attention and MLP add to the residual stream")
+    attention_multiplier: float = at_least(0, 0.0, "multiplier of attention's scores; 0: 1 / sqrt(head size)")
+    logits_scaling: float = above(0, 1.0, "divisor of the logits")
+    family: str = one_of(
+        ("", *families.NAMES), "", "model_type on export to Hugging Face; empty: the first that holds the options"
+    )
 
     @property
     def head_size(self) -> int:
-        return self.d_model // self.heads
+        return self.head_dim or self.d_model // self.heads
+
+    @property
+    def rotated(self) -> int:
+        """Columns of a head that turn."""
+        return int(self.head_size * self.rotary_fraction)
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Columns of q, k and v."""
-        return self.d_model, self.kv_heads * self.head_size, self.kv_heads * self.head_size
+        D = self.head_size
+        return self.heads * D, self.kv_heads * D, self.kv_heads * D
 
     @property
     def scaling(self) -> Scaling | None:
         from barellm.program.ops.attention.rope import Scaling
 
-        return Scaling(self.rope_factor, self.rope_low, self.rope_high, self.rope_old_seq) if self.rope_factor else None
+        if not self.rope_factor:
+            return None
+        return Scaling(
+            self.rope_factor, self.rope_low, self.rope_high, self.rope_old_seq, self.rope_type, self.rope_attention_factor,
+            self.rope_truncate, numbers(self.rope_short), numbers(self.rope_long),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Block:
     name: str
-    attn_norm: Tensor
-    qkv: Tensor
-    proj: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    attn_norm: Affine | None
+    qkv: list[Affine]  # one matmul, or where q and k are normalised three
+    qk_norms: list[Tensor]
+    proj: Affine
+    attn_post_norm: Affine | None
+    mlp_norm: Affine | None
+    up: Affine  # with the gate before it in a gated MLP
+    down: Affine
+    mlp_post_norm: Affine | None
 
 
 @dataclass(frozen=True)
 class Weights:
     wte: Tensor
     blocks: list[Block]
-    norm: Tensor
+    norm: Affine
     head: Tensor
 
 
 def declare(p: Program, cfg: Config) -> Weights:
-    """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, padded ids 0."""
+    """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, biases 0, padded
+    ids 0."""
     C, F = cfg.d_model, cfg.d_ff
     residual_std = 0.02 / sqrt(2 * cfg.layers)
 
-    def norm(name: str) -> Tensor:
-        return p.parameter(f"{name}.weight", (C,), value=1.0)
+    def norm(name: str, wanted: bool = True) -> Affine | None:
+        if not wanted:
+            return None
+        weight = p.parameter(f"{name}.weight", (C,), value=1.0)
+        return weight, p.parameter(f"{name}.bias", (C,)) if cfg.norm == "layer" else None
 
-    def matrix(name: str, N: int, K: int, std: float = 0.02) -> Tensor:
-        return p.parameter(f"{name}.weight", (N, K), std=std)
+    def linear(name: str, N: int, K: int, bias: bool, std: float = 0.02) -> Affine:
+        weight = p.parameter(f"{name}.weight", (N, K), std=std)
+        return weight, p.parameter(f"{name}.bias", (N,)) if bias else None
 
     def vocabulary(name: str) -> Tensor:
         return p.parameter(name, (cfg.padded_vocab, C), std=0.02, valid_rows=cfg.vocab_size)
 
-    wte = vocabulary("wte")
-    blocks = [
-        Block(
-            name=f"h.{i}",
-            attn_norm=norm(f"h.{i}.attn_norm"),
-            qkv=matrix(f"h.{i}.attn.qkv", sum(cfg.qkv_widths), C),
-            proj=matrix(f"h.{i}.attn.proj", C, C, std=residual_std),
-            mlp_norm=norm(f"h.{i}.mlp_norm"),
-            gate_up=matrix(f"h.{i}.mlp.gate_up", 2 * F, C),
-            down=matrix(f"h.{i}.mlp.down", C, F, std=residual_std),
+    def qkv(name: str) -> tuple[list[Affine], list[Tensor]]:
+        biased, widths = cfg.attention_bias != "none", cfg.qkv_widths
+        if cfg.qk_norm == "none":
+            return [linear(f"{name}.qkv", sum(widths), C, biased)], []
+        sizes = (cfg.head_size, cfg.head_size) if cfg.qk_norm == "head" else widths
+        matmuls = [linear(f"{name}.{kind}", width, C, biased) for kind, width in zip("qkv", widths, strict=True)]
+        return matmuls, [
+            p.parameter(f"{name}.{kind}_norm.weight", (n,), value=1.0) for kind, n in zip("qk", sizes, strict=False)
+        ]
+
+    def block(h: str) -> Block:
+        before, up = cfg.norm_position == "pre", ("gate_up", 2 * F) if cfg.mlp == "gated" else ("up", F)
+        return Block(
+            h,
+            norm(f"{h}.attn_norm", before),
+            *qkv(f"{h}.attn"),
+            linear(f"{h}.attn.proj", C, cfg.qkv_widths[0], cfg.attention_bias == "all", residual_std),
+            norm(f"{h}.attn_post_norm", not before),
+            norm(f"{h}.mlp_norm", before),
+            linear(f"{h}.mlp.{up[0]}", up[1], C, cfg.mlp_bias),
+            linear(f"{h}.mlp.down", C, F, cfg.mlp_bias, residual_std),
+            norm(f"{h}.mlp_post_norm", not before),
         )
-        for i in range(cfg.layers)
-    ]
-    return Weights(wte, blocks, norm("norm"), wte if cfg.tied else vocabulary("head"))
+
+    wte = vocabulary("wte")
+    blocks = [block(f"h.{i}") for i in range(cfg.layers)]
+    last = norm("norm")
+    assert last is not None
+    return Weights(wte, blocks, last, wte if cfg.tied else vocabulary("head"))
 
 
 def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
@@ -149,19 +270,68 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     return p.last_logits(_trunk(p, cfg, w, tokens_BT, attend), w.head)
 
 
-def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-    tables = p.rope_tables(cfg.max_seq, cfg.head_size, theta=cfg.rope_theta, scaling=cfg.scaling)
-    x_BTC = p.embedding(tokens_BT, w.wte)
-    for b in w.blocks:
+Attend = Callable[[Block, "Tensor", "Tensor", "Tensor"], "Tensor"]
+
+
+def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend) -> Tensor:
+    def normed(x_BTC: Tensor, norm: Affine | None) -> Tensor:
+        if norm is None:
+            return x_BTC
+        weight, bias = norm
+        if cfg.norm == "rms":
+            return p.rmsnorm(x_BTC, weight, eps=cfg.norm_eps)
+        return p.layernorm(x_BTC, weight, bias, eps=cfg.norm_eps)
+
+    def added(x_BTC: Tensor, y_BTC: Tensor, norm: Affine | None) -> Tensor:
+        return p.add(x_BTC, _times(p, normed(y_BTC, norm), cfg.residual_multiplier))
+
+    layers = _rope(p, cfg)
+    x_BTC = _times(p, p.embedding(tokens_BT, w.wte), cfg.embedding_multiplier)
+    for b, tables in zip(w.blocks, layers, strict=True):
         with p.segment(b.name):
-            h_BTC = p.rmsnorm(x_BTC, b.attn_norm, eps=cfg.norm_eps)
-            qkv_BTD = p.rope(p.linear(h_BTC, b.qkv), tables, heads=cfg.heads + cfg.kv_heads)  # v passes
-            a_BTC = attend(b, *p.split(qkv_BTD, cfg.qkv_widths))
-            x_BTC = p.add(x_BTC, p.linear(a_BTC, b.proj))
-            h_BTC = p.rmsnorm(x_BTC, b.mlp_norm, eps=cfg.norm_eps)
-            gate_BTF, up_BTF = p.split(p.linear(h_BTC, b.gate_up), 2)
-            x_BTC = p.add(x_BTC, p.linear(p.swiglu(gate_BTF, up_BTF), b.down))
-    return p.rmsnorm(x_BTC, w.norm, eps=cfg.norm_eps)
+            h_BTC = normed(x_BTC, b.attn_norm)
+            a_BTC = attend(b, *_qkv(p, cfg, b, h_BTC, tables))
+            y_BTC = added(x_BTC, p.linear(a_BTC, *b.proj), b.attn_post_norm)
+            h_BTC = normed(x_BTC if cfg.parallel_residual else y_BTC, b.mlp_norm)
+            x_BTC = added(y_BTC, p.linear(_mlp(p, cfg, b, h_BTC), *b.down), b.mlp_post_norm)
+    return _times(p, normed(x_BTC, w.norm), 1 / cfg.logits_scaling)
+
+
+def _times(p: Program, x: Tensor, by: float) -> Tensor:
+    return x if by == 1.0 else p.rescale(x, forward=by, backward=by)
+
+
+def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
+    """The tables of each layer; None: its heads pass as they are. Both q and k are multiplied by the root of what the scores are,
+    beside attention's own 1 / sqrt(D)."""
+    D, length = cfg.head_size, p.store.positions or cfg.max_seq
+    scale = sqrt(cfg.attention_multiplier * sqrt(D)) if cfg.attention_multiplier else 1.0
+    turning = p.rope_tables(length, D, theta=cfg.rope_theta, scaling=cfg.scaling, rotated=cfg.rotated, scale=scale)
+    without = set(numbers(cfg.nope_layers))
+    passing = (
+        p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
+    )
+    return [passing if i in without else turning for i in range(cfg.layers)]
+
+
+def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
+    heads = cfg.heads, cfg.kv_heads
+    if not b.qk_norms:
+        qkv_BTD = p.linear(h_BTC, *b.qkv[0])
+        return p.split(p.rope(qkv_BTD, tables, heads=sum(heads)) if tables else qkv_BTD, cfg.qkv_widths)  # v passes
+    qkv = [p.linear(h_BTC, *affine) for affine in b.qkv]
+    norm = p.head_rmsnorm if cfg.qk_norm == "head" else p.rmsnorm
+    for i, weight in enumerate(b.qk_norms):
+        qkv[i] = norm(qkv[i], weight, eps=cfg.norm_eps)
+        qkv[i] = p.rope(qkv[i], tables, heads=heads[i]) if tables else qkv[i]
+    return qkv
+
+
+def _mlp(p: Program, cfg: Config, b: Block, h_BTC: Tensor) -> Tensor:
+    if cfg.mlp == "plain":
+        return p.activate(p.linear(h_BTC, *b.up), cfg.activation)
+    gate_BTF, up_BTF = p.split(p.linear(h_BTC, *b.up), 2)
+    return p.gated_linear_unit(gate_BTF, up_BTF, cfg.activation)
 
 
 # --- presets ---
@@ -197,11 +367,12 @@ def llama_124m() -> Run:
 
 
 def _released(preset: str, lr: float, **sizes: Any) -> Run:
-    """A model that Meta released. It has 131,072 positions. The preset has 8192, for which KV caches fit into memory, and an
-    import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    """A model that others released, Meta unless `sizes` say otherwise. Meta's have 131,072 positions; the first presets have 8192,
+    and an import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    usual: dict[str, Any] = {"heads": 32, "kv_heads": 8, "vocab_size": 128_256, "max_seq": 8192}
     return Run(
         preset=preset,
-        model=Config(heads=32, kv_heads=8, vocab_size=128_256, max_seq=8192, **sizes),
+        model=Config(**usual | sizes),
         optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
         data=DataConfig(source="", tokenizer=""),
         train=TrainConfig(
@@ -215,11 +386,23 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
     )
 
 
+SMOL = {"vocab_size": 49152, "max_seq": 8192, "rope_theta": 1e5}
+RELEASED: dict[str, dict[str, Any]] = {  # small models that others released, in their published sizes
+    "smollm2-135m": {"layers": 30, "d_model": 576, "heads": 9, "kv_heads": 3, "d_ff": 1536, **SMOL},
+    "smollm2-360m": {"layers": 32, "d_model": 960, "heads": 15, "kv_heads": 5, "d_ff": 2560, **SMOL},
+    "qwen3-0.6b": {
+        "layers": 28, "d_model": 1024, "heads": 16, "kv_heads": 8, "d_ff": 3072, "head_dim": 128, "qk_norm": "head",
+        "vocab_size": 151_936, "max_seq": 40960, "rope_theta": 1e6, "norm_eps": 1e-6,
+    },
+    "llama3.2-1b": {"layers": 16, "d_model": 2048, "d_ff": 8192, "rope_factor": 32.0, "max_seq": 131_072},
+}  # fmt: skip
+
 PRESETS: dict[str, Callable[[], Run]] = {
     "llama-15m": llama_15m,
     "llama-124m": llama_124m,
     "llama3-1b": lambda: _released("llama3-1b", 3e-4, layers=16, d_model=2048, d_ff=8192, rope_factor=32.0),
     "llama3-8b": lambda: _released("llama3-8b", 3e-4, layers=32, d_model=4096, d_ff=14336, rope_factor=8.0, tied=False),
+    **{name: partial(_released, name, 3e-4, **sizes) for name, sizes in RELEASED.items()},
 }
 
 
@@ -227,84 +410,4 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
 TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE))
-
-BLOCK = {  # our name in a block -> theirs, from the first row to the last
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.proj": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
-OTHERS = {"wte": "embed_tokens.weight", "norm.weight": "norm.weight", "head": "lm_head.weight"}
-SCALING = {  # key beside rope_type "llama3" -> our field
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low",
-    "high_freq_factor": "rope_high",
-    "original_max_position_embeddings": "rope_old_seq",
-}
-
-
-def _parts(cfg: Config, ours: str) -> dict[str, int]:
-    if ours in OTHERS:
-        return {OTHERS[ours]: 0}
-    _, layer, name = ours.removesuffix(".weight").split(".", 2)
-    rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
-    return {f"layers.{layer}.{part}.weight": n for part, n in zip(BLOCK[name], rows, strict=True)}
-
-
-def _read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The fields that config.json keeps elsewhere. Later versions of transformers have in `rope_parameters` what was in
-    `rope_theta` and `rope_scaling` before."""
-    place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
-    rope = config.get(place) or {}
-    if not isinstance(rope, dict):
-        raise UnknownConfig(f"{place} is {rope!r}, expected keys with values, or null")
-    kv_heads = config.get("num_key_value_heads")
-    theta = ("rope_theta", config.get("rope_theta", 10_000.0))
-    found = {
-        "kv_heads": ("num_key_value_heads", config.get("num_attention_heads", 32) if kv_heads is None else kv_heads),
-        "rope_theta": (f"{place}.rope_theta", rope["rope_theta"]) if "rope_theta" in rope else theta,
-    }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UnknownConfig(f"{place}.rope_type is {kind!r}, expected 'default' or 'llama3'")
-    if kind == "llama3":
-        found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in SCALING.items()}
-    return found
-
-
-def _written(cfg: Config) -> dict[str, Any]:
-    stretch = {"rope_type": "llama3", **{key: getattr(cfg, ours) for key, ours in SCALING.items()}}
-    more = {"num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_size, "rope_theta": cfg.rope_theta}
-    return {**more, "rope_scaling": stretch if cfg.rope_factor else None}
-
-
-HUGGING_FACE = HuggingFace(
-    preset="llama-124m",
-    model_type="llama",
-    class_name="LlamaForCausalLM",
-    sizes={
-        "num_hidden_layers": ("layers", 32),
-        "num_attention_heads": ("heads", 32),
-        "hidden_size": ("d_model", 4096),
-        "intermediate_size": ("d_ff", 11008),
-        "vocab_size": ("vocab_size", 32000),
-        "max_position_embeddings": ("max_seq", 2048),
-        "rms_norm_eps": ("norm_eps", 1e-6),
-        "tie_word_embeddings": ("tied", False),
-    },
-    kinds={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-    derived={"head_dim": lambda cfg: cfg.head_size},
-    rates=("attention_dropout",),
-    prefix="model.",
-    head="lm_head.weight",
-    tied=lambda cfg: "wte" if cfg.tied else None,
-    parts=_parts,
-    transposed=lambda ours: False,
-    # A buffer of older versions: RoPE's frequencies.
-    ignored=lambda theirs: re.match(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$", theirs) is not None,
-    refused=lambda cfg: None,
-    read=_read,
-    written=_written,
-)
+HUGGING_FACE = families.FAMILIES

@@ -20,6 +20,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.positions = 0  # of the longest sequence of its programs; 0: as many as the model has
         self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:

@@ -69,6 +69,17 @@ def test_activation_backward(isa, shape, dtype, activation, mode):
     check_op(ACTIVATIONS[activation].backward, isa, given, modes={"dx": mode}, bounds=bounds)
 
 
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("activation", ["gelu_erf", "silu"])
+def test_activations_of_this_backend_alone(isa, dtype, activation):
+    """Their slopes' errors are absolute."""
+    x, dy = 4 * normal(3, 5, 65), normal(3, 5, 65, seed=2)
+    given, of = {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, ACTIVATIONS[activation]
+    check_op(of.forward, isa, {"x": given["x"]}, bounds={"y": 8 * EPS * (1 + np.abs(x))})
+    check_op(of.backward, isa, given, bounds={"dx": 24 * EPS * (1 + np.abs(dy)) * (1 + np.abs(x))})
+
+
 ENDS = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e30, 3.0]).reshape(1, 1, -1)
 
 

@@ -131,3 +131,26 @@ def test_the_whole_backward_pass_at_once(isa, shape, compute, weighted, past, mo
         bound = 8 * EPS * size + 4 * EPS if got.ndim == 3 else 16 * EPS * (4 + batch * seq) * (1 + size.max())
         rounding = 2.0**-8 * np.abs(want[name]) if name == "rounded" else 0.0
         assert got.shape == want[name].shape and np.all(np.abs(got - want[name]) <= bound + rounding), name
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("heads, D", [(1, 7), (3, 24), (2, 128)])
+def test_heads_are_normalised_one_by_one(isa, dtype, heads, D):
+    """Whatever the rows' dtype, in which the result is too."""
+    shape = (2, 5, heads * D)
+    x, weight = tokens(normal(*shape) + 0.5, dtype), persistent(normal(D, seed=4))
+    parts = x.values.reshape(2, 5, heads, D)
+    rstd = scale_of(parts)
+    n, c = np.abs(parts) * rstd[..., None], EPS * (8 + np.sqrt(D))
+    bounds = {"y": (c * n * np.abs(weight.values)).reshape(shape), "rstd": c * rstd}
+    check_op(ops.HeadRMSNorm, isa, {"x": x, "weight": weight}, eps=1e-5, bounds=bounds, plan=(3, 7))
+    dy = tokens(normal(*shape, seed=2), dtype)
+    given = {"dy": dy, "x": x, "rstd": tokens(rstd)}
+    size = gradient_size(dy.values.reshape(parts.shape), parts, rstd, weight.values).reshape(shape)
+    check_op(ops.HeadRMSNormDx, isa, given | {"weight": weight}, bounds={"dx": 8 * EPS * size + 4 * EPS}, plan=(3, 7))
+    for mode in ("store", "start"):
+        more = {"modes": {"dweight": mode}, "scalars": {"accumulate": int(mode == "start")}}
+        check_op(
+            ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7)
+        )

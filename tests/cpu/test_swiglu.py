@@ -5,7 +5,8 @@ import pytest
 
 from barellm.cpu.kernels import loops
 from barellm.program import ops
-from barellm.program.ops.pointwise.swiglu import sigmoid
+from barellm.program.ops.pointwise.elementwise import sigmoid
+from barellm.program.ops.pointwise.swiglu import GATED
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, stored, tokens
 
@@ -83,3 +84,25 @@ def test_results_written_past_the_caches(isa, dtype, F, monkeypatch):
     changed(monkeypatch, loops, STREAM_BYTES=0)
     check_forward(isa, (2, 3, F), dtype)
     check_backward(isa, (2, 3, F), dtype)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("activation", GATED)
+def test_gates_of_every_activation(isa, dtype, activation):
+    """Columns of one matmul, whose gradients are those of its gradient."""
+    op, (gate, up, case) = GATED[activation], operands((2, 5, 65), dtype, packed=True)
+    rough = 32 * EPS + ROUGH[dtype]
+    size = (1 + np.abs(gate)) * (1 + np.abs(up))
+    check_op(op, isa, **case, bounds={"y": rough * size}, plan=(3, 7))
+    dy = tokens(normal(2, 5, 65, seed=2), dtype)
+    size = size * (1 + np.abs(dy.values))
+    views = case["views"] | {"dgate": ("d", 0, 65), "dup": ("d", 65, 65)}
+    check_op(
+        op.backward,
+        isa,
+        {"dy": dy, **case["given"]},
+        views=views,
+        bounds={"dgate": rough * size, "dup": rough * size},
+        plan=(3, 7),
+    )

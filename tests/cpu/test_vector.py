@@ -13,8 +13,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels.loops import foreach_vector
 from barellm.cpu.lang import vector
-from barellm.program.ops.pointwise.elementwise import GELU_CUBIC, GELU_SCALE
-from barellm.program.ops.pointwise.swiglu import sigmoid
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, GELU_CUBIC, GELU_SCALE, sigmoid
 from tests.cpu.check import EPS, ISAS, isa_named
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -24,8 +23,12 @@ def silu_slope(k, x, dtype="fp32"):
     return vector.silu_and_slope(k, x, dtype)[1]
 
 
+def gelu_erf_slope(k, x):
+    return vector.gelu_erf_and_slope(k, x)[1]
+
+
 def apply(k, y, x, n, *, function, more):
-    of = silu_slope if function == "silu_slope" else getattr(vector, function)
+    of = {"silu_slope": silu_slope, "gelu_erf_slope": gelu_erf_slope}.get(function) or getattr(vector, function)
     foreach_vector(k, 0, n, lambda i, mask, j: y.store(of(k, x.load(i, mask), *more), i, mask))
 
 
@@ -116,6 +119,17 @@ def test_gelu(isa):
         want = wide / (1 + np.exp(-2 * GELU_SCALE * (wide + GELU_CUBIC * wide**3)))
     # In the negative tail the exponent's own rounding shows; below 1e-5 the error is absolute.
     assert relative_error(evaluate(isa, "gelu", x), want, 1e-5) < 32
+
+
+@each_isa
+def test_gelu_by_the_error_function(isa):
+    """Its error is absolute: that of the polynomial in the normal distribution, times x."""
+    x = np.concatenate([every_exponent(), np.linspace(-12, 12, 40001)]).astype(np.float32)
+    x = x[np.abs(x) < 1e9]
+    wide, of = x.astype(np.float64), ACTIVATIONS["gelu_erf"]
+    size = np.maximum(1, np.abs(wide))
+    assert (np.abs(evaluate(isa, "gelu_erf", x) - of.value(wide)) / size).max() < 6 * EPS
+    assert (np.abs(evaluate(isa, "gelu_erf_slope", x) - of.slope(wide)) / size).max() < 6 * EPS
 
 
 @each_isa

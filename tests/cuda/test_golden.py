@@ -39,11 +39,10 @@ from barellm.program import block_layouts, layouts
 from barellm.program.builder import Program, Store
 from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx, TopKDx
 from barellm.program.ops.base import Op
-from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from barellm.program.ops.pointwise.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.ranks import Planned
-from tests.cases import attention_both, bounded
+from tests.cases import COMMON, attention_both, bounded
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
 from tests.layout_cases import layout_both
@@ -109,7 +108,7 @@ def hopper_products() -> dict[Specialisation, str]:
         launch_gemm(c, role, **given)
 
     bias = Tensor("bias", (N,), "fp32", "parameter")
-    for name in ACTIVATIONS:
+    for name in COMMON:
         product("nt", matrix(tokens, N), bias=bias, pre=matrix(tokens, N), epilogue=name)
         product("nt", matrix(tokens, N), pre=matrix(tokens, N), epilogue=name)
         product("nn", matrix(tokens, K), pre=matrix(tokens, K), epilogue=f"{name}_backward")

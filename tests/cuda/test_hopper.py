@@ -20,7 +20,7 @@ from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import VIEWED, check_products_of_views, viewed_case
+from tests.cases import COMMON, VIEWED, check_products_of_views, viewed_case
 from tests.check import Case, check_case
 from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stored, tokens
 from tests.simulators.gluon_machine import explore, run
@@ -370,7 +370,7 @@ def sloped_transposed(p: Program, x, w, b):
     )
 
 
-FUSED = [linear, linear_residual, *map(activated, ACTIVATIONS), *map(sloped, ACTIVATIONS), sloped_transposed]
+FUSED = [linear, linear_residual, *map(activated, COMMON), *map(sloped, COMMON), sloped_transposed]
 
 
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)

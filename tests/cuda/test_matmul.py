@@ -15,6 +15,7 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import (
+    COMMON,
     VIEWED,
     as_operand,
     assert_like_the_reference,
@@ -150,8 +151,8 @@ def sloped_transposed(name: str) -> Callable[..., None]:
     return build
 
 
-FORWARD = [linear, linear_residual, *map(activated, ops.ACTIVATIONS), *map(sloped_transposed, ops.ACTIVATIONS)]
-FUSED = [*FORWARD, *map(sloped, ops.ACTIVATIONS)]
+FORWARD = [linear, linear_residual, *map(activated, COMMON), *map(sloped_transposed, COMMON)]
+FUSED = [*FORWARD, *map(sloped, COMMON)]
 
 
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
@@ -182,7 +183,7 @@ def test_fused_products_that_add(compute, limit):
 def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
     monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(16, 128, 16, 4, 2))  # in two parts
     made = check_products_of_views(InterpretedSession, compute=compute, limit=limit, C=19, F=35, plan=plan)
-    many = len(ops.ACTIVATIONS)
+    many = len(COMMON)
     assert [c.launches[0].spec.name for c in made] == [forward] * (2 + many) + ["gemm"] * many
 
 

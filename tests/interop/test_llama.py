@@ -155,6 +155,36 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, refused):
     assert message in refused("import", tmp_path / "hf", "--out", tmp_path / "run")
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_of_compiled_and_distributed_models_are_understood(tmp_path, wrapper):
+    found = imported(folder_of(tmp_path / "hf", {wrapper + name: a for name, a in THEIRS.items()}), tmp_path / "run")
+    assert all(np.array_equal(found[name], array) for name, array in ARRAYS.items())
+
+
+def test_a_tied_matrix_may_have_the_name_of_the_head_alone(tmp_path):
+    arrays = random_arrays(ODD)
+    theirs = their_tensors(ODD, arrays)
+    theirs["lm_head.weight"] = theirs.pop("model.embed_tokens.weight")
+    found = open_weights(folder_of(tmp_path / "hf", theirs, ODD), tokenizer="")
+    np.testing.assert_array_equal(found.read_rows("wte", 0, 97), arrays["wte"])
+
+
+@pytest.mark.parametrize(
+    "keys, missing",
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "cross attention"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
+    ],
+)
+def test_what_an_unknown_architecture_has_that_we_have_not_is_said(tmp_path, refused, keys, missing):
+    folder_of(tmp_path / "hf", THEIRS, **keys)
+    said = refused("import", tmp_path / "hf", "--out", tmp_path / "run", "--tokenizer", "bytes")
+    assert f"model_type is {keys['model_type']!r}, expected 'gpt2'" in said
+    assert f"(it has {missing}, which no architecture here has)" in said
+
+
 def test_an_import_holds_a_few_pieces_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "PIECE", 1 << 16)
     cfg = Config(layers=2, heads=4, kv_heads=2, d_model=256, d_ff=512, vocab_size=256, max_seq=8)
@@ -229,13 +259,18 @@ def test_without_the_key_each_head_has_its_own_keys(tmp_path):
     assert open_weights(tmp_path, tokenizer="bytes").model == cfg
 
 
-YARN = {"rope_type": "yarn", "factor": 2.0}
+SPIRAL = {"rope_type": "spiral", "factor": 2.0}
 WRONG_CONFIGS: dict[str, tuple[object, str]] = {
-    "attention_bias": (True, "attention_bias is True, expected False"),
-    "mlp_bias": (True, "mlp_bias is True, expected False"),
-    "hidden_act": ("gelu", "hidden_act is 'gelu', expected 'silu' or 'swish'"),
-    "head_dim": (8, "head_dim is 8, expected 6 by the other keys"),
-    "rope_scaling": (YARN, "rope_scaling.rope_type is 'yarn', expected 'default' or 'llama3'"),
+    "attention_bias": (True, "lacks the tensor 'layers.0.self_attn.k_proj.bias' (8 missing in all)"),
+    "mlp_bias": (True, "lacks the tensor 'layers.0.mlp.down_proj.bias' (6 missing in all)"),
+    "hidden_act": ("mish", "hidden_act is 'mish', expected 'silu' or 'swish' or 'gelu'"),
+    "head_dim": (8, "layers.0.self_attn.q_proj.weight is (24, 24), expected (32, 24) by config.json"),
+    "rope_scaling": (SPIRAL, "rope_scaling.rope_type is 'spiral', expected 'default' or 'linear' or 'dynamic'"),
+    "partial_rotary_factor": (0.5, "partial_rotary_factor is 0.5, expected 1.0 in a llama"),
+    "quantization_config": (
+        {"quant_method": "fp8"},
+        "quantization_config.quant_method is 'fp8', weights of few bits, expected float32, bfloat16 or float16",
+    ),
     "rope_parameters": ([3], "rope_parameters is [3], expected keys with values, or null"),
     "rope_theta": ("big", "rope_theta is 'big', expected a number"),
     "rms_norm_eps": (0, "model.norm_eps is 0.0, expected above 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
@@ -38,11 +39,67 @@ def test_names_shapes_and_order():
     assert [t.name for t in tied.of_role("parameter")] == list(expected)[:-1]
 
 
+OPTIONS = {  # what changes -> names and shapes of one block's parameters
+    "heads of their own size": ({"head_dim": 10}, {"attn.qkv.weight": (80, 64), "attn.proj.weight": (64, 40)}),
+    "norms of heads": (
+        {"qk_norm": "head", "attention_bias": "qkv"},
+        {
+            "attn.q.weight": (64, 64), "attn.q.bias": (64,), "attn.k.weight": (32, 64), "attn.k.bias": (32,),
+            "attn.v.weight": (32, 64), "attn.v.bias": (32,), "attn.q_norm.weight": (16,), "attn.k_norm.weight": (16,),
+        },
+    ),
+    "norms of rows, and behind": (
+        {"qk_norm": "row", "norm_position": "post"},
+        {
+            "attn.q_norm.weight": (64,), "attn.k_norm.weight": (32,), "attn_post_norm.weight": (64,),
+            "mlp_post_norm.weight": (64,),
+        },
+    ),
+    "biases and LayerNorms": (
+        {"norm": "layer", "attention_bias": "all", "mlp_bias": True, "mlp": "plain", "activation": "gelu_erf"},
+        {
+            "attn_norm.bias": (64,), "attn.qkv.bias": (128,), "attn.proj.bias": (64,), "mlp.up.weight": (72, 64),
+            "mlp.up.bias": (72,), "mlp.down.bias": (64,),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_parameters(name):
+    change, block = OPTIONS[name]
+    shapes = {t.name: tuple(t.shape) for t in build(replace(SMALL, **change))[0].of_role("parameter")}
+    assert block == {key: shapes.get(f"h.2.{key}") for key in block}
+    if change.get("norm_position") == "post":
+        assert not any("attn_norm" in key or "mlp_norm" in key for key in shapes)
+
+
+def test_layers_without_rope_and_a_part_of_a_head():
+    """A column that does not turn has cosine 1 and sine 0; multipliers of scores are in both."""
+    cfg = replace(SMALL, rotary_fraction=0.5, nope_layers="0,2", attention_multiplier=0.5)
+    store, programs = build(cfg, batch=1, seq=8, optimizer=lambda p: None)
+    tables = [op.cos.name for op in programs["forward_backward"].ops if op.name == "rope" and not op.inverse]
+    assert tables == ["nope.cos", "rope.cos", "nope.cos"]
+    cos, sin = (store.tensors[f"rope.{name}"].value for name in ("cos", "sin"))
+    assert cos is not None and sin is not None
+    scale = (0.5 * 16**0.5) ** 0.5
+    assert (sin[:, 4:] == 0).all() and np.allclose(cos[:, 4:], scale) and np.allclose(np.hypot(cos, sin), scale)
+    plain = build(replace(SMALL, nope_layers="0,2"), batch=1, seq=8, optimizer=lambda p: None)[1]["forward_backward"]
+    assert sum(op.name == "rope" and not op.inverse for op in plain.ops) == 1
+
+
 def test_caches_hold_the_heads_of_keys_alone():
     store, programs = build(SMALL, decode_batch=2, decode_seq=24)
     caches = {t.name: tuple(t.shape) for t in store.of_role("cache")}
     assert caches == {f"h.{i}.{kind}_cache": (2, 24, 2 * 16) for i in range(3) for kind in "kv"}
     assert {op.kv_heads for op in programs["decode"].ops if op.name == "attention_cached"} == {2}
+
+
+def test_tables_are_as_long_as_the_longest_program():
+    cfg = replace(SMALL, max_seq=1 << 17)
+    store, _ = build(cfg, batch=1, seq=32, eval_batch=1, eval_seq=64, decode_batch=1, decode_seq=48)
+    assert store.tensors["rope.cos"].shape == (64, 8)
+    assert build(SMALL, decode_batch=1)[0].tensors["rope.cos"].shape == (40, 8)
 
 
 def test_model_operations_are_six_per_weight_and_token_and_attention():
@@ -66,12 +123,22 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
         ({"rope_theta": -1.0}, "model.rope_theta is -1.0, expected above 0"),
         ({"rope_low": 4.0}, "model.rope_high is 4.0, expected above model.rope_low 4.0"),
         ({"rope_factor": -2.0}, "model.rope_factor is -2.0, expected at least 0"),
+        ({"head_dim": 7}, "model.head_dim is 7, expected an even number: RoPE rotates pairs"),
+        ({"rotary_fraction": 0.2}, "model.rotary_fraction 0.2 lets 3 of 16 columns turn, expected an even number"),
+        ({"rotary_fraction": 1.5}, "model.rotary_fraction is 1.5, expected above 0 and at most 1"),
+        ({"nope_layers": "0,3"}, "model.nope_layers is '0,3', expected numbers from 0 to 2 with commas between them"),
+        (
+            {"rope_type": "longrope", "rope_factor": 2.0},
+            "model.rope_short has 0 numbers, expected 8, one for each pair of",
+        ),
+        ({"rope_short": "a"}, "model.rope_short is 'a', expected numbers from 0 on with commas between them"),
+        ({"qk_norm": "rows"}, "model.qk_norm is 'rows', expected none, head or row"),
     ],
 )
 def test_sizes_that_no_llama_has(change, message):
     with pytest.raises(UserError) as found:
         replace(SMALL, **change)
-    assert str(found.value) == message
+    assert str(found.value).startswith(message)
 
 
 def test_gpt2_has_not_heard_of_it():

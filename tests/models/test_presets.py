@@ -28,6 +28,11 @@ PARAMETERS = {  # stored ones, the padded rows of the vocabulary counted
     # These two are the totals known for the released models, not checked against their cards.
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
+    # The published totals; rows of these vocabularies are multiples of 64.
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "qwen3-0.6b": 596_049_920,
+    "llama3.2-1b": 1_235_814_400,
 }
 
 

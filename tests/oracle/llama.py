@@ -10,9 +10,10 @@ import torch
 import transformers
 
 from barellm.config import ModelConfig
-from barellm.interop import huggingface
-from barellm.models.llama3 import HUGGING_FACE
+from barellm.interop import decoders, huggingface
+from barellm.models.families import FAMILIES
 
+LLAMA = decoders.hugging_face(FAMILIES[0])
 LLAMA_3_1 = {  # as a Llama-3.1's, but with an old length that these short texts exceed
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -74,9 +75,9 @@ def outcome(model, cfg: ModelConfig, tokens, targets, *, autocast: bool = False)
     flat = torch.as_tensor(targets, dtype=torch.long).reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits.reshape(flat.numel(), -1), flat, ignore_index=-1)
     loss.backward()
-    theirs = {name.removeprefix(HUGGING_FACE.prefix): p.grad.numpy() for name, p in model.named_parameters()}
+    theirs = {name.removeprefix(LLAMA.prefix): p.grad.numpy() for name, p in model.named_parameters()}
     found: dict[str, list[np.ndarray]] = {}
-    for part in huggingface.parts(HUGGING_FACE, cfg, huggingface.parameters(cfg)):
+    for part in huggingface.parts(LLAMA, cfg, huggingface.parameters(cfg)):
         found.setdefault(f"{part.ours}.grad", []).append(theirs[part.name])
     gradients = {name: np.concatenate(parts) for name, parts in found.items()}
     return {"logits": logits.detach().numpy(), "loss": np.array([loss.item()])} | gradients

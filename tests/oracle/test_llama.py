@@ -19,9 +19,8 @@ from barellm.cpu.step import CpuSession
 from barellm.data.tokenizers import Chars
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
-from barellm.interop import huggingface
 from barellm.interop.sources import open_weights
-from barellm.models.llama3 import HUGGING_FACE, Config
+from barellm.models.llama3 import Config
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 from tests.interop.models import checkpoint_of, random_arrays
@@ -169,13 +168,3 @@ def test_a_model_that_was_made_here_has_our_logits_there(tmp_path, monkeypatch):
     tokens, targets = tokens_and_targets(cfg, 2, 37)
     ours = ours_of(open_weights(step), tokens, targets)
     assert relative(ours["logits"], outcome(model.eval().double(), cfg, tokens, targets)["logits"]) <= LIMIT
-
-
-def test_keys_that_a_config_leaves_out_are_what_transformers_takes(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    theirs = transformers.LlamaConfig()
-    found = huggingface.model_of(tmp_path / "config.json")
-    for key, (ours, _) in HUGGING_FACE.sizes.items():
-        assert getattr(found, ours) == getattr(theirs, key), key
-    assert found.rope_theta == theirs.rope_parameters["rope_theta"] and found.rope_factor == 0
-    assert found.kv_heads == theirs.num_key_value_heads

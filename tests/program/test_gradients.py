@@ -12,6 +12,7 @@ from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.ops.attention.qk_rotary import Yarn
 from barellm.program.ops.base import Op
+from barellm.program.ops.pointwise.swiglu import GATED
 from barellm.program.scalars import declare
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
@@ -103,7 +104,8 @@ CASES = {
         QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True},
     ),
     "softmax": (ops.Softmax, {"x": (B, T, C)}, {"scale": 0.7, "dtype": "fp32"}),
-    "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
+    **{gated.name: (gated, {"gate": (B, T, C), "up": (B, T, C)}, {}) for gated in GATED.values()},
+    "head_rmsnorm": (ops.HeadRMSNorm, {"x": (B, T, 2 * C), "weight": (C,)}, {"eps": 1e-3}),
     "top_k": (ops.TopK, {"x": (B, T, C)}, {"K": 4}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
     "dropout by streams": (ops.TauswortheDropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2, "bits": "taus88"}),
@@ -152,6 +154,7 @@ def test_every_gradient_rule_has_a_case():
     found = [
         *(getattr(ops, n) for n in ops.__all__ if n != "ACTIVATIONS"),
         *(a.forward for a in ops.ACTIVATIONS.values()),
+        *GATED.values(),
     ]
     with_rule = {c for c in found if c.gradient is not Op.gradient}
     # The gradients of a sign and of rounding are not their derivatives: tests/program/test_binary.py, test_fp8.py.

@@ -17,6 +17,7 @@ from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
+from barellm.program.ops.pointwise.swiglu import GATED
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.reference import ReferenceSession
 
@@ -59,6 +60,7 @@ BAD = [
         "even numbers of heads: 3, 3 of keys",
     ),
     (ops.RMSNorm, {"x": t(2, 8), "weight": t(7)}, {"eps": 1e-5, "dtype": "fp32"}, r"rmsnorm.*\(7,\)"),
+    (ops.HeadRMSNorm, {"x": t(2, 8), "weight": t(3)}, {"eps": 1e-5}, r"head_rmsnorm.*\(2, 8\).*\(3,\)"),
     (ops.SwiGLU, {"gate": t(2, 8), "up": t(2, 7)}, {}, r"swiglu.*\(2, 7\)"),
     (
         ops.Rope,
@@ -133,6 +135,7 @@ def test_wrong_shapes_are_refused_by_name(op_type, inputs, attrs, message):
 def test_every_op_has_a_name_a_reference_and_no_twin():
     classes = [getattr(ops, name) for name in ops.__all__ if name != "ACTIVATIONS"]
     classes += [op for a in ops.ACTIVATIONS.values() for op in (a.forward, a.backward)]
+    classes += [op for gated in GATED.values() if gated is not ops.SwiGLU for op in (gated, gated.backward)]
     assert len({c.name for c in classes}) == len(classes)
     assert all(c.reference is not Op.reference and c.infer is not Op.infer for c in classes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from math import cos, log, pi, tanh
+from math import cos, log, pi, sqrt, tanh
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value, constant
@@ -132,6 +132,25 @@ def silu_and_slope(k: Builder, x: Value, dtype: str = "fp32") -> tuple[Value, Va
     s = 1.0 / (1.0 + e)
     y = x * s
     return y, k.fma(y, s * e, s)
+
+
+# erfc(z) = exp(-z^2) t (a1 + a2 t + ... + a5 t^4), t = 1 / (1 + p z), for z >= 0 (Abramowitz and Stegun 7.1.26): error 1.5e-7.
+ERFC_P, ERFC = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+
+
+def gelu_erf_and_slope(k: Builder, x: Value) -> tuple[Value, Value]:
+    """x P(x) and P(x) + x p(x), with P and p the normal distribution and its density."""
+    size = k.bitcast(k.bitcast(x, k.ivec) & 0x7FFFFFFF, k.vec)
+    t = 1.0 / k.fma(size, ERFC_P / sqrt(2), k.to(1.0, k.vec))
+    e = exp(k, x * x * -0.5)
+    tail = polynomial(k, t, ERFC) * t * e * 0.5  # P(-|x|)
+    below = k.select(x < 0.0, tail, 1.0 - tail)
+    return x * below, k.fma(x * e, 1 / sqrt(2 * pi), below)
+
+
+def gelu_erf(k: Builder, x: Value, dtype: str = "fp32") -> Value:
+    """GELU by the error function, whatever the result is rounded to."""
+    return gelu_erf_and_slope(k, x)[0]
 
 
 SLOPE_STEPS = 3.2  # pieces a unit: 16 of them reach to 4.8, where the slope is 1 but for 3e-5

@@ -25,6 +25,7 @@ from barellm.cpu.kernels.loops import (
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
 
 CHAINS = 4
 
@@ -50,6 +51,17 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
 def row_constants(op: Op) -> dict[str, Any]:
     """Constants of a kernel over rows: C columns, and what counts the rows."""
     return {"C": int(op.x.shape[-1]), **shape_of(op.x)}
+
+
+def heads_of(op: Op) -> Tensor:
+    """What has the shape (..., H, D) of x (..., H*D), whose rows are heads."""
+    heads = op.rstd.shape
+    return Tensor(op.x.name, (*heads, int(op.x.shape[-1]) // int(heads[-1])), op.x.dtype, op.x.role)
+
+
+def head_constants(op: Op) -> dict[str, Any]:
+    like = heads_of(op)
+    return {"C": int(like.shape[-1]), **shape_of(like)}
 
 
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
@@ -144,6 +156,7 @@ class GradientOfRow:
             self.k.prefetch(row.at(c), near=False)
 
 
+@kernel("head_rmsnorm_dx", constants=head_constants)
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
@@ -177,13 +190,15 @@ def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count,
     column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
 
 
+@lowering("head_rmsnorm_dweight", starts="dweight")
 @lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def norm_dparams(op: Op, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
     # A LayerNorm without bias has a dbias that nobody reads.
     outputs = {name: t for name, t in op.outputs.items() if t.role != "activation"}
-    lower_column_sums(c, dparams_partials, operands, op.x, outputs, op.modes)
+    like = heads_of(op) if op.name == "head_rmsnorm_dweight" else op.x
+    lower_column_sums(c, dparams_partials, operands, like, outputs, op.modes)
 
 
 def norm_backward(

@@ -1,13 +1,15 @@
-"""RMSNorm. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in layernorm.py."""
+"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in
+layernorm.py."""
 
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, write_row
-from barellm.cpu.kernels.norm.layernorm import row_constants, row_sums
+from barellm.cpu.kernels.norm.layernorm import head_constants, row_constants, row_sums
 from barellm.cpu.lang import Value
 
 
+@kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
 @kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> None:
     """y = x rstd weight (`weight` None: 1), rstd = 1 / sqrt(mean(x^2) + eps) of each row. Memory is read once: the row stays in

@@ -7,7 +7,7 @@ Head h owns columns h*D .. (h+1)*D. Its columns i and i + D/2 are a plane that t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log, pi
+from math import ceil, floor, log, pi, sqrt
 from typing import TYPE_CHECKING
 
 from barellm.program.graph import Graph
@@ -20,25 +20,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Llama-3.1's stretch of the frequencies for longer texts. Wavelengths beyond old_seq / low_factor become `factor` times as
-    long, those below old_seq / high_factor stay, and between the two the change is smooth."""
+    """How the frequencies are changed for texts longer than `old_seq`, the context length of pre-training, by `kind`:
+
+    linear    all divided by `factor` (position interpolation, Chen et al. 2023)
+    dynamic   NTK-aware: a larger theta, and only for tables of more than old_seq positions
+    llama3    wavelengths beyond old_seq / low_factor become `factor` times as long, those below old_seq / high_factor stay, and
+              between the two the change is smooth (Grattafiori et al. 2024)
+    yarn      the same by number of turns within old_seq, from `low_factor` (beta_slow) to `high_factor` (beta_fast), linear in the
+              plane's number, whose ends are whole numbers with `truncate` (Peng et al. 2023)
+    longrope  each plane's frequency divided by its own number: of `short`, or of `long` for tables of more than old_seq positions
+              (Ding et al. 2024)
+
+    yarn and longrope multiply cosines and sines by `magnitude`; 0: by their papers' formulas."""
 
     factor: float = 8.0
     low_factor: float = 1.0
     high_factor: float = 4.0
     old_seq: int = 8192
+    kind: str = "llama3"
+    magnitude: float = 0.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    @property
+    def multiplier(self) -> float:
+        """Of cosines and sines."""
+        if self.kind not in ("yarn", "longrope") or self.factor <= 1:
+            return self.magnitude or 1.0
+        by_formula = 0.1 * log(self.factor) + 1
+        if self.kind == "longrope":
+            by_formula = sqrt(1 + log(self.factor) / log(self.old_seq))
+        return self.magnitude or by_formula
 
 
-def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None) -> np.ndarray:
-    """(D / 2,) float64: the angle by which each plane turns from one position to the next."""
+def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None, length: int = 0) -> np.ndarray:
+    """(D / 2,) float64: the angle by which each plane turns from one position to the next, in tables of `length` positions."""
     import numpy as np
 
-    turn = np.exp(-log(theta) * np.arange(0, head_size, 2) / head_size)
-    if scaling is None:
+    D, s = head_size, scaling
+    if s is not None and s.kind == "dynamic" and length > s.old_seq:
+        theta *= (s.factor * length / s.old_seq - (s.factor - 1)) ** (D / (D - 2))
+    turn = np.exp(-log(theta) * np.arange(0, D, 2) / D)
+    if s is None or s.kind == "dynamic":
         return turn
-    ratio = scaling.old_seq * turn / (2 * pi)  # turns within the old length
-    smooth = np.clip((ratio - scaling.low_factor) / (scaling.high_factor - scaling.low_factor), 0, 1)
-    return turn * (smooth + (1 - smooth) / scaling.factor)
+    if s.kind == "linear":
+        return turn / s.factor
+    if s.kind == "longrope":
+        by = s.long if length > s.old_seq else s.short
+        if len(by) != D // 2:
+            raise ValueError(f"longrope of {len(by)} numbers, the head has {D // 2} planes that turn")
+        return turn / np.array(by)
+    if s.kind == "yarn":
+        # The plane, as a real number, that turns so often within the old length.
+        ends = [D * log(s.old_seq / (2 * pi * n)) / (2 * log(theta)) for n in (s.high_factor, s.low_factor)]
+        first, last = (floor(ends[0]), ceil(ends[1])) if s.truncate else ends
+        first, last = max(first, 0), min(last, D - 1)
+        smooth = 1 - np.clip((np.arange(D // 2) - first) / (last - first or 1e-3), 0, 1)
+    else:
+        ratio = s.old_seq * turn / (2 * pi)  # turns within the old length
+        smooth = np.clip((ratio - s.low_factor) / (s.high_factor - s.low_factor), 0, 1)
+    return turn * (smooth + (1 - smooth) / s.factor)
 
 
 class Rope(Op):
@@ -82,16 +124,24 @@ class Calls(Graph):
     """The methods of Program that append these ops."""
 
     def rope_tables(
-        self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The tables cos and sin (length, head_size / 2) of positions 0 .. length, as constants of the store."""
+        self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None, rotated: int | None = None,
+        scale: float = 1.0, name: str = "rope",
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The tables cos and sin (length, head_size / 2) of positions 0 .. length, constants of the store called `name`.cos and
+        `name`.sin. Only `rotated` columns of a head turn, unless it is None: the first rotated / 2 of each half, and the others
+        pass. All that the rope gives is multiplied by `scale`."""
         import numpy as np
 
-        if head_size % 2:
-            raise ValueError(f"rope turns pairs of columns: head_size is {head_size}, expected an even number")
-        angle = np.arange(length)[:, None] * frequencies(head_size, theta=theta, scaling=scaling)[None, :]
-        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        return self.constant("rope.cos", cos), self.constant("rope.sin", sin)
+        rotated = head_size if rotated is None else rotated
+        if head_size % 2 or rotated % 2:
+            raise ValueError(f"rope turns pairs of columns: {rotated} of {head_size}, expected even numbers")
+        angle, multiplier = np.zeros((length, head_size // 2)), np.full(head_size // 2, scale)
+        if rotated:
+            turns = frequencies(rotated, theta=theta, scaling=scaling, length=length)
+            angle[:, : rotated // 2] = np.arange(length)[:, None] * turns[None, :]
+            multiplier[: rotated // 2] *= scaling.multiplier if scaling else 1.0
+        cos, sin = ((f(angle) * multiplier).astype(np.float32) for f in (np.cos, np.sin))
+        return self.constant(f"{name}.cos", cos), self.constant(f"{name}.sin", sin)
 
     def rope(self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int) -> Tensor:
         """Turn the first `heads` heads of x (B, T, W) by the angle of their position."""

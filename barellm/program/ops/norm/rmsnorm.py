@@ -1,4 +1,5 @@
-"""RMSNorm over the last axis. Shapes: x, y (..., C); weight (C) or none; rstd (...) fp32."""
+"""RMSNorm over the last axis. Shapes: x, y (..., C); weight (C) or none; rstd (...) fp32. That of heads: x, y (..., H*D), weight
+(D), rstd (..., H)."""
 
 from __future__ import annotations
 
@@ -69,9 +70,73 @@ class RMSNormDweight(Op):
         return 3 * self.x.size
 
 
+class HeadRMSNorm(Op):
+    """RMSNorm of each head by itself, D columns of x (..., H*D), all with one weight (D) (QK-norm, Dehghani et al. 2023)."""
+
+    name = "head_rmsnorm"
+
+    def infer(self, x: Tensor, weight: Tensor) -> dict[str, Spec]:
+        D = int(weight.shape[-1])
+        if len(weight.shape) != 1 or x.shape[-1] % D:
+            raise ValueError(f"head_rmsnorm expects x (..., heads * D) and weight (D): {describe(x=x, weight=weight)}")
+        return {"y": (x.shape, x.dtype), "rstd": ((*x.shape[:-1], int(x.shape[-1]) // D), "fp32")}
+
+    def reference(self, x, weight):
+        heads = x.reshape(*x.shape[:-1], -1, len(weight))
+        rstd = 1 / ((heads**2).mean(-1) + self.eps) ** 0.5
+        return {"y": (heads * rstd[..., None] * weight).reshape(x.shape), "rstd": rstd}
+
+    def gradient(self, g, y, rstd):
+        assert rstd is None, "rstd is a saved value, not a differentiable output"
+        g.write(HeadRMSNormDx, {"dx": self.x}, dy=y, x=self.x, weight=self.weight, rstd=self.rstd)
+        g.write(HeadRMSNormDweight, {"dweight": self.weight}, dy=y, x=self.x, rstd=self.rstd)
+
+    def flops(self) -> int:
+        return 4 * self.x.size
+
+
+class HeadRMSNormDx(RMSNormDx):
+    """`RMSNormDx` of each head."""
+
+    name = "head_rmsnorm_dx"
+
+    def infer(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> dict[str, Spec]:
+        if dy.shape != x.shape or rstd.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"head_rmsnorm_dx expects dy like x and rstd (..., H): {describe(dy=dy, x=x, rstd=rstd)}")
+        return {"dx": (x.shape, x.dtype)}
+
+    def reference(self, dy, x, rstd, weight):
+        D = len(weight)
+        found = super().reference(dy.reshape(*rstd.shape, D), x.reshape(*rstd.shape, D), rstd, weight)
+        return {"dx": found["dx"].reshape(x.shape)}
+
+
+class HeadRMSNormDweight(Op):
+    """dweight = sum over rows and heads of dy * n, in a tree fixed by their number."""
+
+    name = "head_rmsnorm_dweight"
+
+    def infer(self, dy: Tensor, x: Tensor, rstd: Tensor) -> dict[str, Spec]:
+        return {"dweight": ((int(x.shape[-1]) // int(rstd.shape[-1]),), "fp32")}
+
+    def reference(self, dy, x, rstd):
+        return {
+            "dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None])
+            .reshape(-1, x.shape[-1] // rstd.shape[-1])
+            .sum(0)
+        }
+
+    def flops(self) -> int:
+        return 3 * self.x.size
+
+
 class Calls(Graph):
     """The methods of Program that append these ops."""
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight (C) or none -> (..., C) in the compute dtype, normalised over the last axis."""
         return self.apply(RMSNorm, x=x, weight=weight, eps=eps, dtype=self.compute).y
+
+    def head_rmsnorm(self, x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
+        """x (..., heads * D), weight (D) -> (..., heads * D) in x's dtype: each head normalised by itself."""
+        return self.apply(HeadRMSNorm, x=x, weight=weight, eps=eps).y

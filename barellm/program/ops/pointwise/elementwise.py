@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import pi, sqrt
+from math import erfc, pi, sqrt
 from typing import Any, ClassVar
 
 from barellm.program.graph import Graph
@@ -154,6 +154,31 @@ def _gelu_slope(x: Any) -> Any:
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)
 
 
+def _normal(x: Any) -> tuple[Any, Any]:
+    """Probability that a normal number is below x, and its density there."""
+    import numpy as np
+
+    below = np.vectorize(lambda z: 0.5 * erfc(-z / sqrt(2.0)), otypes=[np.float64])(x)
+    return below, np.exp(-0.5 * x * x) / sqrt(2.0 * pi)
+
+
+def _gelu_erf_slope(x: Any) -> Any:
+    below, density = _normal(x)
+    return below + x * density
+
+
+def sigmoid(x: Any) -> Any:
+    import numpy as np
+
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+
+def _silu_slope(x: Any) -> Any:
+    s = sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
 def _relu(x: Any) -> Any:
     import numpy as np
 
@@ -169,6 +194,10 @@ ACTIVATIONS: dict[str, Elementwise] = {
         Elementwise("relu", value=_relu, slope=lambda x: 1.0 * (x > 0), operations=(1, 2)),
         # max(x, 0)^2 (So et al. 2021).
         Elementwise("relu2", value=lambda x: _relu(x) ** 2, slope=lambda x: 2 * _relu(x), operations=(2, 3)),
+        # x P(N(0, 1) < x) (Hendrycks and Gimpel 2016), by the error function.
+        Elementwise("gelu_erf", value=lambda x: x * _normal(x)[0], slope=_gelu_erf_slope, operations=(16, 20)),
+        # x / (1 + exp(-x)) (Hendrycks and Gimpel 2016; Ramachandran et al. 2017 call it swish).
+        Elementwise("silu", value=lambda x: x * sigmoid(x), slope=_silu_slope, operations=(9, 14)),
     )
 }
 SLOPES: dict[str, Elementwise] = {a.backward.name: a for a in ACTIVATIONS.values()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.pointwise.swiglu import sigmoid
+from barellm.program.ops.pointwise.elementwise import sigmoid
 from barellm.program.tensor import Tensor, View, describe
 
 

@@ -1,0 +1,258 @@
+"""Decoders of Llama's kind (`models/families.py`) as Hugging Face stores them: config.json with its many forms of RoPE, names of
+tensors, and rows that lie in another order there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from math import log
+from typing import Any
+
+from barellm.models.hf_mapping import Family, HuggingFace, UnknownConfig
+
+SIZES = {  # key -> our field, and what transformers takes where the key is missing
+    "num_hidden_layers": ("layers", 32),
+    "num_attention_heads": ("heads", 32),
+    "hidden_size": ("d_model", 4096),
+    "intermediate_size": ("d_ff", 11008),
+    "vocab_size": ("vocab_size", 32000),
+    "max_position_embeddings": ("max_seq", 2048),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "tie_word_embeddings": ("tied", False),
+}
+ACTIVATIONS = {  # theirs -> ours; of two names of one formula the first is written
+    "silu": "silu", "swish": "silu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
+    "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+BLOCK = {  # our name in a block -> theirs, from the first row to the last
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q": ("self_attn.q_proj",),
+    "attn.k": ("self_attn.k_proj",),
+    "attn.v": ("self_attn.v_proj",),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.proj": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.up": ("mlp.up_proj",),
+    "mlp.down": ("mlp.down_proj",),
+}
+OTHERS = {"wte": "embed_tokens.weight", "norm": "norm", "head": "lm_head.weight"}
+BUFFERS = r"(layers\.\d+\.(self_attn|attention)\.)?(rotary_emb\.inv_freq|bias|masked_bias)$"  # of older versions
+# Our fields that config.json says in `rope_scaling` and its like, and the width of a head.
+ROPE = (
+    "kv_heads", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq", "rope_type", "rope_attention_factor",
+    "rope_truncate", "rope_short", "rope_long", "head_dim",
+)  # fmt: skip
+KEYS = ("rope_theta", "partial_rotary_factor")  # which lie beside it in earlier versions
+NEEDED = {  # key beside a rope_type -> our field
+    "linear": {"factor": "rope_factor"},
+    "dynamic": {"factor": "rope_factor"},
+    "llama3": {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
+    "yarn": {"factor": "rope_factor"},
+    "longrope": {"factor": "rope_factor"},
+}
+
+
+# --- RoPE, as config.json has it ---
+
+
+def _rope(config: Mapping[str, Any], theta: float, old: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """Where it was found, and its keys with `rope_theta` among them. Later versions of transformers have all in
+    `rope_parameters`, earlier ones in `rope_scaling` and beside it. `old`: still earlier names of keys beside it."""
+    place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
+    rope = config.get(place) or {}
+    if not isinstance(rope, dict):
+        raise UnknownConfig(f"{place} is {rope!r}, expected keys with values, or null")
+    beside = {key: config[name] for key in KEYS for name in (key, old.get(key, key)) if name in config}
+    return place, {"rope_theta": theta, **beside, **rope}
+
+
+def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:
+    """The fields of a rope that is scaled; `most` positions are what the file says."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return {}
+    if kind not in NEEDED:
+        raise UnknownConfig(f"{place}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
+    old = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
+    old = most if kind in ("linear", "dynamic") else old
+    factor = rope.get("factor")
+    if factor is None and kind in ("yarn", "longrope") and isinstance(old, int) and old > 0:
+        rope = {**rope, "factor": most / old}
+    found: dict[str, Any] = {
+        "rope_type": (f"{place}.rope_type", kind), "rope_old_seq": (f"{place}.original_max_position_embeddings", old),
+    }  # fmt: skip
+    found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
+    if kind == "dynamic":  # its frequencies change beyond the file's positions alone
+        found["max_seq"] = ("max_position_embeddings", int(most * _number(f"{place}.factor", factor)))
+    if kind == "yarn":
+        found["rope_low"] = (f"{place}.beta_slow", rope.get("beta_slow") or 1.0)
+        found["rope_high"] = (f"{place}.beta_fast", rope.get("beta_fast") or 32.0)
+        found["rope_truncate"] = (f"{place}.truncate", rope.get("truncate", True))
+    if kind in ("yarn", "longrope"):
+        by = rope.get("attention_factor")
+        scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+        if by is None and kind == "yarn" and all(scales):
+            above, below = (0.1 * _number(place, m) * log(max(1.0, _number(place, rope["factor"]))) + 1 for m in scales)
+            by = above / below
+        found["rope_attention_factor"] = (f"{place}.attention_factor", 0.0 if by is None else by)
+    if kind == "longrope":
+        for key, ours in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
+            each = rope.get(key)
+            if not isinstance(each, list):
+                raise UnknownConfig(f"{place}.{key} is {str(each)[:40]}, expected a list of numbers")
+            found[ours] = (f"{place}.{key}", ",".join(str(_number(f"{place}.{key}", n)) for n in each))
+    return found
+
+
+def _number(key: str, found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise UnknownConfig(f"{key} is {found!r}, expected a number")
+    return float(found)
+
+
+def _written_rope(cfg: Any) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    found: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_scaling": None}
+    if not cfg.rope_factor:
+        return found
+    scaling = {"rope_type": cfg.rope_type, **{key: getattr(cfg, ours) for key, ours in NEEDED[cfg.rope_type].items()}}
+    if cfg.rope_type == "dynamic":
+        found["max_position_embeddings"] = cfg.rope_old_seq
+    elif cfg.rope_type != "linear":
+        scaling["original_max_position_embeddings"] = cfg.rope_old_seq
+    if cfg.rope_type == "yarn":
+        scaling |= {"beta_slow": cfg.rope_low, "beta_fast": cfg.rope_high, "truncate": cfg.rope_truncate}
+    if cfg.rope_type == "longrope":
+        scaling |= {
+            key: [float(n) for n in text.split(",")]
+            for key, text in (("short_factor", cfg.rope_short), ("long_factor", cfg.rope_long))
+        }
+    if cfg.rope_type in ("yarn", "longrope") and cfg.rope_attention_factor:
+        scaling["attention_factor"] = cfg.rope_attention_factor
+    return {**found, "rope_scaling": scaling}
+
+
+# --- rows ---
+
+
+def _halves(cfg: Any) -> list[int]:
+    """Where our columns of a head lie in theirs, which begins with the part that turns: both of its halves, then the rest."""
+    R, D = cfg.rotated, cfg.head_size
+    middle = (R + D) // 2
+    return [*range(R // 2), *range(R, middle), *range(R // 2, R), *range(middle, D)]
+
+
+def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
+    """Where our rows of a tensor lie in theirs; None: in the same order."""
+    kind = theirs.rsplit(".", 2)[-2]
+    D, halves = cfg.head_size, _halves(cfg)
+    if kind == "query_key_value":  # of each head its q, its k and its v
+        return [
+            (3 * head + part) * D + row
+            for part, rows in enumerate((halves, halves, range(D))) for head in range(cfg.heads) for row in rows
+        ]  # fmt: skip
+    heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads, "q_norm": cfg.heads, "k_norm": cfg.kv_heads}.get(kind, 0)
+    if not heads or cfg.rotated == D:
+        return None
+    return [
+        head * D + row
+        for head in range(1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads)
+        for row in halves
+    ]
+
+
+# --- families ---
+
+
+def hugging_face(f: Family) -> HuggingFace:
+    """A family as any architecture."""
+    of_block, of_others = {**BLOCK, **f.block}, {**OTHERS, **f.others}
+    sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
+    if "layer_norm_eps" in sizes:
+        del sizes["rms_norm_eps"]
+    words = {"hidden_act": ("activation", f.act, ACTIVATIONS), **f.words}
+    said = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
+    said |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
+
+    def parts(cfg: Any, ours: str) -> dict[str, int]:
+        if ours in ("wte", "head"):
+            return {of_others[ours]: 0}
+        name, _, suffix = ours.rpartition(".")
+        if name == "norm":
+            return {f"{of_others['norm']}.{suffix}": 0}
+        _, layer, name = name.split(".", 2)
+        rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
+        theirs = of_block[name]
+        return {
+            f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)
+        }
+
+    def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+        place, rope = _rope(config, f.theta, f.old_rope)
+        H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
+        width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
+        found = {
+            "rope_theta": (
+                f"{place}.rope_theta" if "rope_theta" in (config.get(place) or {}) else "rope_theta",
+                rope["rope_theta"],
+            ),
+            "kv_heads": ("num_key_value_heads", H if count is None else count),
+            **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
+        }
+        if (
+            width is not None
+            and f.own_head
+            and not (isinstance(H, int) and isinstance(C, int) and H > 0 and width * H == C)
+        ):
+            found["head_dim"] = ("head_dim", width)
+        turned = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
+        if f.partial is not None:
+            found["rotary_fraction"] = ("partial_rotary_factor", turned)
+        elif turned != 1.0:
+            raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in a {f.model_type}")
+        return {**found, **f.read(config)}
+
+    def all_written(cfg: Any) -> dict[str, Any]:
+        found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
+        found |= {"head_dim": cfg.head_size} if f.own_head else {}
+        found |= {"partial_rotary_factor": cfg.rotary_fraction} if f.partial is not None else {}
+        return {**found, **f.written(cfg)}
+
+    def refused(cfg: Any) -> str | None:
+        usual = {field.name: field.default for field in fields(cfg)}
+        wanted = {name: default for name, default in usual.items() if name not in said} | dict(f.fixed)
+        wanted |= {"head_dim": 0, "kv_heads": cfg.kv_heads if f.kv_heads else cfg.heads} if not f.own_head else {}
+        for name, one in wanted.items():
+            if getattr(cfg, name) != one:
+                return f"model.{name} is {getattr(cfg, name)!r}, a {f.model_type} has {one!r}"
+        for key, (name, _, table) in words.items():
+            if getattr(cfg, name) not in table.values():
+                return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"
+        return None
+
+    return HuggingFace(
+        preset=f.preset,
+        model_type=f.model_type,
+        class_name=f.class_name,
+        sizes=sizes,
+        words=words,
+        fixed=f.fixed,
+        kinds=f.kinds,
+        derived={},
+        rates=f.rates,
+        prefix=f.prefix,
+        head=of_others["head"],
+        tied=lambda cfg: "wte" if cfg.tied else None,
+        parts=parts,
+        transposed=lambda ours: False,
+        ignored=lambda theirs: re.match(BUFFERS, theirs) is not None,
+        refused=refused,
+        order=_order,
+        read=all_read,
+        written=all_written,
+    )
