@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from barellm.checkpoint.weights import Weights
 from barellm.config import Config, overrides
 from barellm.config.aliases import accepts_old_names
 from barellm.config.fields import converted, path_of
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError, shown
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
@@ -51,7 +51,7 @@ def load(
     kind = "" if tokenizer is None else str(path_of("tokenizer", tokenizer))
     weights = open_weights(path_of("path", path), tokenizer=kind)
     if weights.tokenizer is None:
-        raise weights.without_tokenizer("barellm.load(..., tokenizer=...)")
+        weights = replace(weights, tokenizer=Ids(weights.model.vocab_size))
     meta: dict[str, Any] = {"step": 0}
     if is_checkpoint(weights):
         meta = checkpoint.read_meta(weights.path)
@@ -303,7 +303,7 @@ class Model:
         session = self._opened("decode", positions=place.positions)
         if place.decoder is None:
             place.process = os.getpid()
-            place.decoder = open_decoder(session, self.config.model, positions=self._wanted.positions)
+            place.decoder = open_decoder(session, self.config.model, self.tokenizer, positions=self._wanted.positions)
         if self._cached is None or self._cached() is not place:
             self._set_aside()
             place.decoder.session = session

@@ -17,10 +17,11 @@ BUILT = STEP | {"models", "optim", "assembly", OVERRIDES}
 # Folder -> the folders that it may import, itself always.
 MAY = {
     "config": set(),
+    "chat": set(),  # how texts begin and end, which a tokenizer knows
     "program": set(),
     "models": {"program"},
     "optim": {"program"},
-    "data": {"program"},
+    "data": {"program", "chat"},
     "runtime": {"program"},
     "distributed": STEP,
     "cpu": STEP,

@@ -142,7 +142,7 @@ class Barellm(TemplateLM):
         rows = min(self.batch_size, len(prompts), MOST_TOGETHER)
         answers: list[str] = []
         with self.checkpoint.opened(positions=positions, rows=rows) as compiled:
-            decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
+            decoder = open_decoder(compiled.session, compiled.config.model, self.vocabulary, positions=positions)
             for first in range(0, len(prompts), rows):
                 here = prompts[first : first + rows]
                 texts = [Written(self.vocabulary, stops=requested["until"]) for _ in here]

@@ -113,7 +113,12 @@ def run(args: argparse.Namespace) -> int:
     most = checkpoint.config.model.max_seq
     if args.interactive:
         with checkpoint.opened(positions=most) as compiled:
-            _talk(args, checkpoint, open_decoder(compiled.session, compiled.config.model, positions=most), first)
+            _talk(
+                args,
+                checkpoint,
+                open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=most),
+                first,
+            )
         return 0
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
     fed = {prompt: checkpoint.tokenizer.prompt(prompt) for prompt in prompts}
@@ -126,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     positions = cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows) as compiled:
-        decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
+        decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
         for begin in range(0, len(works), rows):
             _group(args, checkpoint, compiled, decoder, works, range(begin, min(begin + rows, len(works))))
     return 0

@@ -7,7 +7,7 @@ answer and what ends it are targets; everything else has target -1, which the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,20 @@ Parts = list[
 @dataclass(frozen=True)
 class Examples:
     """The tokens of all examples, one after the other, (tokens,); `answer` says which are targets; example i is [begins[i],
-    begins[i + 1])."""
+    begins[i + 1]), and its answers' texts have text_bytes[i]."""
 
     tokens: np.ndarray
     answer: np.ndarray
     begins: np.ndarray
+    text_bytes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.begins) - 1
 
     def slice(self, start: int, stop: int) -> Examples:
         lo, hi = self.begins[start], self.begins[stop]
-        return Examples(self.tokens[lo:hi], self.answer[lo:hi], self.begins[start : stop + 1] - lo)
+        begins = self.begins[start : stop + 1] - lo
+        return Examples(self.tokens[lo:hi], self.answer[lo:hi], begins, self.text_bytes[start:stop])
 
     def prompt(self) -> list[int]:
         """The first example up to its first answer."""
@@ -134,10 +136,11 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
     """Prompts and answers are encoded by themselves, so no token is of both. UserError, which begins with `name`, for an example
     that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
     ids = iter(tokenizer.encode_many([text for one in found for text, _ in one]))
-    end = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
+    known = tokenizer.conventions
+    begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
     for one in found:
-        pieces = [(end, False)]
+        pieces = [(begin, False)]
         for _, answers in one:
             pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
         tokens += [piece for piece, _ in pieces]
@@ -150,7 +153,10 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
                 "end-of-text token that could stand there: expected at least one"
             )
         sizes.append(len(counted))
-    return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]))
+    text_bytes = [sum(len(text.encode()) for text, answers in one if answers) for one in found]
+    return Examples(
+        np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64)
+    )
 
 
 class Packed:
@@ -251,7 +257,7 @@ class ExampleValidation:
             yield self._packed.read(self._chosen[first : first + count])
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
-        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))
+        return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))
 
 
 def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], Tokenizer]

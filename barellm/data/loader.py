@@ -155,4 +155,4 @@ class Validation:
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""
-        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))
+        return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))

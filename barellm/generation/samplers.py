@@ -83,6 +83,7 @@ def penalized(logits: np.ndarray, text: Sequence[int], penalty: float) -> np.nda
     if penalty == 1:
         return logits
     logits, seen = logits.copy(), np.unique(np.asarray(text, np.int64))
+    seen = seen[seen < len(logits)]  # a prompt may have ids that are never drawn
     logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
     return logits
 

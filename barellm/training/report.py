@@ -43,7 +43,11 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
         f"output   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
-        lines.append("         no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
+        lines.append(f"         no samples and no bits per byte: {data.no_text}")
+    elif not data.tokenizer.exact:
+        lines.append(
+            "         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was"
+        )
     return lines
 
 
