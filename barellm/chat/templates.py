@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from barellm.errors import UserError, shown
 
 SECONDS = 10.0  # for one request
+PURPOSES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Piece = tuple[str, bool]  # a part of a text, and whether what looks like a control token in it is letters
 
@@ -120,34 +122,57 @@ def control_tokens(template: str, special: frozenset[str], added: frozenset[str]
     """Special tokens, and added ones that the template itself writes; the longest first."""
     _need_jinja()
     written = "\0".join(_asked(template)["literals"])
-    return tuple(sorted(special | {name for name in added if name in written}, key=lambda name: (-len(name), name)))
+    found = special | {name for name in added if name in written}
+    return tuple(sorted((name for name in found if name.strip()), key=lambda name: (-len(name), name)))
 
 
 def pieces(
-    template: str, conversations: Sequence[Any], variables: Mapping[str, Any], control: Sequence[str]
+    template: str,
+    conversations: Sequence[Any],
+    variables: Mapping[str, Any],
+    control: Sequence[str],
+    special: AbstractSet[str],
 ) -> list[list[Piece]]:
     """The text of each conversation in pieces, so that no control token which anybody said, in however many parts, is one.
 
-    Characters with which a control token begins or ends get a mark beside them wherever somebody says them. A control token in the
-    text is the template's own if its ends have no mark; any other is a piece of letters.
+    In what is said a control token gets marks at its ends, and so does a part of one that the text around it could complete.
+    One whose ends have no mark is the template's own; any other is a piece of letters. Of what an assistant says these are
+    the `special` ones alone: its thinking stands between tokens that are its own.
     """
-    begins, ends = {name[0] for name in control if name}, {name[-1] for name in control if name}
-    given = json.dumps([conversations, dict(variables)], ensure_ascii=False)
-    before, after = _unused(given)
+    before, after = _unused(json.dumps([conversations, dict(variables)], ensure_ascii=False))
 
-    def marked(value: Any) -> Any:
+    def marked(value: Any, names: Sequence[str]) -> Any:
         if isinstance(value, str):
-            if not any(character in value for character in begins | ends):
-                return value
-            return "".join((before if c in begins else "") + c + (after if c in ends else "") for c in value)
+            return _marked(value, names, before, after)
         if isinstance(value, list):
-            return [marked(one) for one in value]
+            return [marked(one, names) for one in value]
         if isinstance(value, dict):
-            return {key: one if key == "role" else marked(one) for key, one in value.items()}
+            own = [n for n in control if n in special] if value.get("role") == "assistant" else names
+            return {key: one if key == "role" else marked(one, own) for key, one in value.items()}
         return value
 
-    texts = render(template, marked(conversations), variables)
+    given = {key: value if key in PURPOSES else marked(value, control) for key, value in variables.items()}
+    texts = render(template, marked(conversations, control), given)
     return [_split(text, control, before, after) for text in texts]
+
+
+def _marked(said: str, names: Sequence[str], before: str, after: str) -> str:
+    """What was said, with a mark before the first and behind the last character of each name in it, and of each part of one that
+    stands at its beginning or end, or would if the white space there went."""
+    head, tail = said.lstrip(), said.rstrip()
+    firsts, lasts = set(), set()
+    for name in names:
+        at = said.find(name)
+        while at >= 0:
+            firsts.add(at)
+            lasts.add(at + len(name) - 1)
+            at = said.find(name, at + 1)
+        for size in range(1, len(name)):
+            firsts |= {len(text) - size for text in (said, tail) if text.endswith(name[:size])}
+            lasts |= {len(said) - len(text) + size - 1 for text in (said, head) if text.startswith(name[-size:])}
+    if not firsts and not lasts:
+        return said
+    return "".join((before if i in firsts else "") + c + (after if i in lasts else "") for i, c in enumerate(said))
 
 
 def _unused(text: str) -> tuple[str, str]:

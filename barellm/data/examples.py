@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from barellm.data import conversations
 from barellm.data.loader import MASK, Rows, draw, permuted
 from barellm.data.reading import Layout, each_record, format_of
 from barellm.data.records import need_characters
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import LINES, Tokenizer
 from barellm.errors import UserError
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
-ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 NEUTRAL = (None, True, 1, "", "1", "1.0", "true", "True", [], {})  # values of a key that ask for nothing
 OTHERS = {  # keys that other programs obey and barellm does not: of a record, and of a message
     "record": ("weight", "train", "tools", "functions", "system", "history", "loss_mask"),
@@ -30,6 +30,12 @@ OTHERS = {  # keys that other programs obey and barellm does not: of a record, a
 Parts = list[
     tuple[str, bool | None]
 ]  # of an example: text, and whether it is an answer; None: an answer without a loss
+
+
+class Lines(list):
+    """The parts of a conversation as lines, and the conversation."""
+
+    conversation: conversations.Conversation
 
 
 @dataclass(frozen=True)
@@ -109,39 +115,50 @@ def _has_loss(message: dict, where: str) -> bool:
 
 def _conversation(messages: Any, where: str) -> Parts:
     """Each message as a line `User: ...`; what the assistant says is an answer."""
-    found: Parts = []
+    found = Lines()
+    losses = []
     for message in messages if isinstance(messages, list) else [None]:
         if not (
             isinstance(message, dict)
-            and message.get("role") in tuple(ROLES)  # a list of a role has no hash
+            and message.get("role") in tuple(LINES)  # a list of a role has no hash
             and isinstance(message.get("content"), str)
         ):
-            known = ", ".join(ROLES)
+            known = ", ".join(LINES)
             raise UserError(
                 f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content"
             )
         role, text = message["role"], message["content"]
         _check_obeyed(message, "message", where)
         loss = _has_loss(message, where)
+        losses.append(loss)
         if role == "assistant":
-            found += [(f"{ROLES[role]}:", False), (f" {text}", loss or None)]
+            found += [(f"{LINES[role]}:", False), (f" {text}", loss or None)]
         else:
-            found.append((f"{ROLES[role]}: {text}\n", False))
+            found.append((f"{LINES[role]}: {text}\n", False))
     if not any(answer for _, answer in found):
         raise UserError(f"{where} has no message of the assistant with a loss, whose messages are the answers")
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    found.conversation = conversations.Conversation(plain, losses, where)
     return found
 
 
 def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> Examples:
-    """Prompts and answers are encoded by themselves, so no token is of both. UserError, which begins with `name`, for an example
+    """Prompts and answers are encoded by themselves, so no token is of both; conversations as the model's chat template writes
+    them, where it has one. UserError, which begins with `name`, for an example
     that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
-    ids = iter(tokenizer.encode_many([text for one in found for text, _ in one]))
+    talks = [one.conversation for one in found if isinstance(one, Lines)] if tokenizer.conventions.templates else []
+    written = conversations.encode(talks, tokenizer)
+    ids = iter(
+        tokenizer.encode_many([text for one in found if not (talks and isinstance(one, Lines)) for text, _ in one])
+    )
     known = tokenizer.conventions
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
     for one in found:
         pieces = [(begin, False)]
-        for _, answers in one:
+        if talks and isinstance(one, Lines):
+            pieces = next(written)
+        for _, answers in [] if talks and isinstance(one, Lines) else one:
             pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
         tokens += [piece for piece, _ in pieces]
         answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])

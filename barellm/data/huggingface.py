@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from barellm.chat import conventions
+from barellm.chat.templates import Piece
 from barellm.data.bpe import printable_bytes
 from barellm.data.cache import new_file
 from barellm.data.tokenizers import FILE, Tokenizer, utf8
@@ -149,10 +150,11 @@ class HuggingFace(Tokenizer):
                 )
         return arrays
 
-    def _of_piece(self, text: str, letters: bool, *, first: bool) -> np.ndarray:
+    def encode_piece(self, piece: Piece, *, first: bool) -> np.ndarray:
+        text, letters = piece
         kind = "letters" if letters else "special"
         ids = self._encode([text], kind)[0] if first else self.encode_continued(text, kind)
-        if letters and self._added.get(text, -1) in ids:
+        if letters and self._special.get(text, -1) in ids:
             raise UserError(
                 f"a message has {text!r}, which this tokenizer cannot write as letters: it is a token in any text"
             )

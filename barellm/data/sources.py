@@ -142,7 +142,8 @@ def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -
         parts.append(TokenStream(known, name=f"{what} part of {path}"))
     counted = int(train.answer.sum() + val.answer.sum())
     name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {counted:,} tokens"
-    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}".encode()).hexdigest()[:32]
+    form = sorted(used.conventions.templates.items()) or ""
+    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}{form}".encode()).hexdigest()[:32]
     both = (train, val)
     sizes = (int(train.text_bytes.sum()), int(val.text_bytes.sum()))
     return Dataset(name=name, tokenizer=used, train=parts[0], val=parts[1], hash=key, text_bytes=sizes, examples=both)

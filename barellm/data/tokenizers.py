@@ -124,18 +124,23 @@ class Tokenizer:
     ) -> str:
         """The text of which `chat` gives the ids. UserError as there."""
         given = {"add_generation_prompt": add_generation_prompt, **variables}
-        return "".join(text for text, _ in self.chat_pieces([messages], given)[0])
+        if not (template := self._template(given)):
+            return "".join(text for text, _ in self._lines(templates.checked(messages), add_generation_prompt))
+        return templates.render(template, [templates.checked(messages)], {**self.conventions.named, **given})[0]
+
+    def _template(self, variables: Mapping[str, Any]) -> str:
+        known = self.conventions.templates
+        name = "tool_use" if variables.get("tools") and "tool_use" in known else "default"
+        return known.get(name, "")
 
     def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
         """The text of each conversation in pieces, and of each whether it is letters alone."""
-        found, known = [templates.checked(one) for one in conversations], self.conventions
-        template = known.templates.get("default", "")
-        if variables.get("tools") and "tool_use" in known.templates:
-            template = known.templates["tool_use"]
-        if not template:
+        found = [templates.checked(one) for one in conversations]
+        if not (template := self._template(variables)):
             return [self._lines(one, bool(variables.get("add_generation_prompt"))) for one in found]
-        control = templates.control_tokens(template, frozenset(self.special), frozenset(self.added))
-        return templates.pieces(template, found, {**known.named, **variables}, control)
+        special = frozenset(self.special)
+        control = templates.control_tokens(template, special, frozenset(self.added))
+        return templates.pieces(template, found, {**self.conventions.named, **variables}, control, special)
 
     def _lines(self, messages: Sequence[Mapping[str, Any]], answers: bool) -> list[templates.Piece]:
         found: list[templates.Piece] = []
@@ -156,10 +161,12 @@ class Tokenizer:
         """Ids and text of each piece of each conversation."""
         found = []
         for parts in self.chat_pieces(conversations, variables):
-            found.append([(self._of_piece(*part, first=i == 0), part[0]) for i, part in enumerate(parts)])
+            found.append([(self.encode_piece(part, first=i == 0), part[0]) for i, part in enumerate(parts)])
         return found
 
-    def _of_piece(self, text: str, letters: bool, *, first: bool) -> np.ndarray:
+    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
+        """Ids of a piece of a conversation."""
+        text, letters = piece
         return self.encode(text, special=not letters)
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class Sampling:
             )
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
+
+
+def sampling(own: Mapping[str, Any], **given: Any) -> Sampling:
+    """What a user has given, None where nothing; else what the model's own folder says; else the defaults."""
+    return Sampling(**{**own, **{name: value for name, value in given.items() if value is not None}})
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
