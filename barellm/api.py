@@ -185,10 +185,11 @@ class Model:
         """The completion of the prompt, streamed piece by piece.
 
         The prompt is a text, or token ids, which are taken as they are, with nothing before them. The completion has at most
-        `max_new_tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 is greedy decoding;
-        `top_k`, `top_p` (nucleus sampling) and `min_p` keep the most likely tokens only (0, 1 and 0: all); `repetition_penalty`
-        above 1 makes tokens that the text has already less likely. What is None is as the model's generation_config.json says it, else
-        0.8, 0, 1, 0 and 1. The same seed gives the same text, which is also that of `barellm sample`.
+        `max_new_tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 is greedy
+        decoding; `top_k`, `top_p` (nucleus sampling) and `min_p` keep the most likely tokens only (0, 1 and 0: all);
+        `repetition_penalty` above 1 makes tokens that the text has already less likely. What is None is as the model's
+        generation_config.json says it, else 0.8, 0, 1, 0 and 1. The same seed gives the same text, which is also that of
+        `barellm sample`.
 
         Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
         is kept meanwhile. UserError at once for an argument that cannot be.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -30,8 +31,13 @@ class _Worker:
     """The process that renders: begun with the first request, and again after one that it did not survive."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), None
+        self._forked()
         atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """In a forked child the process is its parent's."""
+        self._lock, self._process = threading.Lock(), None
 
     def stop(self) -> None:
         if self._process is not None:

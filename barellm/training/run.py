@@ -27,7 +27,7 @@ from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer, tokenizer_files
 from barellm.data.llmc import LlmcOrder
-from barellm.data.loader import Batches, Rows
+from barellm.data.loader import Batches, Repeated, Rows
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError
@@ -209,7 +209,10 @@ class Run:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
-        self.batches = self._rows()
+        self.batches = rows = self._rows()
+        self.packed = rows.packed if isinstance(rows, ExampleRows) else None
+        if train.overfit:
+            self.batches = Repeated(rows, train.overfit * train.micro_batch_size)
         theirs = start.meta.get("llmc") if start else None
         if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
             self.batches.check(self.batch_rampup.before(start.meta["step"]), theirs)
@@ -417,7 +420,7 @@ class Run:
         train, peak = self.config.train, compiled.peak()
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
-        packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []
+        packed = report.packing(self.packed) if self.packed else []
         found = packed + report.intentions(
             self.config, self.data, batch_rampup=self.batch_rampup, done=progress.step, total=total, bound_s=bound_s
         )

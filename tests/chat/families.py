@@ -1,4 +1,4 @@
-"""Tokenizers with the pipelines of model families, trained here on a little text: nothing of a published file is part of the project."""
+"""Tokenizers with the pipelines of model families, trained here on a little text: no published file is part of the project."""
 
 from __future__ import annotations
 
