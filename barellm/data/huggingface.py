@@ -21,7 +21,7 @@ from barellm.jsontext import loads
 
 # Special tokens that stand before texts, best known first.
 BEFORE_TEXT = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>", "<|end_of_text|>", "</s>")
-LINE = "\n"  # behind which a text is encoded that goes on from another, so that no space is put before it
+ANCHORS = "\n\0\u2603"  # behind one a text is encoded that goes on from another, so that no space is put before it
 
 
 class HuggingFace(Tokenizer):
@@ -132,9 +132,10 @@ class HuggingFace(Tokenizer):
     def encode_continued(self, text: str, kind: str = "text") -> np.ndarray:
         if not self.prefixed:
             return self._encode([text], kind)[0]
-        line, both = (ids.tolist() for ids in self._encode([LINE, LINE + text], kind))
-        if both[: len(line)] == line:
-            return np.array(both[len(line) :], np.int32)
+        for anchor in ANCHORS:  # the first whose own ids the text does not change
+            first, both = self._encode([anchor, anchor + text], kind)
+            if both[: len(first)].tolist() == first.tolist():
+                return both[len(first) :]
         return self._encode([text], kind)[0]
 
     def _encode(self, texts: Sequence[str], kind: str) -> list[np.ndarray]:

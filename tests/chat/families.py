@@ -39,8 +39,7 @@ def library(family: str) -> Tokenizer:
         strip = [] if family == "gemma" else [decoders.Strip(" ", 1, 0)]
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         made.decoder = decoders.Sequence(parts)
-        if family == "gemma":
-            made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # no piece goes over white space
         first = ["<unk>", *BYTES]
         trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=first, show_progress=False, max_token_length=12)
     else:
@@ -57,6 +56,8 @@ def library(family: str) -> Tokenizer:
     content = json.loads(made.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     made = Tokenizer.from_str(json.dumps(content))
+    if sentence_pieces:
+        made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous") if family == "gemma" else None  # pyright: ignore
     rstrip = family == "phi3"
     made.add_special_tokens([AddedToken(name, normalized=False, rstrip=rstrip) for name in SPECIAL[family]])
     made.add_tokens([AddedToken(name, normalized=False) for name in ORDINARY.get(family, [])])
