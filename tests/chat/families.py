@@ -52,7 +52,8 @@ def library(family: str) -> Tokenizer:
         made.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(TEXT, trainer)
+    lines = family in ("llama2", "phi3")  # whose line feed is a byte, <0x0A>
+    made.train_from_iterator([text.replace("\n", " ") if lines else text for text in TEXT], trainer)
     content = json.loads(made.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     made = Tokenizer.from_str(json.dumps(content))
