@@ -6,9 +6,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,10 +24,10 @@ from barellm.checkpoint.weights import Weights
 from barellm.config import Config, overrides
 from barellm.config.aliases import accepts_old_names
 from barellm.config.fields import converted, path_of
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError, shown
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
-from barellm.generation.samplers import Sampling
+from barellm.generation.samplers import Sampling, sampling
 from barellm.generation.writing import Written, unseen, write
 from barellm.interop import imported
 from barellm.interop.sources import is_checkpoint, open_weights
@@ -51,7 +51,7 @@ def load(
     kind = "" if tokenizer is None else str(path_of("tokenizer", tokenizer))
     weights = open_weights(path_of("path", path), tokenizer=kind)
     if weights.tokenizer is None:
-        raise weights.without_tokenizer("barellm.load(..., tokenizer=...)")
+        weights = replace(weights, tokenizer=Ids(weights.model.vocab_size))
     meta: dict[str, Any] = {"step": 0}
     if is_checkpoint(weights):
         meta = checkpoint.read_meta(weights.path)
@@ -154,17 +154,17 @@ class Model:
         prompt: str | ArrayLike = "",
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> str:
         """The completion of the prompt, a text or token ids, in one piece. The options are those of `stream`."""
         cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-        how = Sampling(temperature=temperature, seed=seed, **cuts)
+        how = sampling(self.tokenizer.conventions.sampling, temperature=temperature, seed=seed, **cuts)
         _, pieces = self._text(prompt, max_new_tokens, how=how, stop=stop)
         return self._alone(lambda: "".join(pieces))
 
@@ -174,28 +174,43 @@ class Model:
         prompt: str | ArrayLike = "",
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> Iterator[str]:
         """The completion of the prompt, streamed piece by piece.
 
         The prompt is a text, or token ids, which are taken as they are, with nothing before them. The completion has at most
-        `max_new_tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 is greedy decoding;
-        `top_k`, `top_p` (nucleus sampling) and `min_p` keep the most likely tokens only (0, 1 and 0: all); `repetition_penalty`
-        above 1 makes tokens that the text has already less likely. The same seed gives the same text, which is also that of
+        `max_new_tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 is greedy
+        decoding; `top_k`, `top_p` (nucleus sampling) and `min_p` keep the most likely tokens only (0, 1 and 0: all);
+        `repetition_penalty` above 1 makes tokens that the text has already less likely. What is None is as the model's
+        generation_config.json says it, else 0.8, 0, 1, 0 and 1. The same seed gives the same text, which is also that of
         `barellm sample`.
 
         Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
         is kept meanwhile. UserError at once for an argument that cannot be.
         """
         cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-        how = Sampling(temperature=temperature, seed=seed, **cuts)
+        how = sampling(self.tokenizer.conventions.sampling, temperature=temperature, seed=seed, **cuts)
         return _Stream(self, *self._text(prompt, max_new_tokens, how=how, stop=stop))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> str:
+        """The answer to a conversation: messages, each with a role and a content, by the model's chat template, whose own
+        `variables` may be given. The `options` are those of `stream`, which gives it piece by piece for
+        `model.tokenizer.chat(messages)`."""
+        ids = self.tokenizer.chat(messages, **(variables or {}))
+        return self.generate(ids, max_new_tokens=max_new_tokens, **options)
 
     def _text(
         self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str]
@@ -214,14 +229,15 @@ class Model:
         if warning := unseen(fed, self.config.model.max_seq):
             warnings.warn(warning, stacklevel=4)
         place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
-        return place, self._pieces(place, fed, stops, tokens=tokens, how=how)
+        begins = not (isinstance(prompt, str) and prompt)  # nothing of a text before it, or ids such as those of a chat
+        return place, self._pieces(place, fed, stops, tokens=tokens, how=how, begins=begins)
 
     def _pieces(
-        self, place: _Place, fed: Sequence[int], stops: Sequence[str], *, tokens: int, how: Sampling
+        self, place: _Place, fed: Sequence[int], stops: Sequence[str], *, tokens: int, how: Sampling, begins: bool
     ) -> Generator[str, None, None]:
         """The pieces of a text, for who holds the lock; between two of them anything may have been computed."""
         pieces: list[str] = []
-        text = Written(self.tokenizer, stops=stops, emit=pieces.append)
+        text = Written(self.tokenizer, stops=stops, emit=pieces.append, begins=begins)
         try:
             for _ in write(self._resume(place), [fed], [text], count=tokens, hows=[how]):
                 yield from filter(None, pieces)
@@ -303,7 +319,7 @@ class Model:
         session = self._opened("decode", positions=place.positions)
         if place.decoder is None:
             place.process = os.getpid()
-            place.decoder = open_decoder(session, self.config.model, positions=self._wanted.positions)
+            place.decoder = open_decoder(session, self.config.model, self.tokenizer, positions=self._wanted.positions)
         if self._cached is None or self._cached() is not place:
             self._set_aside()
             place.decoder.session = session

@@ -16,6 +16,7 @@ import numpy as np
 from barellm import models
 from barellm.assembly.build import CompiledModel, open_model
 from barellm.cpu.threads import thread_count
+from barellm.data.tokenizers import Ids
 from barellm.evaluation.scoring import Scorer, Text, shape_for
 from barellm.generation.decode import open_decoder
 from barellm.generation.samplers import Sampling
@@ -28,7 +29,7 @@ SEQ, BATCH = 256, 4
 def decoding(compiled: CompiledModel) -> dict[int, list[float]]:
     """Tokens a second of all texts together after their first tokens, by how many there are; the sizes take turns."""
     model = compiled.config.model
-    decoder = open_decoder(compiled.session, model, positions=256)
+    decoder = open_decoder(compiled.session, model, Ids(model.vocab_size), positions=256)
     prompt = np.random.default_rng(0).integers(0, model.vocab_size, PROMPT).tolist()
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(ROUNDS):

@@ -60,6 +60,8 @@ def nothing_left_running() -> Iterator[None]:
     """A thread or a process ends with its test. Set up before, and so looked at behind, all other fixtures of a test."""
     before = leftovers.running()
     yield
+    if rendering := sys.modules.get("barellm.chat.templates"):
+        rendering._worker.stop()  # it waits for the next template
     left = leftovers.left(before)
     assert not left, f"the test has left running: {'; '.join(left)}"
 

@@ -17,10 +17,11 @@ BUILT = STEP | {"models", "optim", "assembly", OVERRIDES}
 # Folder -> the folders that it may import, itself always.
 MAY = {
     "config": set(),
+    "chat": set(),  # how texts begin and end, which a tokenizer knows
     "program": set(),
     "models": {"program"},
     "optim": {"program"},
-    "data": {"program"},
+    "data": {"program", "chat"},
     "runtime": {"program"},
     "distributed": STEP,
     "cpu": STEP,
@@ -31,7 +32,8 @@ MAY = {
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
-    "interop": STEP | {"models", OVERRIDES, "data", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "interop": STEP
+    | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
     "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
     "tools.plan": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "tools.inspect": BUILT | {"cpu", "cuda", "tools.plan"},

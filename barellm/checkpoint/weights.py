@@ -16,7 +16,7 @@ from barellm.config import Config, ModelConfig, overrides
 from barellm.config.fields import entries
 from barellm.data.kinds import load_tokenizer
 from barellm.data.mapping import check
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
 from barellm.program.builder import Program, Store
@@ -99,12 +99,6 @@ class Weights:
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
         check()
 
-    def without_tokenizer(self, option: str) -> UserError:
-        """The message if nothing says which tokenizer it is. It names the command's option that could."""
-        ids = self.model.vocab_size
-        name = f"name its kind, or a folder that holds it, with {option}"
-        return UserError(f"{self.path} has {ids} ids and does not say of which tokenizer: {name}")
-
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
         """`config` with this model's architecture and sizes, with its positions where sequences would be longer, and with its
         tokenizer. UserError where `changes`, what the user asked for, say otherwise. What is of training only, as dropout, is the
@@ -116,8 +110,6 @@ class Weights:
                 found = getattr(self.model, name, None)
                 if value != found:
                     raise UserError(f"{key} is {found!r} in {self.path}, the command line says {value!r}")
-        if self.tokenizer is None:
-            raise self.without_tokenizer("--data.tokenizer")
         model: Any = self.model
         if type(config.model) is type(model):
             model = replace(model, **{name: getattr(config.model, name) for name, e in known.items() if e.of_run})
@@ -125,7 +117,7 @@ class Weights:
         if "train.seq" not in changes:
             train = replace(train, seq=min(train.seq, self.model.max_seq))
         if "data.tokenizer" not in changes:
-            data = replace(data, tokenizer=self.tokenizer.name)
+            data = replace(data, tokenizer=self.tokenizer.name if self.tokenizer else Ids.name)
         return replace(config, model=model, data=data, train=train)
 
 
@@ -140,4 +132,4 @@ def of_checkpoint(path: Path) -> Weights:
         if (arrays[name].dtype, arrays[name].shape) != (np.float32, t.shape):
             found = f"{arrays[name].dtype} {arrays[name].shape}"
             raise UserError(f"{file}: {name} is {found}, expected float32 {t.shape}")
-    return Weights(path, model, arrays, load_tokenizer(path))
+    return Weights(path, model, arrays, load_tokenizer(path, rows=model.vocab_size))

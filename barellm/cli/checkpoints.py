@@ -81,7 +81,7 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
     config = overrides.from_json(meta["config"], path / checkpoint.META)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, rows=config.model.vocab_size)
     config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
     config.check()
     stored = quantized.stored_scheme(path, meta)

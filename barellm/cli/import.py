@@ -41,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     weights = open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
     if is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")
-    if weights.tokenizer is None:
-        raise weights.without_tokenizer("--tokenizer")
     base = imported.like(weights) if requested.preset is None else requested.base()
     config = weights.configured(requested.changed(base), requested.changes(base))
     states = llmc_state.beside(weights.path)
@@ -50,9 +48,15 @@ def run(args: argparse.Namespace) -> int:
     saved = imported.save(weights, Path(args.out), config=config, state=state)
     model, tokenizer = weights.model, weights.tokenizer
     count = sum(t.size for t in weights.tensors.values())
-    print(
-        f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, tokenizer {tokenizer.name}"
+    has = (
+        f"tokenizer {tokenizer.name}"
+        if tokenizer
+        else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
     )
+    print(f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, {has}")
+    if tokenizer and (missing := tokenizer.vocab_size - model.vocab_size):
+        what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"
+        print(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")
     if state is not None:
         print(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:

@@ -49,9 +49,16 @@ class Barellm(TemplateLM):
         self.checkpoint: Found = found(run, device=_device(device), dtype=dtype, weights=weights)
         self.vocabulary = self.checkpoint.tokenizer
         self.max_length = self.checkpoint.config.model.max_seq
+        self._chats = False
 
     @property
     def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        end = self.vocabulary.conventions.end
+        return self.vocabulary.start if end is None else end
+
+    @property
+    def prefix_token_id(self) -> int:
         """The id before a text that has nothing before it."""
         return self.vocabulary.start
 
@@ -59,8 +66,16 @@ class Barellm(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.vocabulary.hash
 
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """What the harness writes into its results."""
+        return self.vocabulary.conventions.templates.get("default", "") if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        self._chats = True  # its texts have special tokens by name from here on
+        return self.vocabulary.chat_text(chat_history, add_generation_prompt=add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.vocabulary.encode(string).tolist()
+        return self.vocabulary.encode(string, special=self._chats).tolist()
 
     def _scores(self, texts: list[Text], disable_tqdm: bool) -> list[Score]:
         """Of all texts, by a machine that is planned for them."""
@@ -137,12 +152,12 @@ class Barellm(TemplateLM):
             seed=self.seed,
         )
         room = self.max_length - count
-        prompts = [self.tok_encode(context)[-room:] or [self.eot_token_id] for context in contexts]
+        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
         positions = cache_positions(max(map(len, prompts)) + count, self.max_length)
         rows = min(self.batch_size, len(prompts), MOST_TOGETHER)
         answers: list[str] = []
         with self.checkpoint.opened(positions=positions, rows=rows) as compiled:
-            decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
+            decoder = open_decoder(compiled.session, compiled.config.model, self.vocabulary, positions=positions)
             for first in range(0, len(prompts), rows):
                 here = prompts[first : first + rows]
                 texts = [Written(self.vocabulary, stops=requested["until"]) for _ in here]

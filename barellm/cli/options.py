@@ -17,6 +17,8 @@ from barellm.errors import UserError, nearest
 if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
     from barellm.config.fields import Entry
+    from barellm.data.tokenizers import Tokenizer
+    from barellm.generation.samplers import Sampling
 
 
 ESCAPES = r"\n, \r, \t, \f, \0, \xHH, \uHHHH and \\ are escapes"
@@ -123,6 +125,26 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """--dtype of commands that read a checkpoint."""
     parser.add_argument("--dtype", metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How a token is chosen. What nobody gives is what the model's own generation_config.json says."""
+    for name, metavar, kind, default, what in (
+        ("temperature", "T", float, 0.8, "sampling temperature; 0 is greedy decoding"),
+        ("top-p", "P", float, 1.0, "nucleus sampling: the smallest set of tokens with cumulative probability P"),
+        ("min-p", "P", float, 0.0, "only tokens at least P times as likely as the most likely one"),
+        ("repetition-penalty", "X", float, 1.0, "penalty of tokens that the text has already; 1.1 or so repeats less"),
+        ("top-k", "K", int, 0, "top-k sampling: only the K most likely tokens; 0 is all"),
+    ):
+        said = f"{what} (default: the model's own, else {default:g})"
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=said)
+
+
+def sampling_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:
+    from barellm.chat.conventions import SAMPLING
+    from barellm.generation.samplers import sampling
+
+    return sampling(tokenizer.conventions.sampling, seed=args.seed, **{name: getattr(args, name) for name in SAMPLING})
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import ESCAPES, add_device, add_dtype, add_weights, escaped
+from barellm.cli.options import ESCAPES, add_device, add_dtype, add_sampling, add_weights, escaped, sampling_of
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -33,6 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         metavar="FILE",
         help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)',
+    )
+    parser.add_argument(
+        "--special", action="store_true", help="names of special tokens in prompts, as <|im_end|>, are those tokens"
+    )
+    parser.add_argument(
+        "--prompt-ids", metavar="IDS", help="ids that the text begins with, as they are: 1,29,3 (default: none)"
     )
     parser.add_argument(
         "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
@@ -61,18 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=rf"end before this text; may be given several times; {ESCAPES}",
     )
-    for name, metavar, default, what in (
-        ("temperature", "T", 0.8, "sampling temperature; 0 is greedy decoding"),
-        ("top-p", "P", 1.0, "nucleus sampling: the smallest set of tokens with cumulative probability P"),
-        ("min-p", "P", 0.0, "only tokens at least P times as likely as the most likely one"),
-        ("repetition-penalty", "X", 1.0, "penalty of tokens that the text has already; 1.1 or so makes it repeat less"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=float, default=default, metavar=metavar, help=f"{what} (default: {default:g})"
-        )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="top-k sampling: only the K most likely tokens (default: all)"
-    )
+    add_sampling(parser)
     parser.add_argument(
         "--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)"
     )
@@ -93,30 +88,33 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found_or_fresh
     from barellm.errors import UserError
     from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
-    from barellm.generation.samplers import Sampling
     from barellm.generation.writing import unseen
 
     for name in ("max_new_tokens", "samples", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
-    if sum((args.prompt is not None, args.prompts is not None, args.interactive)) > 1:
-        raise UserError("--prompt, --prompts and --interactive are three ways to say what texts begin with: choose one")
+    if sum((args.prompt is not None, args.prompts is not None, args.prompt_ids is not None, args.interactive)) > 1:
+        raise UserError("--prompt, --prompts, --prompt-ids and --interactive all say what texts begin with: choose one")
     if args.batch > MOST_TOGETHER:
         raise UserError(f"--batch is {args.batch}, expected at most {MOST_TOGETHER}")
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
-    first = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
-        repetition_penalty=args.repetition_penalty,
-    )  # fmt: skip
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
+    first = sampling_of(args, checkpoint.tokenizer)
     most = checkpoint.config.model.max_seq
     if args.interactive:
         with checkpoint.opened(positions=most) as compiled:
-            _talk(args, checkpoint, open_decoder(compiled.session, compiled.config.model, positions=most), first)
+            _talk(
+                args,
+                checkpoint,
+                open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=most),
+                first,
+            )
         return 0
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
-    fed = {prompt: checkpoint.tokenizer.prompt(prompt) for prompt in prompts}
+    fed = {prompt: checkpoint.tokenizer.prompt(prompt, special=args.special) for prompt in prompts}
+    if args.prompt_ids is not None:
+        fed = {"": _ids(args.prompt_ids, checkpoint.config.model.vocab_size)}
     for ids in fed.values():
         if warning := unseen(ids, most):
             print(f"barellm: warning: {warning}", file=sys.stderr)
@@ -126,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     positions = cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows) as compiled:
-        decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
+        decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
         for begin in range(0, len(works), rows):
             _group(args, checkpoint, compiled, decoder, works, range(begin, min(begin + rows, len(works))))
     return 0
@@ -137,6 +135,15 @@ class Work:
 
     def __init__(self, prompt: str, how: Sampling, fed: Sequence[int]) -> None:
         self.prompt, self.how, self.fed = prompt, how, fed
+
+
+def _ids(words: str, rows: int) -> list[int]:
+    from barellm.errors import UserError
+
+    numbers = words.replace(",", " ").split()
+    if not numbers or not all(number.isdecimal() and int(number) < rows for number in numbers):
+        raise UserError(f"--prompt-ids is {words!r}, expected ids from 0 to {rows - 1} with commas between them")
+    return [int(number) for number in numbers]
 
 
 def _prompts(name: str) -> list[str]:
@@ -177,7 +184,8 @@ def _group(
 
     here = [works[i] for i in these]
     texts = [
-        Written(checkpoint.tokenizer, stops=args.stop, **({} if i else {"emit": emit})) for i, _ in enumerate(here)
+        Written(checkpoint.tokenizer, stops=args.stop, begins=not work.prompt, **({} if i else {"emit": emit}))
+        for i, work in enumerate(here)
     ]
     pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in here})), len(here))
     emit(title(these[0]) + here[0].prompt)
@@ -203,7 +211,8 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
     from barellm.generation.writing import Written, write
 
     tokenizer, most = checkpoint.tokenizer, checkpoint.config.model.max_seq
-    begins = [] if tokenizer.eot is None else [tokenizer.eot]
+    begin = tokenizer.conventions.begin
+    begins = [] if begin is None else [begin]
     history: list[int] = []
     turn = 0
     while True:
@@ -212,7 +221,8 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         line = sys.stdin.readline()
         if not line:
             return
-        history += tokenizer.encode("\n" * (turn > 0) + line.removesuffix("\n")).tolist()
+        text = "\n" * (turn > 0) + line.removesuffix("\n")
+        history += (tokenizer.encode_continued(text) if turn else tokenizer.encode(text)).tolist()
         history = history[-max(1, most - len(begins) - min(args.max_new_tokens, most // 2)) :]
         text = Written(tokenizer, stops=args.stop, emit=_write)
         seeded = replace(how, seed=how.seed + turn)

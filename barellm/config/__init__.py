@@ -193,6 +193,11 @@ class TrainConfig(Section, section="train"):
         0.0,
         "time limit: as many steps as fit, at most train.steps; 0: no limit. For tune: nothing new is tried after it",
     )
+    overfit: int = at_least(
+        0,
+        0,
+        "train on the first N micro-batches again and again, to see that the loss goes to 0; 0: on all of the text",
+    )
     eval_every: int = at_least(0, 100, "steps between evaluations; 0: only one at the end")
     eval_tokens: int = at_least(
         0, 65536, "tokens in an evaluation, of the validation text as train.eval_from says; 0: all of it"

@@ -28,6 +28,7 @@ SHORT_NAMES = {
     "train.seq": "seq",
     "train.seed": "seed",
     "train.minutes": "minutes",
+    "train.overfit": "overfit",
     "train.init_from": "init_from",
     "train.dtype": "dtype",
     "train.recompute": "recompute",

@@ -40,7 +40,9 @@ class BytePairs(Tokenizer):
         ranks = {token: i for i, token in enumerate(self.tokens) if i != self.eot}
         return tiktoken.Encoding(self.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        if special:
+            return super().encode(text, special=True)
         utf8(text)
         return self.encoding.encode_to_numpy(text, disallowed_special=()).view(np.int32)
 

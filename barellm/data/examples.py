@@ -7,21 +7,21 @@ answer and what ends it are targets; everything else has target -1, which the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from barellm.data import conversations
 from barellm.data.loader import MASK, Rows, draw, permuted
 from barellm.data.reading import Layout, each_record, format_of
 from barellm.data.records import need_characters
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import LINES, Tokenizer
 from barellm.errors import UserError
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
-ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 NEUTRAL = (None, True, 1, "", "1", "1.0", "true", "True", [], {})  # values of a key that ask for nothing
 OTHERS = {  # keys that other programs obey and barellm does not: of a record, and of a message
     "record": ("weight", "train", "tools", "functions", "system", "history", "loss_mask"),
@@ -32,21 +32,29 @@ Parts = list[
 ]  # of an example: text, and whether it is an answer; None: an answer without a loss
 
 
+class Lines(list):
+    """The parts of a conversation as lines, and the conversation."""
+
+    conversation: conversations.Conversation
+
+
 @dataclass(frozen=True)
 class Examples:
     """The tokens of all examples, one after the other, (tokens,); `answer` says which are targets; example i is [begins[i],
-    begins[i + 1])."""
+    begins[i + 1]), and its answers' texts have text_bytes[i]."""
 
     tokens: np.ndarray
     answer: np.ndarray
     begins: np.ndarray
+    text_bytes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.begins) - 1
 
     def slice(self, start: int, stop: int) -> Examples:
         lo, hi = self.begins[start], self.begins[stop]
-        return Examples(self.tokens[lo:hi], self.answer[lo:hi], self.begins[start : stop + 1] - lo)
+        begins = self.begins[start : stop + 1] - lo
+        return Examples(self.tokens[lo:hi], self.answer[lo:hi], begins, self.text_bytes[start:stop])
 
     def prompt(self) -> list[int]:
         """The first example up to its first answer."""
@@ -107,38 +115,50 @@ def _has_loss(message: dict, where: str) -> bool:
 
 def _conversation(messages: Any, where: str) -> Parts:
     """Each message as a line `User: ...`; what the assistant says is an answer."""
-    found: Parts = []
+    found = Lines()
+    losses = []
     for message in messages if isinstance(messages, list) else [None]:
         if not (
             isinstance(message, dict)
-            and message.get("role") in tuple(ROLES)  # a list of a role has no hash
+            and message.get("role") in tuple(LINES)  # a list of a role has no hash
             and isinstance(message.get("content"), str)
         ):
-            known = ", ".join(ROLES)
+            known = ", ".join(LINES)
             raise UserError(
                 f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content"
             )
         role, text = message["role"], message["content"]
         _check_obeyed(message, "message", where)
         loss = _has_loss(message, where)
+        losses.append(loss)
         if role == "assistant":
-            found += [(f"{ROLES[role]}:", False), (f" {text}", loss or None)]
+            found += [(f"{LINES[role]}:", False), (f" {text}", loss or None)]
         else:
-            found.append((f"{ROLES[role]}: {text}\n", False))
+            found.append((f"{LINES[role]}: {text}\n", False))
     if not any(answer for _, answer in found):
         raise UserError(f"{where} has no message of the assistant with a loss, whose messages are the answers")
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    found.conversation = conversations.Conversation(plain, losses, where)
     return found
 
 
 def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> Examples:
-    """Prompts and answers are encoded by themselves, so no token is of both. UserError, which begins with `name`, for an example
+    """Prompts and answers are encoded by themselves, so no token is of both; conversations as the model's chat template writes
+    them, where it has one. UserError, which begins with `name`, for an example
     that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
-    ids = iter(tokenizer.encode_many([text for one in found for text, _ in one]))
-    end = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
+    talks = [one.conversation for one in found if isinstance(one, Lines)] if tokenizer.conventions.templates else []
+    written = conversations.encode(talks, tokenizer)
+    ids = iter(
+        tokenizer.encode_many([text for one in found if not (talks and isinstance(one, Lines)) for text, _ in one])
+    )
+    known = tokenizer.conventions
+    begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
     for one in found:
-        pieces = [(end, False)]
-        for _, answers in one:
+        pieces = [(begin, False)]
+        if talks and isinstance(one, Lines):
+            pieces = next(written)
+        for _, answers in [] if talks and isinstance(one, Lines) else one:
             pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
         tokens += [piece for piece, _ in pieces]
         answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])
@@ -150,7 +170,10 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
                 "end-of-text token that could stand there: expected at least one"
             )
         sizes.append(len(counted))
-    return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]))
+    text_bytes = [sum(len(text.encode()) for text, answers in one if answers) for one in found]
+    return Examples(
+        np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64)
+    )
 
 
 class Packed:
@@ -251,7 +274,7 @@ class ExampleValidation:
             yield self._packed.read(self._chosen[first : first + count])
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
-        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))
+        return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))
 
 
 def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], Tokenizer]

@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from barellm.chat import conventions
 from barellm.data.bpe import BytePairs, trained_bpe
 from barellm.data.cache import cache_folder, new_folder, sweep
 from barellm.data.gpt2 import Gpt2
 from barellm.data.huggingface import HuggingFace
-from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Tokenizer
+from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Ids, Tokenizer
 from barellm.errors import UserError, nearest
 from barellm.jsontext import loads
 
@@ -78,10 +79,23 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(name).iterdir()}
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save`, or the library `tokenizers`, wrote. It is a UserError if it is missing, damaged or of a later
-    format."""
+def load_tokenizer(folder: Path, *, rows: int | None = None) -> Tokenizer:
+    """The tokenizer that `save`, or the library `tokenizers`, wrote, with what lies beside it. `rows`: of the model that it is for.
+    It is a UserError if it is missing, damaged or of a later format."""
     path = Path(folder) / FILE
+    return _loaded(path).with_files(conventions.collect(path.parent), rows=rows)
+
+
+def fitting(tokenizer: Tokenizer, rows: int | None, where: object) -> Tokenizer:
+    """The same, for a model with so many rows. They may be more than its ids, and fewer where the ids beyond them are of added
+    tokens. UserError for a tokenizer that must be of another model."""
+    known = getattr(tokenizer, "base_size", tokenizer.vocab_size)
+    if rows is not None and (known > rows or 2 * tokenizer.vocab_size < rows):
+        raise UserError(f"tokenizer {where} has {tokenizer.vocab_size} ids, the model {rows}: it is of another model")
+    return tokenizer.with_files(tokenizer.files, rows=rows)
+
+
+def _loaded(path: Path) -> Tokenizer:
     try:
         written = path.read_bytes()
         content = loads(written)
@@ -91,7 +105,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}")
         kind, stored, eot = content["kind"], content["tokens"], content["eot"]
         tokens = None if stored is None else [base64.b64decode(token) for token in stored]
-        tokenizer = _restored(kind, tokens, eot)
+        tokenizer = Ids(content["count"]) if kind == Ids.name else _restored(kind, tokens, eot)
         if tokenizer.hash != content["hash"]:
             found, recorded = tokenizer.hash[:16], content["hash"][:16]
             raise UserError(f"{path} is damaged: its tokens have hash {found}, recorded is {recorded}")

@@ -73,6 +73,31 @@ class Rows(Protocol):
         return count * seq
 
 
+class Repeated(Rows):
+    """The first `samples` samples of some rows, again and again."""
+
+    def __init__(self, rows: Rows, samples: int) -> None:
+        self.rows, self.samples = rows, samples
+
+    def _runs(self, first_sample: int, count: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of samples that follow each other."""
+        while count:
+            first = first_sample % self.samples
+            size = min(count, self.samples - first)
+            yield first, size
+            first_sample, count = first_sample + size, count - size
+
+    def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """A `Rows`."""
+        runs = self._runs(first_sample, count)
+        found = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
+        return np.concatenate([inputs for inputs, _ in found]), np.concatenate([targets for _, targets in found])
+
+    def counted(self, first_sample: int, count: int, *, seq: int) -> int:
+        """A `Rows`."""
+        return sum(self.rows.counted(first, size, seq=seq) for first, size in self._runs(first_sample, count))
+
+
 class Batches(Rows):
     """Training samples: inputs are `seq` tokens, targets the same moved by one.
 
@@ -155,4 +180,4 @@ class Validation:
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""
-        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))
+        return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))

@@ -17,15 +17,16 @@ from barellm.data.cache import cache_folder, new_folder, sweep
 from barellm.data.corpus import Corpus, stdlib_corpus, text_corpus
 from barellm.data.examples import Examples, ExampleValidation, has_examples, split
 from barellm.data.files import Skipped, existing, find_files, has_text
-from barellm.data.kinds import check_kind, load_tokenizer, make_tokenizer
+from barellm.data.kinds import check_kind, fitting, load_tokenizer, make_tokenizer
 from barellm.data.loader import Validation
 from barellm.data.reading import Layout
 from barellm.data.shards import TokenStream, inspect_shard, open_shard
-from barellm.data.tokenizers import FILE, Tokenizer
-from barellm.data.writing import MANIFEST, Job, check_manifest, write_split
+from barellm.data.tokenizers import FILE, Ids, Tokenizer
+from barellm.data.writing import MANIFEST, Job, check_manifest, read_manifest, write_split
 from barellm.errors import UserError
 
 FORMAT = 2  # of the cache: counts up when the same text would give other tokens
+BLOCK = 1 << 20  # tokens that are counted at once
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
@@ -44,6 +45,7 @@ class Dataset:
     train: TokenStream
     val: TokenStream
     hash: str
+    text_bytes: tuple[int, int] | None = None  # of the text that `train` and `val` are made of, where it is known
     examples: tuple[Examples, Examples] | None = (
         None  # of prompts and answers, whose tokens are those of `train` and `val`
     )
@@ -66,11 +68,30 @@ class Dataset:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
-        """(vocab_size,) bytes of text in each id; None where GPT-2's vocabulary is missing (shards train without)."""
+        """(vocab_size,) bytes of text in each id; None where nothing says them (shards train without). Where a tokenizer changes
+        texts they are of the text that was there before: all of `val` comes to its bytes."""
         try:
-            return self.tokenizer.byte_lengths
+            lengths = self.tokenizer.byte_lengths
         except UserError:
             return None
+        if self.tokenizer.exact:
+            return lengths
+        if self.text_bytes is None:
+            return None
+        if self.examples is None:
+            counted = sum(
+                int(lengths[self.val.array(at, min(at + BLOCK, len(self.val)))].sum())
+                for at in range(0, len(self.val), BLOCK)
+            )
+        else:
+            counted = int(lengths[self.examples[1].tokens[self.examples[1].answer]].sum())
+        return lengths * (self.text_bytes[1] / max(1, counted))
+
+    @property
+    def no_text(self) -> str:
+        """Why `byte_lengths` is None."""
+        known = {"gpt2": "GPT-2's vocabulary is not on this machine", Ids.name: "the model has no tokenizer"}
+        return known.get(self.tokenizer.name, "nothing says of how many bytes of text these shards are")
 
 
 def prepare(
@@ -121,8 +142,11 @@ def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -
         parts.append(TokenStream(known, name=f"{what} part of {path}"))
     counted = int(train.answer.sum() + val.answer.sum())
     name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {counted:,} tokens"
-    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}".encode()).hexdigest()[:32]
-    return Dataset(name=name, tokenizer=used, train=parts[0], val=parts[1], hash=key, examples=(train, val))
+    form = sorted(used.conventions.templates.items()) or ""
+    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}{form}".encode()).hexdigest()[:32]
+    both = (train, val)
+    sizes = (int(train.text_bytes.sum()), int(val.text_bytes.sum()))
+    return Dataset(name=name, tokenizer=used, train=parts[0], val=parts[1], hash=key, text_bytes=sizes, examples=both)
 
 
 def _uncut(source: str, report: Report) -> Corpus:
@@ -135,7 +159,8 @@ def _uncut(source: str, report: Report) -> Corpus:
 
 def _whole(data: Dataset) -> Dataset:
     stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name)
-    return replace(data, train=TokenStream([], name=data.name), val=stream)
+    sizes = None if data.text_bytes is None else (0, sum(data.text_bytes))
+    return replace(data, train=TokenStream([], name=data.name), val=stream, text_bytes=sizes)
 
 
 def find_text(
@@ -215,7 +240,15 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
         train=TokenStream([open_shard(path) for path in train], name=f"training part of {corpus.name}"),
         val=TokenStream([open_shard(path) for path in val], name=f"validation part of {corpus.name}"),
         hash=key,
+        text_bytes=_text_bytes(folder),
     )
+
+
+def _text_bytes(folder: Path) -> tuple[int, int] | None:
+    """What a folder of shards says of the text that its parts are made of."""
+    listed = read_manifest(folder)
+    whole, val = listed.get("text_bytes"), listed.get("val_bytes")
+    return (whole - val, val) if isinstance(whole, int) and isinstance(val, int) else None
 
 
 def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, requested: bool) -> Dataset:
@@ -245,12 +278,15 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
         val_stream = whole.slice(cut, len(whole), name=f"validation part of {described}")
     identity = f"shards {FORMAT} {digests} {len(train_stream)} {tokenizer.hash}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key)
+    sizes = _text_bytes(folder) if listed and train and val else None
+    return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key, text_bytes=sizes)
 
 
 def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, requested: bool) -> Tokenizer:
     """The tokenizer saved beside the shards, which must be the one asked for, if one is; else one that needs no text."""
     saved = load_tokenizer(folder) if (folder / FILE).is_file() else None
+    if saved and given and given.name == Ids.name:  # weights that nothing is known of
+        return fitting(saved, given.rows, folder)
     if saved and not given and (name == saved.name or not requested):
         return saved
     if not given and name in ("bpe", "chars"):
@@ -280,8 +316,10 @@ def _inspected(shards: list[Path], tokenizer: Tokenizer) -> dict[Path, tuple[int
     for path in shards:
         count = len(open_shard(path))
         largest, digest = inspect_shard(path)
-        if largest >= tokenizer.vocab_size:
+        if largest >= min(tokenizer.vocab_size, tokenizer.rows or tokenizer.vocab_size):
             known = f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
+            if largest < tokenizer.vocab_size:
+                known = f"the model ({tokenizer.rows} rows)"
             raise UserError(f"{path} has token id {largest}, beyond the vocabulary of {known}")
         found[path] = count, digest
     return found

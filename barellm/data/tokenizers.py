@@ -1,7 +1,8 @@
 """A tokenizer is a table of byte strings and a way to cut text into them. data/kinds.py knows all kinds of them.
 
-Every kind is lossless: the bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens
-stands for (bits per byte) and the streaming decoder are one piece of code for all.
+The bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens stands for (bits per byte)
+and the streaming decoder are one piece of code for all. A tokenizer that is not `exact` gives some texts back changed: it has
+normalized them, or put a space before them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import base64
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from barellm.chat import conventions, templates
 from barellm.data.cache import new_file
 from barellm.errors import UserError
 
 FILE = "tokenizer.json"
 FORMAT = 1
+END_OF_TEXT = "<|endoftext|>"
+LINES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of a conversation without a chat template
 
 
 class Tokenizer:
@@ -32,39 +38,141 @@ class Tokenizer:
     name: str
     tokens: Sequence[bytes]
     eot: int | None
+    exact = True  # decode(encode(text)) is the text, byte for byte
+    prefixed = False  # a space is put before a text when it is encoded
+    strips = False  # decoding takes a space away from the beginning of a text
+    rows: int | None = None  # of the model that it belongs to: an id beyond them is refused where it comes up
+    files: Mapping[str, bytes] = {}
+    unused: Sequence[int] = ()  # ids below vocab_size that stand for no token
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32. A special token's name in it is text. UserError for what has no UTF-8 or no id."""
-        raise NotImplementedError
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """Ids of a text, int32. A special token's name in it is text, with `special` the token. UserError for what has no UTF-8 or
+        no id."""
+        if not special or not self.special:
+            return self.encode_many([text])[0]
+        names = re.compile(f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))})")
+        parts = [part for part in names.split(text) if part]
+        ids = [[self.special[part]] if part in self.special else self.encode(part) for part in parts]
+        return np.concatenate([np.empty(0, np.int32), *(np.array(one, np.int32) for one in ids)])
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of several texts, in parallel where the kind can."""
         return [self.encode(text) for text in texts]
+
+    def encode_continued(self, text: str) -> np.ndarray:
+        """Ids of a text that goes on from another."""
+        return self.encode(text)
 
     @property
     def vocab_size(self) -> int:
         return len(self.tokens)
 
     @property
+    def special(self) -> Mapping[str, int]:
+        """Special tokens by name. They stand for no text."""
+        return {} if self.eot is None else {END_OF_TEXT: self.eot}
+
+    @cached_property
+    def conventions(self) -> conventions.Conventions:
+        """What stands before and after texts, the chat template, the generation defaults."""
+        return conventions.read(self.files, self.special, eot=self.eot, leading=self.eot)
+
+    def with_files(self, files: Mapping[str, bytes], *, rows: int | None = None) -> Tokenizer:
+        """Itself, with what lies beside its model, and the rows of that. UserError for a damaged file."""
+        self.files, self.rows = files, rows
+        vars(self).pop("conventions", None)
+        _ = self.conventions
+        return self
+
+    @property
     def ends(self) -> frozenset[int]:
         """The ids that end a text when a model draws them."""
-        return frozenset() if self.eot is None else frozenset({self.eot})
+        return self.conventions.ends
 
     @property
     def start(self) -> int:
-        """The id that a text without a prompt goes on from: `eot`, else a line feed, else the first."""
-        if self.eot is not None:
-            return self.eot
+        """The id that a text without a prompt goes on from: what stands before texts, else a line feed, else the first."""
+        for known in (self.conventions.begin, self.eot):
+            if known is not None:
+                return known
         try:
             return int(self.encode("\n")[-1])
         except UserError:
             return 0
 
-    def prompt(self, text: str) -> list[int]:
-        """The ids that a model is given to go on from a text: `eot`, as before every document of the training text, then those of
-        the text; never none."""
-        ids = ([] if self.eot is None else [self.eot]) + self.encode(text).tolist()
+    def prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids that a model is given to go on from a text: what stands before one, then those of the text; never none. With
+        `special`, names of special tokens in it are those tokens."""
+        begin, ids = self.conventions.begin, self.encode(text, special=special).tolist()
+        if begin is not None and ids[:1] != [begin]:
+            ids.insert(0, begin)
         return ids or [self.start]
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> np.ndarray:
+        """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template. `variables` are
+        the template's, such as enable_thinking. A special token's name in a message is text.
+
+        Without a template a message is a line, `User: Hi`, as fine-tuning has it. UserError for messages that are none, for a
+        template that fails or is not done in time, and where jinja2 is missing."""
+        given = {"add_generation_prompt": add_generation_prompt, **variables}
+        return np.concatenate([ids for ids, _ in self.chats([messages], given)[0]])
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of which `chat` gives the ids. UserError as there."""
+        given = {"add_generation_prompt": add_generation_prompt, **variables}
+        if not (template := self._template(given)):
+            return "".join(text for text, _ in self._lines(templates.checked(messages), add_generation_prompt))
+        return templates.render(template, [templates.checked(messages)], {**self.conventions.named, **given})[0]
+
+    def _template(self, variables: Mapping[str, Any]) -> str:
+        known = self.conventions.templates
+        name = "tool_use" if variables.get("tools") and "tool_use" in known else "default"
+        return known.get(name, "")
+
+    def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
+        """The text of each conversation in pieces, and of each whether it is letters alone."""
+        found = [templates.checked(one) for one in conversations]
+        if not (template := self._template(variables)):
+            return [self._lines(one, bool(variables.get("add_generation_prompt"))) for one in found]
+        special = frozenset(self.special)
+        control = templates.control_tokens(template, special, frozenset(self.added))
+        return templates.pieces(template, found, {**self.conventions.named, **variables}, control, special)
+
+    def _lines(self, messages: Sequence[Mapping[str, Any]], answers: bool) -> list[templates.Piece]:
+        found: list[templates.Piece] = []
+        name_of = {i: name for name, i in self.special.items()}
+        begin, end = (name_of.get(-1 if i is None else i, "") for i in (self.conventions.begin, self.conventions.end))
+        for message in messages:
+            said = LINES.get(message["role"])
+            if said is None or not isinstance(message.get("content"), str):
+                raise UserError(f"the model has no chat template: expected texts of {', '.join(LINES)}")
+            answer = message["role"] == "assistant"
+            found += [(begin, False)] if not found else []
+            found += [(f"{said}:", True), (f" {message['content']}", True), (end, False)] if answer else []
+            found += [] if answer else [(f"{said}: {message['content']}\n", True)]
+        found += [(f"{LINES['assistant']}:", True)] if answers else []
+        return [piece for piece in found if piece[0]]
+
+    def chats(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[tuple[np.ndarray, str]]]:
+        """Ids and text of each piece of each conversation."""
+        found = []
+        for parts in self.chat_pieces(conversations, variables):
+            found.append([(self.encode_piece(part, first=i == 0), part[0]) for i, part in enumerate(parts)])
+        return found
+
+    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
+        """Ids of a piece of a conversation."""
+        text, letters = piece
+        return self.encode(text, special=not letters)
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Tokens that are matched in a text before it is cut, special ones among them."""
+        return self.special
 
     @property
     def hash(self) -> str:
@@ -91,7 +199,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; bytes that are no UTF-8 show as U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        text = self.decode_bytes(ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips else text
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         checked = np.array(ids if isinstance(ids, np.ndarray) else list(ids), np.int64).tolist()
@@ -102,14 +211,22 @@ class Tokenizer:
         return checked
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json into a folder; `load_tokenizer` needs no other file to give the tokenizer back."""
+        """Writes tokenizer.json into a folder, and `files` beside it; `load_tokenizer` needs no other file to give the tokenizer
+        back."""
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         self._write(folder, tokens)
 
+    def _write_files(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            with new_file(folder / name) as file:
+                file.write(content)
+
     def _write(self, folder: Path, tokens: list[str] | None) -> None:
         content = {"format": FORMAT, "kind": self.name, "eot": self.eot, "hash": self.hash, "tokens": tokens}
+        content |= {"count": self.vocab_size} if self.name == Ids.name else {}
         with new_file(folder / FILE) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
+        self._write_files(folder)
 
 
 class Bytes(Tokenizer):
@@ -119,8 +236,42 @@ class Bytes(Tokenizer):
     eot = None
     tokens = tuple(bytes([i]) for i in range(256))
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+
+class Ids(Tokenizer):
+    """No tokenizer: the ids of a model of which nothing says what they stand for. It trains on shards, and has no text."""
+
+    name = "ids"
+    eot = None
+
+    def __init__(self, count: int) -> None:
+        self.count = self.rows = count
+
+    @property
+    def vocab_size(self) -> int:
+        return self.count
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(f"{self.name} {self.count}".encode()).hexdigest()
+
+    @property
+    def tokens(self) -> Sequence[bytes]:
+        raise UserError(
+            f"the model has {self.count} ids and no tokenizer, so there is no text: name the folder of one with --tokenizer"
+        )
+
+    @property
+    def start(self) -> int:
+        return 0
+
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        return np.array(self.tokens)
+
+    def save(self, folder: Path) -> None:
+        self._write(folder, None)
 
 
 class Chars(Tokenizer):
@@ -134,7 +285,7 @@ class Chars(Tokenizer):
         self.tokens = [character.encode() for character in self.characters]
         self._points = np.array([ord(character) for character in self.characters], np.uint32)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         utf8(text)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = np.minimum(np.searchsorted(self._points, points), len(self._points) - 1)
@@ -162,15 +313,19 @@ def vocabulary_hash(name: str, eot: int | None, tokens: Iterable[bytes]) -> str:
 
 
 class StreamDecoder:
-    """Text as tokens arrive: bytes that may still become a character are held back until they do."""
+    """Text as tokens arrive: bytes that may still become a character are held back until they do. `begins`: the text has nothing
+    before it, so a tokenizer's own space before texts is no part of it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, begins: bool = False) -> None:
+        self.tokenizer, self._first = tokenizer, begins and tokenizer.strips
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """The text that can be shown after this id; it may be empty."""
-        return self._decoder.decode(self.tokenizer.token_bytes(token))
+        text = self._decoder.decode(self.tokenizer.token_bytes(token))
+        if self._first and text:
+            self._first, text = False, text.removeprefix(" ")
+        return text
 
     def finish(self) -> str:
         """The rest that was held back, as U+FFFD."""

@@ -125,6 +125,7 @@ class State:
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
+    val_bytes: int = 0
 
     @property
     def place(self) -> Place:
@@ -172,6 +173,7 @@ def write_split(
                 documents=at.documents + group.documents,
                 empty_documents=at.empty_documents + group.empty,
                 text_bytes=at.text_bytes + group.bytes,
+                val_bytes=at.val_bytes + round(group.bytes * min(1, max(0, room) / max(1, len(group.tokens)))),
             )
             progress(at.text_bytes, corpus.bytes)
             if time.monotonic() - noted > SYNC_S:
@@ -213,6 +215,7 @@ def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> d
         "documents": done.documents,
         "empty_documents": done.empty_documents,
         "text_bytes": done.text_bytes,
+        "val_bytes": done.val_bytes,
         "tokens": done.counts,
         "shards": {path.name: {"tokens": len(open_shard(path)), "xxh3_128": inspect_shard(path)[1]} for path in paths},
         "inputs": [{"path": one.path, "bytes": one.bytes, one.hashed: one.digest} for one in job.corpus.inputs],

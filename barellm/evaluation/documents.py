@@ -42,7 +42,7 @@ class Documents:
 
     def __init__(self, documents: Sequence[np.ndarray], *, seq: int, byte_lengths: np.ndarray | None) -> None:
         self.windows = [windows(ids, seq) for ids in documents]
-        self.bytes = [0 if byte_lengths is None else int(byte_lengths[ids[1:]].sum()) for ids in documents]
+        self.bytes = [0 if byte_lengths is None else round(float(byte_lengths[ids[1:]].sum())) for ids in documents]
 
     @property
     def texts(self) -> list[Text]:

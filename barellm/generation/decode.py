@@ -9,10 +9,12 @@ import numpy as np
 
 from barellm import models
 from barellm.config import ModelConfig
+from barellm.data.tokenizers import Tokenizer
 from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
 LEAST_POSITIONS = 256
+UNLIKELY = -1e30  # a logit of what is never drawn: finite, as all are
 MOST_TOGETHER = 64  # texts side by side: of more rows a processor's product adds in another order than of one
 
 
@@ -47,6 +49,7 @@ class Decoder:
     def __init__(self, session: Session, *, max_seq: int, vocab_size: int, whole: bool = False) -> None:
         self.session, self.max_seq, self.vocab_size, self.whole = session, max_seq, vocab_size, whole
         tensors = getattr(session, "tensors", {})
+        self.unused: list[int] = []  # ids below vocab_size that are never drawn
         self.caches = [name for name, t in tensors.items() if t.role == "cache" and name.endswith("_cache")]
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
@@ -129,9 +132,18 @@ class Decoder:
         tokens = np.array(texts, np.int32)
         self.session.write("tokens", tokens)
         self.session.run("decode", batch=len(texts), seq=tokens.shape[1], pos=pos)
-        return self.session.read("logits").reshape(len(texts), -1)[:, : self.vocab_size]
+        logits = self.session.read("logits").reshape(len(texts), -1)[:, : self.vocab_size]
+        if self.unused:
+            logits = logits.astype(np.float32)
+            logits[:, self.unused] = UNLIKELY
+        return logits
 
 
-def open_decoder(session: Session, model: ModelConfig, *, positions: int) -> Decoder:
-    """A model's decoder. `positions`: those that the session's "decode" was planned for."""
-    return Decoder(session, max_seq=positions, vocab_size=model.vocab_size, whole=models.whole(model))
+def open_decoder(session: Session, model: ModelConfig, tokenizer: Tokenizer, *, positions: int) -> Decoder:
+    """A model's decoder. `positions`: those that the session's "decode" was planned for. A row of the model that is no id of the
+    tokenizer is never drawn."""
+    decoder = Decoder(
+        session, max_seq=positions, vocab_size=min(model.vocab_size, tokenizer.vocab_size), whole=models.whole(model)
+    )
+    decoder.unused = [i for i in tokenizer.unused if i < decoder.vocab_size]
+    return decoder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class Sampling:
             )
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
+
+
+def sampling(own: Mapping[str, Any], **given: Any) -> Sampling:
+    """What a user has given, None where nothing; else what the model's own folder says; else the defaults."""
+    return Sampling(**{**own, **{name: value for name, value in given.items() if value is not None}})
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
@@ -83,6 +89,7 @@ def penalized(logits: np.ndarray, text: Sequence[int], penalty: float) -> np.nda
     if penalty == 1:
         return logits
     logits, seen = logits.copy(), np.unique(np.asarray(text, np.int64))
+    seen = seen[seen < len(logits)]  # a prompt may have ids that are never drawn
     logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
     return logits
 

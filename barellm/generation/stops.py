@@ -22,7 +22,7 @@ class StopStrings:
         if found:
             self.met, self._held = True, ""
             return held[: min(found)[1]]
-        keep = max((self._begins(held, stop) for stop in self.stops), default=0)
+        keep = max((begins(held, stop) for stop in self.stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
@@ -31,7 +31,7 @@ class StopStrings:
         rest, self._held = self._held, ""
         return rest
 
-    @staticmethod
-    def _begins(text: str, stop: str) -> int:
-        """How many characters at the end of the text are a stop string's first ones."""
-        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+def begins(text: str, stop: str) -> int:
+    """How many characters at the end of the text are a stop string's first ones."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

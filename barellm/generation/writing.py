@@ -11,16 +11,21 @@ from barellm.generation.stops import StopStrings
 
 
 class Written:
-    """The completion of one prompt. `emit` gets it piece by piece."""
+    """The completion of one prompt. `emit` gets it piece by piece. `begins`: it is a text of its own, as an answer is."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), emit: Callable[[str], object] = lambda piece: None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        emit: Callable[[str], object] = lambda piece: None,
+        begins: bool = False,
     ) -> None:
         self.tokenizer, self.emit = tokenizer, emit
         self.ids: list[int] = []
         self.ended = False
         self._pieces: list[str] = []
-        self._decoder, self._stops = StreamDecoder(tokenizer), StopStrings(stops)
+        self._decoder, self._stops = StreamDecoder(tokenizer, begins=begins), StopStrings(stops)
 
     @property
     def text(self) -> str:

@@ -164,17 +164,26 @@ def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | No
         writer.add_tokenizer_model("no_vocab")
         return known
     rule, tokens, kinds, merges = found
+    tokens, kinds = tokens[:vocab], kinds[:vocab]  # ids without a row are nobody's there
     pad = vocab - len(tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(pad)])
     writer.add_token_types(kinds + [UNUSED] * pad)
     writer.add_token_merges(merges)
-    begin, end = vocabulary.begin_and_end(tokenizer)
-    if begin is not None and end is not None:
-        writer.add_bos_token_id(begin)
-        writer.add_eos_token_id(end)
-    writer.add_add_bos_token(False)
+    ids, texts = vocabulary.ids_of_config(tokenizer), tokenizer.conventions
+    begin = next((i for i in (texts.begin, ids.get("bos_token_id")) if isinstance(i, int)), None)
+    for i, add in (
+        (begin, writer.add_bos_token_id),
+        (texts.end, writer.add_eos_token_id),
+        (texts.pad, writer.add_pad_token_id),
+    ):
+        if i is not None:
+            add(i)
+    writer.add_add_bos_token(isinstance(tokenizer, HuggingFace) and texts.begin is not None)
+    if texts.templates:
+        several = [{"name": name, "template": text} for name, text in texts.templates.items()]
+        writer.add_chat_template(several if len(several) > 1 else several[0]["template"])
     return None
 
 
@@ -189,6 +198,8 @@ def _of(tokenizer: Tokenizer) -> tuple[str, list[str], list[int], list[str]]:
         return "gpt-2", sorted(ids, key=ids.__getitem__), kinds, files[vocabulary.MERGES].decode().split("\n")[1:-1]
     assert isinstance(tokenizer, HuggingFace)
     content = json.loads(tokenizer.content)
+    if tokenizer.changes:
+        raise UserError(f"llama.cpp would read another text from it: {tokenizer.changes}")
     rule = _rule(steps(content["pre_tokenizer"], "pretokenizers"))
     ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
     name_of = {i: name for name, i in ids.items()}

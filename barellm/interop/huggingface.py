@@ -272,7 +272,6 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
     model, tokenizer = weights.model, weights.tokenizer
     known = hugging_face(model)
-    begin, end = vocabulary.begin_and_end(tokenizer) if tokenizer else (None, None)
     return {
         "architectures": [known.class_name],
         "model_type": known.model_type,
@@ -282,9 +281,7 @@ def _config(weights: Weights, dtype: str) -> dict[str, Any]:
         **dict.fromkeys(known.derived),
         **dict.fromkeys(known.rates, getattr(model, "dropout", 0.0)),
         **known.written(model),
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": None,
+        **vocabulary.ids_of_config(tokenizer),
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }
 

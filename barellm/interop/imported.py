@@ -13,6 +13,7 @@ from barellm.checkpoint.weights import Weights
 from barellm.config import Config, ModelConfig, overrides
 from barellm.config.fields import entries
 from barellm.data.kinds import tokenizer_files
+from barellm.data.tokenizers import Ids
 from barellm.errors import UserError
 from barellm.interop import huggingface
 from barellm.interop.llmc_state import State, Training
@@ -45,9 +46,7 @@ def save(
 ) -> Path:
     """The checkpoint's folder in the new folder `out`. `config`: what is known of the weights, where they are a run's; they
     are then those of its `step` of `total`. With llm.c's `state` a run of `config` goes on from it."""
-    tokenizer = weights.tokenizer
-    if tokenizer is None:
-        raise weights.without_tokenizer("--tokenizer")
+    tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
     config = config or like(weights)
     meta = {
         "total_steps": total,

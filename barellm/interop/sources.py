@@ -8,7 +8,8 @@ from pathlib import Path
 
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
-from barellm.data.kinds import check_kind, make_tokenizer
+from barellm.data.kinds import check_kind, fitting, make_tokenizer
+from barellm.data.tokenizers import Ids
 from barellm.errors import UserError
 from barellm.interop import huggingface, llmc, llmc_tokenizer, vocabulary
 
@@ -64,13 +65,11 @@ def _with_tokenizer(weights: Weights, name: str) -> Weights:
     own, size = weights.tokenizer, weights.model.vocab_size
     if own is not None and name == own.name:
         return weights
-    if own is not None and is_checkpoint(weights):
+    if own is not None and own.name != Ids.name and is_checkpoint(weights):
         raise UserError(f"data.tokenizer is {own.name!r} in {weights.path}, the command line says {name!r}")
     if name in ("bpe", "chars"):
         raise UserError(
             f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has"
         )
     made = llmc_tokenizer.read(Path(name)) if from_llmc else make_tokenizer(name, list)
-    if made.vocab_size != size:
-        raise UserError(f"tokenizer {name} has {made.vocab_size} ids, {weights.path} has {size}")
-    return replace(weights, tokenizer=made)
+    return replace(weights, tokenizer=fitting(made, size, name))

@@ -1,44 +1,45 @@
 """Vocabularies as Hugging Face's GPT2Tokenizer has them: vocab.json (ids) and merges.txt (pairs), in printable characters.
 
-Newer versions write both into one tokenizer.json, which is read too. A BPE of bytes that cuts words in another way than GPT-2's, as
-Llama-3's does, is kept as that file."""
+Newer versions write both into one tokenizer.json, which counts where it is there. Any but GPT-2's kind is kept as that file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from barellm.chat import conventions
 from barellm.data.bpe import BytePairs, printable_bytes
 from barellm.data.gpt2 import HASH, VOCAB, Gpt2
-from barellm.data.huggingface import AFTER_TEXT, HuggingFace
-from barellm.data.tokenizers import Tokenizer, vocabulary_hash
+from barellm.data.huggingface import HuggingFace
+from barellm.data.kinds import fitting
+from barellm.data.tokenizers import END_OF_TEXT, Tokenizer, vocabulary_hash
 from barellm.errors import UserError
 from barellm.jsontext import loads
 
-IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"
-END_OF_TEXT = "<|endoftext|>"
+IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", conventions.SETTINGS
 
 
-def read(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer whose files lie in a folder; without them GPT-2's where the vocabulary is as large, else None. UserError for
-    files that say something else than a BPE of bytes."""
-    if (folder / IDS).is_file() and (folder / MERGES).is_file():
-        path = folder / IDS
-    elif (folder / WHOLE).is_file():
+def read(folder: Path, rows: int) -> Tokenizer | None:
+    """The tokenizer whose files lie in a folder, with what they say of how texts begin and end; without them GPT-2's where the
+    model has as many rows, else None. UserError for files that say something else than a tokenizer."""
+    if (folder / WHOLE).is_file():
         path = folder / WHOLE
+    elif (folder / IDS).is_file() and (folder / MERGES).is_file():
+        path = folder / IDS
     else:
-        return Gpt2() if vocab_size == VOCAB else None
+        return Gpt2().with_files(conventions.collect(folder), rows=rows) if rows == VOCAB else None
+    files = conventions.collect(folder)
     try:
-        tokenizer = _of_ids(path, *_of_two_files(folder)) if path.name == IDS else _of_one_file(path)
+        tokenizer = _of_ids(path, *_of_two_files(folder)) if path.name == IDS else _of_one_file(path, files)
     except UserError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError):
-        raise UserError(f"{path} is not a BPE of bytes with {END_OF_TEXT}") from None
-    if tokenizer.vocab_size != vocab_size:
-        raise UserError(f"{path} has {tokenizer.vocab_size} ids, the model {vocab_size}")
-    return tokenizer
+        kind = f"BPE of bytes with {END_OF_TEXT}" if path.name == IDS else "tokenizer that the library tokenizers wrote"
+        raise UserError(f"{path} is not a {kind}") from None
+    return fitting(tokenizer.with_files(files), rows, path)
 
 
 def _of_ids(path: Path, ids: dict[str, int], merges: list[str]) -> BytePairs:
@@ -67,50 +68,60 @@ def _of_two_files(folder: Path) -> tuple[dict[str, int], list[str]]:
     return loads((folder / IDS).read_bytes()), [line for line in lines[first:] if line]
 
 
-def _of_one_file(path: Path) -> Tokenizer:
-    """The tokenizer in a file that the library `tokenizers` wrote."""
+def _of_one_file(path: Path, files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer in a file that the library `tokenizers` wrote. One without a chat template, which gives every text the ids of
+    GPT-2's kind, is of that kind: shards of GPT-2's ids are for it too."""
     content = path.read_bytes()
     found = loads(content)
     whole = HuggingFace(content, path=path)
-    words, normal = found["pre_tokenizer"], found.get("normalizer")
-    as_gpt2 = words["type"] == "ByteLevel" and words.get("use_regex", True) and normal is None
-    if not as_gpt2 or [token["content"] for token in found["added_tokens"]] != [END_OF_TEXT]:
+    words = found["pre_tokenizer"] or {}
+    as_gpt2 = whole.exact and words["type"] == "ByteLevel" and words.get("use_regex", True)
+    plain = [token["content"] for token in found["added_tokens"]] == [END_OF_TEXT] == list(whole.special)
+    if not as_gpt2 or not plain or found["model"].get("ignore_merges") or whole.with_files(files).conventions.templates:
         return whole
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in found["model"]["merges"]]
-    return _of_ids(path, found["model"]["vocab"] | whole.special, merges)
+    try:
+        return _of_ids(path, found["model"]["vocab"] | whole.special, merges)
+    except UserError:  # ids in another order than the merges
+        return whole
 
 
 def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
-    """{name: content} for transformers; empty where there is none: for bytes and characters, and for GPT-2's vocabulary where it
-    is not on this machine."""
+    """{name: content} for transformers, what came in among them; empty for bytes and characters, and for GPT-2's vocabulary where
+    it is not on this machine."""
     if isinstance(tokenizer, HuggingFace):
-        name_of = {i: name for name, i in tokenizer.special.items()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq}
-        begin, end = begin_and_end(tokenizer)
-        if begin is not None and end is not None:
-            settings |= {"bos_token": name_of[begin], "eos_token": name_of[end]}
-        return {WHOLE: tokenizer.content, SETTINGS: json.dumps(settings).encode()}
-    if not isinstance(tokenizer, BytePairs):
+        known = tokenizer.conventions
+        purposes = {"bos_token": known.begin, "eos_token": known.end, "pad_token": known.pad}
+        settings |= {purpose: tokenizer.name_of[i] for purpose, i in purposes.items() if i in tokenizer.name_of}
+        made = {WHOLE: tokenizer.content, SETTINGS: json.dumps(settings).encode()}
+    elif isinstance(tokenizer, BytePairs):
+        try:
+            tokens = tokenizer.tokens
+        except UserError:
+            return {}
+        names = [END_OF_TEXT if i == tokenizer.eot else _printed(token) for i, token in enumerate(tokens)]
+        settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        made = {
+            IDS: json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False).encode(),
+            MERGES: "\n".join(["#version: 0.2", *_lines(tokens), ""]).encode(),
+            SETTINGS: json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_seq}).encode(),
+        }
+    else:
         return {}
-    try:
-        tokens = tokenizer.tokens
-    except UserError:
-        return {}
-    names = [END_OF_TEXT if i == tokenizer.eot else _printed(token) for i, token in enumerate(tokens)]
-    settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    return {
-        IDS: json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False).encode(),
-        MERGES: "\n".join(["#version: 0.2", *_lines(tokens), ""]).encode(),
-        SETTINGS: json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_seq}).encode(),
-    }
+    return made | {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
 
 
-def begin_and_end(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """The ids that stand before and after a text: one for both, unless the tokenizer knows another that ends texts."""
-    begin = tokenizer.eot
-    if begin is None or not isinstance(tokenizer, HuggingFace):
-        return begin, begin
-    return begin, next((tokenizer.special[name] for name in AFTER_TEXT if name in tokenizer.special), begin)
+def ids_of_config(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The ids that config.json has: those that came in, else what begins and ends a text."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    known = tokenizer.conventions
+    if known.ids:
+        return dict(known.ids)
+    ends = sorted(known.ends - {known.begin}, key=lambda i: (i != known.end, i)) or [known.end]
+    found = {"bos_token_id": known.begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    return found if known.pad is None else found | {"pad_token_id": known.pad}
 
 
 def _printed(token: bytes) -> str:

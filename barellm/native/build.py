@@ -99,6 +99,7 @@ def check(run: Run) -> None:
         ("train.eval_from", "" if config.train.eval_from == "spread" else config.train.eval_from, "spread"),
         ("train.eval_seq", config.train.eval_seq, "0"),
         ("train.track", config.train.track, "none"),
+        ("train.overfit", config.train.overfit, "0"),
         (
             "train.init_from",
             config.train.init_from,

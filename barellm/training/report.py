@@ -43,7 +43,11 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
         f"output   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
-        lines.append("         no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
+        lines.append(f"         no samples and no bits per byte: {data.no_text}")
+    elif not data.tokenizer.exact:
+        lines.append(
+            "         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was"
+        )
     return lines
 
 
@@ -99,7 +103,9 @@ def intentions(
     epochs = tokens / max(1, len(data.train))
     least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
     time = f"; roofline {in_words(least)}" if least >= 1 else ""
-    lines = [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
+    many = f"{train.overfit:,} micro-batch{'es' * (train.overfit > 1)}"
+    lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
+    lines += [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
     if train.batch_rampup_from:
         full = next(
             (step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None

@@ -27,9 +27,9 @@ from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer, tokenizer_files
 from barellm.data.llmc import LlmcOrder
-from barellm.data.loader import Batches, Rows
+from barellm.data.loader import Batches, Repeated, Rows
 from barellm.data.sources import Dataset, prepare
-from barellm.data.tokenizers import Tokenizer
+from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.scoring import Scorer, shape_for
@@ -154,7 +154,7 @@ def newest_run(root: Path, preset: str) -> Path | None:
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """The model gets the tokenizer's vocabulary; a preset without padding stays without. One that tells documents apart gets the
     token that begins them."""
-    size, model = tokenizer.vocab_size, config.model
+    size, model = tokenizer.rows or tokenizer.vocab_size, config.model
     separator = getattr(model, "separator", None)
     if separator is not None and tokenizer.eot not in (None, separator):
         model = replace(model, separator=tokenizer.eot)  # pyright: ignore[reportCallIssue]
@@ -190,7 +190,9 @@ class Run:
         training_schedule(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         self.listen = listen
-        tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
+        tokenizer = load_tokenizer(start.path, rows=config.model.vocab_size) if start else None
+        if weights and not start:
+            tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
         with agreement.rank_zero_first(ranks):  # what rank 0 prepares, the others find in the cache
             self.data: Dataset = prepare(
                 config.data,
@@ -207,7 +209,10 @@ class Run:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
-        self.batches = self._rows()
+        self.batches = rows = self._rows()
+        self.packed = rows.packed if isinstance(rows, ExampleRows) else None
+        if train.overfit:
+            self.batches = Repeated(rows, train.overfit * train.micro_batch_size)
         theirs = start.meta.get("llmc") if start else None
         if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
             self.batches.check(self.batch_rampup.before(start.meta["step"]), theirs)
@@ -291,7 +296,7 @@ class Run:
 
     def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:
         progress, rows = self._begin(folder, compiled)
-        decoder = open_decoder(compiled.session, self.config.model, positions=self.positions)
+        decoder = open_decoder(compiled.session, self.config.model, self.data.tokenizer, positions=self.positions)
         with ExitStack() as last, ExitStack() as files:
             log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
             files.enter_context(closing(log))
@@ -415,7 +420,7 @@ class Run:
         train, peak = self.config.train, compiled.peak()
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
-        packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []
+        packed = report.packing(self.packed) if self.packed else []
         found = packed + report.intentions(
             self.config, self.data, batch_rampup=self.batch_rampup, done=progress.step, total=total, bound_s=bound_s
         )

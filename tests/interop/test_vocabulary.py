@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from barellm.cli.main import main
 from barellm.data import gpt2
 from barellm.data.bpe import BytePairs, trained_bpe
 from barellm.data.kinds import load_tokenizer
+from barellm.data.shards import write_shard
 from barellm.errors import UserError
 from barellm.interop import vocabulary
 from tests.data.llama import llama_json
@@ -85,10 +87,10 @@ def test_one_file_says_the_same(tmp_path, bpe, joined):
     assert vocabulary.read(tmp_path, 300).hash == bpe.hash
 
 
-@pytest.mark.parametrize("change", [{"model": {"type": "Unigram"}}, {"pre_tokenizer": None}])
-def test_one_file_of_another_kind(tmp_path, bpe, change):
+@pytest.mark.parametrize("change", [{"model": {"type": "Unigram"}}, {"model": 3}, {"added_tokens": [3]}])
+def test_one_file_that_is_none(tmp_path, bpe, change):
     (tmp_path / "tokenizer.json").write_text(json.dumps(one_file(bpe) | change))
-    with pytest.raises(UserError, match=r"tokenizer.json is not a BPE of bytes"):
+    with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer that the library tokenizers wrote"):
         vocabulary.read(tmp_path, 300)
 
 
@@ -125,11 +127,13 @@ def test_an_id_before_its_parts_is_no_merge(bpe):
         vocabulary.files(BytePairs(tokens), 20)
 
 
-def test_a_vocabulary_of_another_size_than_the_model_s(tmp_path, bpe):
+def test_rows_and_ids_may_differ_but_not_by_half(tmp_path, bpe):
     for name, content in vocabulary.files(bpe, 20).items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match="has 300 ids, the model 301"):
-        vocabulary.read(tmp_path, 301)
+    assert vocabulary.read(tmp_path, 320).rows == 320
+    for rows in (299, 601):
+        with pytest.raises(UserError, match=f"has 300 ids, the model {rows}: it is of another model"):
+            vocabulary.read(tmp_path, rows)
 
 
 @pytest.mark.parametrize("two_files", [False, True])
@@ -158,15 +162,12 @@ def test_the_end_of_text_may_be_the_first_id(tmp_path, two_files):
     assert vocabulary.read(tmp_path / "back", found.vocab_size).hash == found.hash
 
 
-def test_a_bpe_that_lacks_bytes_is_refused(tmp_path):
+def test_two_files_that_lack_bytes_are_refused(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=90, special_tokens=["<|endoftext|>"]))
-    library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="it lacks some of the 256 bytes"):
-        vocabulary.read(tmp_path, 90)
     library.model.save(str(tmp_path))
     with pytest.raises(UserError, match="it lacks some of the 256 bytes"):
         vocabulary.read(tmp_path, 90)
@@ -193,18 +194,40 @@ def test_llama_s_file_goes_there_and_back_as_it_is(tmp_path, capsys):
     assert config["bos_token_id"] == 300
 
 
-def test_a_tokenizer_must_be_known_and_fit(tmp_path, refused, bpe):
+def test_a_tokenizer_must_fit(tmp_path, refused, bpe):
     source = hugging_face(tmp_path / "hf", TINY, their_tensors(random_arrays(TINY)))
     command = ("import", source, "--out", tmp_path / "run")
-    assert "has 256 ids and does not say of which tokenizer" in refused(*command)
-    assert refused(*command).endswith("with --tokenizer")
-    assert refused("train", "--init-from", source, "--data", "stdlib").endswith("with --data.tokenizer")
-    assert "tokenizer gpt2 has 50257 ids" in refused(*command, "--tokenizer", "gpt2")
+    assert "tokenizer gpt2 has 50257 ids, the model 256: it is of another model" in refused(
+        *command, "--tokenizer", "gpt2"
+    )
     assert "unknown tokenizer 'byts', did you mean 'bytes'?" in refused(*command, "--tokenizer", "byts")
     assert "a tokenizer 'chars' is made from a text" in refused(*command, "--tokenizer", "chars")
     bpe.save(tmp_path)
     assert f"tokenizer {tmp_path} has 300 ids, " in refused(*command, "--tokenizer", tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_without_a_tokenizer_come_train_on_shards_and_go(tmp_path, refused, capsys):
+    source = hugging_face(tmp_path / "hf", TINY, their_tensors(random_arrays(TINY)))
+    assert main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
+    assert "no tokenizer: it trains on shards of its ids" in capsys.readouterr().out
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    write_shard(shards / "a.bin", [np.arange(3000) % 256], magic=20240520)
+    words = ["--steps", "2", "--batch", "2", "--seq", "16", "--optim.warmup", "1", "--out", str(tmp_path / "tuned")]
+    assert main(["train", "gpt2-124m", "--init-from", str(tmp_path / "run"), "--data", str(shards), *words]) == 0
+    assert "no samples and no bits per byte: the model has no tokenizer" in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "tuned"), "--format", "huggingface", "--out", str(out)]) == 0
+    assert not (out / "tokenizer.json").exists()
+    missing = "the model has 256 ids and no tokenizer, so there is no text"
+    assert missing in refused("sample", tmp_path / "tuned", "--prompt", "a")
+    (tmp_path / "text").write_text("a text to train on " * 99)
+    assert missing in refused(
+        "train", "gpt2-124m", "--init-from", source, "--data", tmp_path / "text", *words[:-1], tmp_path / "x"
+    )
+    write_shard(shards / "a.bin", [np.arange(3000) % 257], magic=20240520)
+    assert "has token id 256" in refused("train", "--init-from", source, "--data", shards, *words[:-1], tmp_path / "x")
 
 
 def test_one_of_two_files_is_not_enough(tmp_path, bpe):

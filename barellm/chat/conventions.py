@@ -1,0 +1,133 @@
+"""The one owner of how a model's texts begin and end: special tokens, ids that end a text, chat template, generation defaults.
+
+It is read from the small files that lie beside a Hugging Face model, which go with the tokenizer, byte for byte, into a checkpoint
+and out of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from barellm.errors import UserError, shown
+from barellm.jsontext import loads
+
+SETTINGS, GENERATION, CONFIG = "tokenizer_config.json", "generation_config.json", "config.json"
+IDS = "token_ids.json"  # what config.json says of ids: a checkpoint has no config.json of Hugging Face's
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+FILES = (SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION, TEMPLATE, OLD_TEMPLATE, IDS)
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+AFTER_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>")  # where no file says it
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """`begin` stands before a prompt, `end` behind an answer, and each of `ends` ends a text when a model draws it. `named` has the
+    special tokens by their purpose, such as eos_token; `templates` the chat templates, of which "default" is the usual one;
+    `sampling` what generation_config.json says of `Sampling`; `ids` what config.json says of ids."""
+
+    begin: int | None
+    end: int | None
+    ends: frozenset[int]
+    pad: int | None = None
+    named: Mapping[str, str] = field(default_factory=dict)
+    templates: Mapping[str, str] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    ids: Mapping[str, Any] = field(default_factory=dict)
+
+
+def collect(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that say how texts begin and end."""
+    found = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if IDS not in found and (folder / CONFIG).is_file():
+        ids = {key: value for key, value in _object(folder / CONFIG).items() if key in ID_KEYS}
+        if ids:
+            import json
+
+            found[IDS] = json.dumps(ids).encode()
+    return found
+
+
+def _object(where: Path | str, content: bytes | None = None) -> dict[str, Any]:
+    try:
+        found = loads(Path(where).read_bytes() if content is None else content)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is {shown(found)}, expected an object")
+    return found
+
+
+def read(
+    files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int | None, leading: int | None = None
+) -> Conventions:
+    """`token_ids`: of tokens by name. `eot` stands before a document. `leading`: the id that the tokenizer itself puts before a
+    text. UserError for a file that is damaged."""
+    found = {name: _object(name, files[name]) for name in files if name.endswith(".json")}
+    settings, generation, ids = (found.get(name, {}) for name in (SETTINGS, GENERATION, IDS))
+    named = _named({**found.get("special_tokens_map.json", {}), **settings})
+    by_purpose = {purpose: token_ids[name] for purpose, name in named.items() if name in token_ids}
+    listed = [_ids(where, key, each) for key in ID_KEYS for where, each in ((GENERATION, generation), (CONFIG, ids))]
+    ends = [by_purpose["eos_token"]] if "eos_token" in by_purpose else []
+    ends += [*listed[2], *listed[3]]
+    ends = ends or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or ([] if eot is None else [eot])
+    if isinstance(adds := settings.get("add_bos_token"), bool):
+        begin = by_purpose.get("bos_token") if adds else None
+    else:
+        begin = leading if leading is not None or settings else eot
+    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else [*listed[4], *listed[5]]
+    return Conventions(
+        begin=begin,
+        end=ends[0] if ends else None,
+        ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
+        pad=pads[0] if pads else None,
+        named=named,
+        templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),
+        sampling=_sampling(generation),
+        ids=ids,
+    )
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """{purpose: token}, each as a name or as an object with one."""
+    found = {}
+    for key, value in settings.items():
+        name = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(name, str):
+            found[key] = name
+    return found
+
+
+def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
+    """The ids that a key has: one, several or none."""
+    value = found.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int for i in ids):
+        raise UserError(f"{where}: {key} is {shown(value)}, expected an id or a list of ids")
+    return [i for i in ids if i >= 0]  # some files say -1 for none
+
+
+def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, str]:
+    if TEMPLATE in files:
+        try:
+            return {"default": files[TEMPLATE].decode()}
+        except UnicodeDecodeError:
+            raise UserError(f"{TEMPLATE} is not UTF-8") from None
+    found = settings.get("chat_template") or old.get("chat_template") or {}
+    if isinstance(found, str):
+        return {"default": found}
+    several = found if isinstance(found, list) else []
+    pairs = [(one.get("name"), one.get("template")) for one in several if isinstance(one, dict)]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of sampling; `do_sample` false is a temperature of 0."""
+    found = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{GENERATION}: {key} is {shown(value)}, expected a number")
+    return found | ({"temperature": 0} if generation.get("do_sample") is False else {})
