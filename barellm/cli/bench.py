@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.help import Rare
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.config import Config
 from barellm.errors import UserError
 
@@ -17,7 +18,8 @@ KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
+    rare = Rare(parser)
     parser.add_argument(
         "what",
         nargs="?",
@@ -36,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
         "on a GPU cublaslt",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--interleave",
         type=int,
         metavar="N",
@@ -47,24 +49,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--publish",
         action="store_true",
         help="put the result among the project's own in benchmarks/results/, by processor, and make the README's tables again",
     )
-    parser.add_argument(
-        "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
-    )
-    parser.add_argument(
+    rare.add_argument("--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024")
+    rare.add_argument(
         "--share",
         type=int,
         metavar="N",
         help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object last")

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.help import Rare
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
+    rare = Rare(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -26,14 +28,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--gemm",
         type=int,
         nargs=3,
         metavar=("M", "N", "K"),
         help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--compile",
         action="store_true",
         help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)",
@@ -41,13 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--interconnect",
         metavar="NAME",
         help="with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
         "nvlink4 (docs/scale.md)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--mfu",
         type=float,
         default=0.4,

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",

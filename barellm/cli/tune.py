@@ -12,7 +12,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, configuration
+from barellm.cli.options import Parser, add_configuration, add_device, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HEAD = f"{'kernel':<44}{'default':<28}{'best':<48}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument(
         "--self-test",
         action="store_true",

@@ -6,6 +6,7 @@ import json
 import operator
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ FREE_KEYS = frozenset(
         f"train.{key}"
         for key in (
             "steps",
+            "epochs",
             "save_total_limit",
             "signal_grace_period",
             "gemm_backend",
@@ -207,6 +209,11 @@ class Run:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
+        if train.epochs:
+            train = replace(train, steps=self._steps_of_epochs())
+            self.config = replace(self.config, train=train)
+            if start and not train.minutes:
+                start.meta["total_steps"] = max(train.steps, start.meta["step"])
         self.batches = self._rows()
         theirs = start.meta.get("llmc") if start else None
         if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
@@ -256,6 +263,15 @@ class Run:
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
+
+    def _steps_of_epochs(self) -> int:
+        """The steps of train.epochs, now that the length of the text is known: of examples, of their packed sequences."""
+        train, tokens = self.config.train, len(self.data.train)
+        if self.data.examples is not None:
+            rows = self._rows()
+            assert isinstance(rows, ExampleRows)
+            tokens = len(rows.packed.rows) * train.seq
+        return max(1, bisect_left(range(ANY_STEPS), train.epochs * tokens, key=self.batch_rampup.tokens))
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
