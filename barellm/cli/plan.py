@@ -23,7 +23,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's peaks and show the roofline of a step: the time that no step can beat",
+        help="show the roofline of a step; an estimate by the rates of this machine, which are measured once",
     )
     parser.add_argument(
         "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
@@ -101,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         )
         print(json.dumps(numbers | more))
         return 0
-    print("\n".join(_tables(numbers) + lines))
+    from barellm.training.console import show
+
+    show("\n".join(_tables(numbers) + lines))
     if args.optim:
         print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
@@ -194,8 +196,8 @@ def _tables(n: dict[str, Any]) -> list[str]:
     rows.append(("memory pool", n["arena_bytes"]))
     lines += [f"  {name:<26}{nbytes:>18,}{nbytes / 2**20:>12.1f}" for name, nbytes in rows]
     lines += [
-        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f}), in {n['peak_at']['program']}",
-        f"  at {n['peak_at']['op']}",
+        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f})",
+        f"  in {n['peak_at']['program']}: {n['peak_at']['op']}",
         f"  {_fits(n)}",
         *(
             f"  rank {rank}: optimizer state {row['optimizer_state']:,}, memory pool {row['arena_bytes']:,} bytes"
@@ -228,7 +230,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
         speed = n["tokens"] / n["expected_s"]
         lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
-        lines += [f"roofline: {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
+        lines += [f"roofline (estimate): {n['expected_s']:.4f} s a step, {speed:,.0f} tokens/s"]
     return lines
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -39,7 +40,9 @@ class Console:
         self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self._write(f"\r\x1b[2K{text[:width]}")
+            if len(text) > width:  # its last numbers are left out, none is cut
+                text = text[: width + 2].rpartition("  ")[0] or text[:width]
+            self._write(f"\r\x1b[2K{text}")
             self._open = True
         else:
             self.line(text)
@@ -94,7 +97,7 @@ class Console:
         if self.json_lines:
             return
         self.clear()
-        self._write(text + "\n")
+        self._write((fitted(text, shutil.get_terminal_size().columns) if self.live else text) + "\n")
 
     def record(self, row: dict[str, Any]) -> None:
         """A row of the metrics, shown only as JSON."""
@@ -128,6 +131,26 @@ class Console:
         except UnicodeEncodeError:
             return False
         return True
+
+
+def fitted(text: str, columns: int) -> str:
+    """The text in lines that a terminal does not break: words below the first word behind a title, a sample's lines anywhere."""
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= columns:
+            lines.append(line)
+        elif line.startswith("  | "):
+            size = max(8, columns - 4)
+            lines += [f"  | {line[at : at + size]}" for at in range(4, len(line), size)]
+        else:
+            how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 9}
+            lines += textwrap.wrap(line, columns, **how)
+    return "\n".join(lines)
+
+
+def show(text: str) -> None:
+    """Print a text, in lines that a terminal does not break."""
+    print(fitted(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def duration(seconds: float) -> str:

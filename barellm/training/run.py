@@ -338,7 +338,7 @@ class Run:
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
                 hellaswag=self._hellaswag(compiled, stop),
                 flops_per_step=compiled.flops_per_step,
-                peak=compiled.peak(),
+                peak=compiled.peak().value,
                 progress=progress,
                 started=self.started,
                 listen=self.listen,
@@ -428,7 +428,7 @@ class Run:
         return rows
 
     def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
-        train, peak = self.config.train, compiled.peak()
+        train, peak = self.config.train, compiled.peak().value
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
         packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []

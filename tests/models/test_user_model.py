@@ -151,7 +151,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, refused, name, code, mes
         user_model.add(tmp_path / name)
     assert "mine" not in sys.modules and not models.ADDED and sys.path[: len(path)] == path
     assert refused("plan", "--model", tmp_path / name).startswith(str(tmp_path))
-    assert "is no file of Python" in refused("plan", "--model", tmp_path / "there.py")
+    assert "there.py does not exist, expected a file of Python" in refused("plan", "--model", tmp_path / "there.py")
     assert "expected one argument" in refused("plan", "--model")
     assert "unknown option --model" in refused("doctor", "--model", tmp_path / name)
 

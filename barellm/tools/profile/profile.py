@@ -33,7 +33,6 @@ def measure(
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
         facts, calls_s, made = _on_gpu(bench, steps, ranks) if device == "cuda" else _on_cpu(bench, steps, ranks)
-        ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
         of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
         rows = by_kind(session, of_ops, ceiling, bench.shares)
         for row in rows:

@@ -167,7 +167,7 @@ def describe(
     seconds = [s.seconds for s in samples]
     middle = median(seconds)
     flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
-    peak = compiled.peak()
+    peak = compiled.peak().value
     tokens = train.micro_batch_size * train.seq
     arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
