@@ -1,4 +1,5 @@
-"""Writes docs/options.md: all commands and all keys. `python docs/options_page.py`; tests/cli/test_help.py compares."""
+"""Writes docs/options.md, all commands and all keys, and barellm/__init__.pyi, in which editors find the arguments of
+`barellm.train`. `python docs/options_page.py`; tests/cli/test_help.py compares."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import barellm
 from barellm import models
 from barellm.cli import help
 from barellm.cli.main import COMMANDS, parser_of
@@ -13,6 +15,35 @@ from barellm.config import DataConfig, OptimConfig, TrainConfig, overrides
 from barellm.config.fields import Section, entries
 
 FILE = Path(__file__).with_name("options.md")
+STUB_FILE = Path(barellm.__file__).with_name("__init__.pyi")
+STUB = """# Made by docs/options_page.py from the configuration.
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from barellm import kernels as kernels
+from barellm.api import Model as Model
+from barellm.api import load as load
+from barellm.config import Config
+from barellm.runs import Run as Run
+from barellm.runs import Step as Step
+
+__version__: str
+
+{classes}
+def train(
+    config: str | Config | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    callbacks: Iterable[Callable[[Step], object]] = (),
+    quiet: bool = False,
+    model: Mapping[str, object] = ...,
+    optim: OptimKeys = ...,
+    train: TrainKeys = ...,
+{names}) -> Run: ...
+"""
 HEAD = """# Commands and keys
 
 Made by `python docs/options_page.py` of what the commands declare: the pages that `barellm COMMAND --help-all` prints, and every
@@ -66,6 +97,22 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def stub() -> str:
+    """The types of what `import barellm` gives: a TypedDict for each section, and `train` with the short names of keys."""
+    kinds: dict[str, str] = {}
+    classes = []
+    for part in (OptimConfig, DataConfig, TrainConfig):
+        keys = {name: entry.kind.__name__ for name, entry in entries(part).items()}
+        fields = "".join(f"    {name}: {kind}\n" for name, kind in keys.items())
+        classes.append(f"class {part.section.title()}Keys(TypedDict, total=False):\n{fields}")
+        kinds |= {f"{part.section}.{name}": kind for name, kind in keys.items()}
+    short = {short: kinds.get(key, "int") for key, short in overrides.SHORT_NAMES.items()}
+    short |= {"data": "str | Path | DataKeys", "init_from": "str | Path", "tokenizer": "str | Path"}
+    names = "".join(f"    {name}: {kind} = ...,\n" for name, kind in short.items())
+    return STUB.format(classes="\n".join(classes), names=names)
+
+
 if __name__ == "__main__":
+    STUB_FILE.write_text(stub())
     os.environ.pop("COLUMNS", None)
     FILE.write_text(page())

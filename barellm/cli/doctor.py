@@ -142,13 +142,9 @@ def rates() -> dict[str, str]:
     from barellm.errors import UserError
     from barellm.runtime.rates import kept_rates
 
-    machines = {"cpu": machine_of}
-    with contextlib.suppress(UserError):
-        card = driver.device().name
-        machines["cuda"] = lambda: card
     shown = {}
-    for device, machine in machines.items():
-        with contextlib.suppress(UserError):  # of a variable of the environment
+    for device, machine in (("cpu", machine_of), ("cuda", lambda: driver.device().name)):
+        with contextlib.suppress(UserError):  # no such device; or a variable of the environment is wrong
             for name, rate in kept_rates(machine()).items():
                 unit = "GFLOP/s" if name in ("fp32", "bf16", "fp16") else "GB/s"
                 noisy = f" (noisy: measurements differ by {rate.spread:.0%})" * rate.noisy

@@ -137,7 +137,7 @@ STEP = (
     "model.layers model.heads model.d_model optim.name train.micro_batch_size train.gradient_accumulation_steps train.seq "
     "train.dtype train.recompute"
 )
-OUTPUT = re.compile(r"train\.(eval|sample|checkpoint|hellaswag|keep|save|track|exponent)")
+OUTPUT = re.compile(r"train\.(eval|sample|checkpoint|hellaswag|keep|save|track|exponent|early)")
 
 
 def add_configuration(parser: Parser, common: str = STEP) -> None:

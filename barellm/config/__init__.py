@@ -212,6 +212,12 @@ class TrainConfig(Section, section="train"):
         0,
         "steps between exponent histograms (dynamic range) of activations, gradients and weights (exponent_stats.jsonl); 0: none",
     )
+    early_stopping: int = at_least(
+        0, 0, "early stopping; evaluations without a lower validation loss after which the run ends; 0: none"
+    )
+    keep_best: bool = value(
+        False, "keep the best checkpoint; that of the lowest validation loss on the way, in the folder best of the run"
+    )
     hellaswag: str = value(
         "", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none"
     )

@@ -26,8 +26,11 @@ class Console:
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None, several: bool = False) -> None:
         self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (closed: a daemon's, `>&-`)
         self.json_lines = json_lines
-        self.live = not json_lines and not several and self.stream.isatty()
-        self._open = False  # a live line stands in the terminal
+        self.notebook = type(self.stream).__module__.startswith(
+            "ipykernel"
+        )  # its cells take a carriage return, and no codes
+        self.live = not json_lines and not several and (self.stream.isatty() or self.notebook)
+        self._open = 0  # characters of the live line
         self._next = 0.0
         self.on_lost: Callable[[], None] | None = None
 
@@ -42,8 +45,9 @@ class Console:
             width = shutil.get_terminal_size().columns - 1
             if len(text) > width:  # its last numbers are left out, none is cut
                 text = text[: width + 2].rpartition("  ")[0] or text[:width]
-            self._write(f"\r\x1b[2K{text}")
-            self._open = True
+            self._erase()
+            self._write(text)
+            self._open = len(text)
         else:
             self.line(text)
 
@@ -90,8 +94,11 @@ class Console:
     def clear(self) -> None:
         """Take the live line away."""
         if self._open:
-            self._write("\r\x1b[2K")
-            self._open = False
+            self._erase()
+            self._open = 0
+
+    def _erase(self) -> None:
+        self._write(f"\r{' ' * self._open}\r" if self.notebook else "\r\x1b[2K")
 
     def line(self, text: str = "") -> None:
         if self.json_lines:

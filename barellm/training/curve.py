@@ -229,9 +229,9 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     x, y = scales(log)
+    ends = _ends(curves, x)
     what = QUANTITIES[curves[0].y]
     for i, curve in enumerate(curves):
-        ends = _ends([curve], x)  # a short run has as many points as a long one
         means = _columns(curve.train, ends=ends, width=SMOOTH, log=log).values()
         smooth = [(x.back(place), y.back(value)) for place, value in means]
         if len(curves) == 1:

@@ -34,7 +34,7 @@ from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.scoring import Scorer, shape_for
-from barellm.evaluation.text import gzip_bits_per_byte, python_share
+from barellm.evaluation.text import gzip_bits_per_byte, python_share, repetitive
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
@@ -65,6 +65,8 @@ INTERVALS = (
     "sample_every",
     "checkpoint_every",
     "keep_every",
+    "keep_best",
+    "early_stopping",
     "exponent_stats",
 )
 FREE_KEYS = frozenset(
@@ -517,10 +519,13 @@ class Run:
             return False
         if self.ranks.rank:
             return True
+        # Of the texts that are not one piece again and again, where there are such.
+        shown = sorted(range(len(texts)), key=lambda i: repetitive(texts[i]))[:FINAL_SHOWN]
         for i, text in enumerate(texts):
-            loop.record_sample(step, text, show=i < FINAL_SHOWN)
+            loop.record_sample(step, text, show=i in shown)
         found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
-        say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
+        if not self.console.notebook:  # which shows the picture
+            say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
         image = folder.path / "loss.png"
         title = f"{self.config.preset}, {short(compiled.parameters)} parameters"
         try:

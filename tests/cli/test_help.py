@@ -89,4 +89,5 @@ def test_the_page_of_all_options_is_current(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     page = import_module("options_page")
     assert page.FILE.read_text() == page.page(), "run: python docs/options_page.py"
+    assert page.STUB_FILE.read_text() == page.stub(), "run: python docs/options_page.py"
     assert sys.modules.pop("options_page")
