@@ -7,9 +7,10 @@ QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
 .PHONY: train test extended quick lint oracle site anatomy gpu-check clean
 
-# Into a dated folder under runs/, or into OUT.
+# Into a dated folder under runs/, or into OUT; then how the result compares with the README's.
 train: $(VENV)/.installed
 	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
+	@$(BIN)/python docs/img/run.py --compare $(or $(OUT),runs)
 
 # One process per core; then, one after the other, the tests that measure time. Of a test's cases those run in which each two values of
 # its parameters meet: PYTEST="--cases all" runs all.

@@ -16,4 +16,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, "kernels"})
+    return sorted({*_MODULES, "kernels", "__version__"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+CLOSE = 0.75  # difflib's ratio of a word and what it may be a slip of: seed and sede, not fsdp
 LONGEST = 1000  # characters of a message: a file of a stranger's may hold names of any length
 
 
@@ -27,17 +28,17 @@ def shown(found: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint `, did you mean 'x'?` where something known is close, else "". For `gpt2` it is the first that begins so, for
-    `layers` it is `model.layers`, and for `model.lr` it is `optim.lr`: who knows a key's own name rarely means another."""
+    """The hint `, did you mean 'x'?` where something known is a letter or two away, else "". For `gpt2` it is the first that begins
+    so, for `layers` it is `model.layers`, and for `model.lr` it is `optim.lr`: who knows a key's own name rarely means another."""
     from difflib import get_close_matches
 
-    known = list(known)
+    words = {k: k.lstrip("-") for k in known}
     word = name.lstrip("-")
     tail = word.rpartition(".")[2]
-    found = [k for k in known if word and k.startswith(name)][:1]
-    found = found or [k for k in known if tail and k.rpartition(".")[2] == tail][:1]
-    found = found or get_close_matches(name, known, n=1)
-    if not found:
-        tails = {k.rpartition(".")[2]: k for k in known}
-        found = [tails[close] for close in get_close_matches(tail, tails, n=1)]
+    tails = {k: bare.rpartition(".")[2] for k, bare in words.items()}
+    found = [k for k, bare in words.items() if len(word) > 1 and bare.startswith(word)]
+    found = found or [k for k in words if tail and tails[k] == tail]
+    for looked, among in ((word, words), (tail, tails)):
+        close = [] if found else get_close_matches(looked, among.values(), n=1, cutoff=CLOSE)
+        found = found or [k for k in among if among[k] in close]
     return f", did you mean {found[0]!r}?" if found else ""

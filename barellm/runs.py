@@ -9,9 +9,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from io import BytesIO
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from barellm import models
 from barellm.api import Model, load
@@ -22,9 +25,13 @@ from barellm.config.aliases import PRESETS
 from barellm.config.fields import converted, path_of
 from barellm.errors import UserError, shown
 from barellm.interop.sources import open_weights
-from barellm.training import metrics, run
+from barellm.training import curve, metrics, run
 from barellm.training.console import Console
 from barellm.training.run import resume_from
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,37 @@ class Run:
     def bits_per_byte(self) -> float | None:
         """The same in bits per byte of text; None where the bytes of the tokens are not known."""
         return next((row["val_bits_per_byte"] for row in reversed(self.rows) if "val_nats" in row), None)
+
+    def plot(self, y: str = "loss", *, axis: str = "steps", log: str = "") -> Figure:
+        """The curve as a figure of matplotlib, which a notebook shows: `y` is loss, bits (per byte), lr, norm, speed or hellaswag,
+        over steps, tokens or seconds; `log` names logarithmic axes: x, y or xy. UserError for a quantity that the run has not."""
+        for name, value, known in (
+            ("y", y, curve.QUANTITIES),
+            ("axis", axis, curve.AXES),
+            ("log", log, ("", "x", "y", "xy")),
+        ):
+            if value not in known:
+                raise UserError(f"{name} is {shown(value)}, expected {', '.join(map(repr, known))}")
+        found = curve.Curve(
+            str(self.folder), *curve.series(self.rows, axis=axis, y=y), y, curve.gzip_line(self.rows, y=y)
+        )
+        if not (found.train or found.val):
+            raise UserError(f"{self.folder} has no {curve.QUANTITIES[y].label}")
+        figure = curve.picture([found], title=self.folder.name, axis=axis, log=log)
+        figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]  (for notebooks without pyplot)
+        return figure
+
+    def to_pandas(self) -> DataFrame:
+        """The steps and evaluations as a pandas.DataFrame, a row for each step. UserError where pandas is missing."""
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError:
+            raise UserError("to_pandas needs the package pandas: pip install pandas") from None
+        steps: dict[int, dict[str, Any]] = {}
+        for row in self.rows:
+            if row["kind"] in ("train", "eval", "hellaswag"):
+                steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k not in ("kind", "step")})
+        return pandas.DataFrame.from_dict(steps, orient="index").rename_axis("step").sort_index()
 
     def load(self, **how: Any) -> Model:
         """`barellm.load` of the run's folder."""
@@ -145,7 +183,16 @@ def train(
         job.check_vocabulary(keys)
         files.callback(gc.unfreeze)  # the loop takes what there is for permanent, and this process goes on
         status = job.execute(folder)
-    return Run(folder.path, status == 0, metrics.read(folder.path / "metrics.jsonl"))
+    found = Run(folder.path, status == 0, metrics.read(folder.path / "metrics.jsonl"))
+    if console.notebook and found.losses:
+        import_module("IPython.display").display(found.plot())
+    return found
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,16 @@ def test_the_lines_about_the_default_run_are_those_of_its_file(monkeypatch):
     assert between == (run.lines(run.rows_of(file)[-1]) if file.exists() else "")
 
 
+def test_a_run_is_compared_with_that_of_the_readme(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "img")
+    run = import_module("run")
+    theirs = run.rows_of(ROOT / run.RUN)[-1]
+    ours = theirs | {"steps": 700, "dtype": "fp32", "val_bits_per_byte": theirs["val_bits_per_byte"] + 0.1}
+    said = run.comparison(ours, theirs)
+    assert "+0.100 bits per byte: 700 steps fitted, there 1,465; fp32 here, bf16 there" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def test_the_picture_of_the_default_run_shows_what_a_prompt_gives(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "img")
     run = import_module("run")

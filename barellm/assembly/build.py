@@ -20,6 +20,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
 from barellm.runtime.memory import TooLarge, check_fits
 from barellm.runtime.ranks import ALONE, apart
+from barellm.runtime.rates import Rate
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
@@ -66,10 +67,10 @@ class CompiledModel:
         """Whether a second thread may read the tensors while a program runs. A GPU's driver calls belong to one thread."""
         return self.device != "cuda"
 
-    def peak(self) -> float:
-        """FLOP/s that matmuls of this dtype can reach here, measured; 0 where nobody measures."""
+    def peak(self) -> Rate:
+        """FLOP/s that matmuls of this dtype reach here, measured; 0 where nobody measures."""
         if self.device not in NAMES:
-            return 0.0
+            return Rate(0.0, 0.0)
         return backend(self.device).measured_peak(self.config.train.dtype)
 
     def meta(self) -> dict[str, Any]:

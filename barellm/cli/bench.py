@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.help import Rare
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.config import Config
 from barellm.errors import UserError
 
@@ -17,7 +19,8 @@ KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
+    rare = Rare(parser)
     parser.add_argument(
         "what",
         nargs="?",
@@ -36,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
         "on a GPU cublaslt",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--interleave",
         type=int,
         metavar="N",
@@ -47,24 +50,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--publish",
         action="store_true",
         help="put the result among the project's own in benchmarks/results/, by processor, and make the README's tables again",
     )
-    parser.add_argument(
-        "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
-    )
-    parser.add_argument(
+    rare.add_argument("--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024")
+    rare.add_argument(
         "--share",
         type=int,
         metavar="N",
         help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
@@ -303,9 +304,9 @@ def title_line(r: dict[str, Any]) -> str:
 
 
 def ceiling_line(r: dict[str, Any]) -> str:
-    rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in r["ceiling"]["bandwidth"].items())
-    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in r["ceiling"]["flops"].items())
-    return f"peak {peaks}; memory {rates}"
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in r["ceiling"]["bandwidth"].items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in r["ceiling"]["flops"].items())
+    return f"peak GFLOP/s: {peaks}; memory GB/s: {rates}"
 
 
 def _step_lines(r: dict[str, Any]) -> list[str]:
@@ -316,9 +317,10 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
         title_line(r),
         f"step        {speed}, {r['tokens_per_s']:,.0f} tokens/s",
         f"operations  {r['flops'] / 1e9:,.2f} GFLOP, {peak}",
-        f"first step  {r['first_step_s']:.2f} s after the start: {split}",
-        f"memory      arena {r['arena_bytes']:,} bytes; the process added {r['rss_added_bytes']:,} "
-        f"({100 * (r['rss_added_over_plan'] - 1):+.1f} %), peak {r['peak_rss_bytes']:,}",
+        f"first step  {r['first_step_s']:.2f} s after the start",
+        *textwrap.wrap(split, 68, initial_indent=" " * 12, subsequent_indent=" " * 12),
+        f"memory      arena {r['arena_bytes']:,} bytes; peak of the process {r['peak_rss_bytes']:,}",
+        f"            the process added {r['rss_added_bytes']:,} ({100 * (r['rss_added_over_plan'] - 1):+.1f} %)",
         f"warm steps  {r['minor_faults']} page faults at most, {r['python_calls']} Python calls, "
         f"{r['voluntary_switches']} voluntary switches",
     ]
@@ -326,10 +328,10 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
-    columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of roofline": 14}
-    columns |= {"alone ms": 10} if "alone_s" in r["ops"][0] else {}
+    columns = {"n": 4, "ms": 9, "% step": 7, "GFLOP/s": 8, "GB/s": 6, "% roof": 7}
+    columns |= {"alone ms": 9} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}
-    head = f"{'op':<44}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
+    head = f"{'op':<30}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     lines = [
         title_line(r),
         ceiling_line(r),
@@ -337,12 +339,12 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
         head,
     ]
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
-        rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
-        share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
-        bound = f"{row['percent_of_bound']:>14.1f}" + (f"{row['alone_s'] * 1e3:>10.3f}" if "alone_s" in row else "")
+        rates = f"{row['flops'] / row['s'] / 1e9:>8.1f}{row['bytes'] / row['s'] / 1e9:>6.1f}"
+        share = f"{row['s'] * 1e3:>9.3f}{100 * row['s'] / r['ops_s']:>7.1f}"
+        bound = f"{row['percent_of_bound']:>7.1f}" + (f"{row['alone_s'] * 1e3:>9.3f}" if "alone_s" in row else "")
         baseline = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
-        name = f"{row['program']} {row['op']}"
-        lines.append(f"{name:<44}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{baseline}")
+        name = f"{row['op']} {row['shape']}"
+        lines.append(f"{name:<30}{row['count']:>4}{share}{rates}{bound}{baseline}")
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the roofline"
     baseline = [f"/ torch: ours alone over {r['peer']}, also in a loop"] if "peer" in r else []
     return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *baseline]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from barellm.cli.options import add_configuration, configuration
+from barellm.cli.options import Parser, add_configuration, configuration
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
     parser.add_argument(
         "--threads", type=int, metavar="N", help="the most threads of a session (default: this machine's)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -11,14 +12,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from barellm.cli.options import add_device
+
 PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "tokenizers", "tiktoken", "xxhash", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the rates of this machine again; rooflines and MFU follow from them",
+    )
+    add_device(parser, "with --measure: cpu or cuda")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.measure:
+        measure(args.device)
     found = report()
     if args.json:
         print(json.dumps(found))
@@ -45,6 +56,7 @@ def report() -> dict[str, dict[str, Any]]:
         "memory": memory(),
         "gpu": gpu(),
         "barellm uses": uses(),
+        "measured rates": rates(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("BARELLM_")},
     }
 
@@ -110,6 +122,34 @@ def gpu() -> dict[str, Any]:
         "driver": f"CUDA {device.driver // 1000}.{device.driver % 1000 // 10}",
         **found,
     }
+
+
+def measure(device: str) -> None:
+    """Measure the peaks and bandwidths again, and forget what was kept of them."""
+    from contextlib import closing
+
+    from barellm.tools.plan.roofline import NAMED, kept, open_bench
+
+    with closing(open_bench(device)) as bench:
+        for what in ("fp32", "bf16", *(["fp16"] * (device == "cuda")), *NAMED.values()):
+            kept(bench, what, renew=True)
+
+
+def rates() -> dict[str, str]:
+    """What was measured of this machine: peaks of matmuls by dtype, bandwidths of memory by mix."""
+    from barellm.cpu.backend import machine_of
+    from barellm.cuda import driver
+    from barellm.errors import UserError
+    from barellm.runtime.rates import kept_rates
+
+    shown = {}
+    for device, machine in (("cpu", machine_of), ("cuda", lambda: driver.device().name)):
+        with contextlib.suppress(UserError):  # no such device; or a variable of the environment is wrong
+            for name, rate in kept_rates(machine()).items():
+                unit = "GFLOP/s" if name in ("fp32", "bf16", "fp16") else "GB/s"
+                noisy = f" (noisy: measurements differ by {rate.spread:.0%})" * rate.noisy
+                shown[f"{device} {name}"] = f"{rate.value / 1e9:,.0f} {unit}{noisy}"
+    return shown or {"none": "not measured yet: barellm doctor --measure"}
 
 
 def uses() -> dict[str, Any]:

@@ -116,11 +116,18 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
         row = {"checkpoint": str(checkpoint.path), "data": data.name, "nats": result.nats, "bits_per_byte": bits}
         print(json.dumps(row | {"targets": result.targets, "bytes": result.bytes}))
     else:
-        per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
-        print(
-            f"{checkpoint.path}: {result.nats:.4f} nats per token{per_byte} ({result.targets:,} tokens of {data.name})"
-        )
+        _print(checkpoint, result.nats, bits, f"{result.targets:,} tokens of {data.name}")
     return 0
+
+
+def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
+    """The loss in its three units, and of what it is."""
+    from barellm.training.console import show
+    from barellm.training.report import perplexity
+
+    per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+    print(f"{nats:.4f} nats per token, perplexity {perplexity(nats)}{per_byte}")
+    show(f"  {checkpoint.path} on {words}")
 
 
 def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
@@ -195,10 +202,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     if args.json:
         print(json.dumps({"checkpoint": str(checkpoint.path), "data": name, **total}))
     else:
-        per_byte = "" if total["bits_per_byte"] is None else f", {total['bits_per_byte']:.4f} bits per byte"
-        said = f"{total['nats_per_token']:.4f} nats per token{per_byte}"
         several = f"{total['documents']:,} document{'s' * (total['documents'] != 1)}"
-        print(f"{checkpoint.path}: {said} ({total['tokens']:,} tokens of {several} of {name})")
+        words = f"{total['tokens']:,} tokens of {several} of {name}"
+        _print(checkpoint, total["nats_per_token"], total["bits_per_byte"], words)
     return 0
 
 

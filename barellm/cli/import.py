@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from barellm.cli.options import add_configuration
+from barellm.cli.options import Parser, add_configuration
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",

@@ -12,26 +12,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
+    from barellm.cli.options import Parser
+
 COMMANDS: dict[str, str] = {
-    "train": "train; with no arguments a small model on Python source that is already on this machine",
+    "train": "train; without arguments a small model on Python source",
     "prepare": "tokenize a dataset into shards",
+    "presets": "models and runs by name; one's values",
+    "runs": "list and compare the runs of a folder",
+    "plot": "loss curves of runs, also of those that still train",
     "sample": "generate text from a checkpoint",
     "chat": "talk with a model, by its chat template",
-    "eval": "validation loss of a checkpoint, HellaSwag",
-    "plot": "loss curves of runs, stopped ones and those that still train included",
-    "quantize": "weight quantization (GPTQ): a checkpoint of int8, int4 or NF4 weights",
-    "import": "make a checkpoint of a Hugging Face folder or an llm.c file",
-    "export": "write a checkpoint's weights for transformers, llm.c or llama.cpp",
-    "build": "make a program that trains without Python: library, C header, driver",
-    "plan": "memory plan and roofline: bytes, FLOPs and traffic by op; allocates nothing",
+    "eval": "loss and perplexity of a checkpoint; HellaSwag",
+    "quantize": "weight quantization (GPTQ): int8, int4 or NF4 weights",
+    "import": "make a checkpoint of a Hugging Face folder or llm.c file",
+    "export": "write weights for transformers, llm.c or llama.cpp",
+    "build": "make a program that trains without Python: library, header",
+    "plan": "memory plan and roofline: bytes, FLOPs, traffic by op",
+    "profile": "where a step's time goes, by op and thread; a timeline",
     "bench": "benchmark kernels and training steps",
-    "profile": "where a step's time goes, by op and thread; a timeline and a picture",
-    "tune": "autotune the GEMM configurations of a preset on this machine",
+    "tune": "autotune the GEMM configurations of a preset",
     "inspect": "show a kernel's IR, assembly and registers",
-    "doctor": "show what this machine has and what barellm will use",
+    "doctor": "what this machine has and what barellm will use",
 }
-WITH_MODELS = {
+# Commands that take a model of one's own, --model FILE.py.
+WITH_MODELS = (
     "train",
+    "presets",
     "build",
     "sample",
     "chat",
@@ -42,21 +48,25 @@ WITH_MODELS = {
     "profile",
     "tune",
     "inspect",
-}  # of one's own
+)
+SECTIONS = {"train": "train", "sample": "use a model", "plan": "examine"}  # from this command on
 
 
 def help_text() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines = [
+        "usage: barellm COMMAND [options]",
+        "",
+        "GPT training from Python: hand-written kernels, compiled for this machine.",
+    ]
+    for name, text in COMMANDS.items():
+        lines += ["", f"{SECTIONS[name]}:"] if name in SECTIONS else []
+        lines.append(f"  {name:<11} {text}")
     return "\n".join(
         [
-            "usage: barellm COMMAND [options]",
-            "",
-            "GPT training from Python without a framework: hand-written kernels, compiled for this machine.",
-            "",
             *lines,
             "",
-            "barellm COMMAND --help shows a command's options, barellm --version the version.",
+            "barellm COMMAND --help shows a command's options, barellm --version the version,",
+            "barellm --completion SHELL prints the completion of bash, zsh or tcsh.",
         ]
     )
 
@@ -81,17 +91,23 @@ def run_command(argv: Sequence[str]) -> int:
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options of a command line, which names a command that there is."""
+    return parser_of(argv[0], argv[1:]).parse(argv[1:])
+
+
+def parser_of(name: str, words: Sequence[str]) -> Parser:
+    """The parser of a command, whose options depend on the models and the preset that `words` name."""
     from importlib import import_module
 
+    from barellm import models
     from barellm.cli.options import Parser, add_own_models
 
-    name, *words = argv
     module = import_module(f"barellm.cli.{name}")
     parser = Parser(prog=f"barellm {name}", description=module.__doc__)
     if name in WITH_MODELS:
         add_own_models(parser, words)
+    parser.preset = models.named(words)
     module.configure(parser)
-    return parser.parse(words)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,6 +156,11 @@ def help_or_command(argv: Sequence[str]) -> int:
         from barellm import __version__
 
         print(f"barellm {__version__}")
+        return 0
+    if argv[0] == "--completion":
+        from barellm.cli.help import completion
+
+        print(completion(argv[1] if argv[1:] else "", {name: parser_of(name, []) for name in COMMANDS}))
         return 0
     return run_command(argv)
 

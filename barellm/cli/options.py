@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from barellm import models
+from barellm.cli import help
 from barellm.config import Config, aliases, overrides
 from barellm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
-    from barellm.config.fields import Entry
     from barellm.data.tokenizers import Tokenizer
     from barellm.generation.samplers import Sampling
 
@@ -47,37 +47,61 @@ def escaped(words: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused, and
-    names that other programs give an option are accepted (barellm/config/aliases.py)."""
+    """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused, names that other
+    programs give an option are accepted (barellm/config/aliases.py), and so are --no-x for a boolean and 1e4 for an integer."""
+
+    preset: str | None = None  # which the command line names: --help shows its keys and their values
 
     def __init__(self, *, prog: str, description: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
+        self.add_argument("-h", "--help", action=help.Help, const=False)
+        self.add_argument("--help-all", action=help.Help, const=True)
+        self.register("type", int, integer)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def format_help(self) -> str:
+        return help.page(self, everything=True)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         known = dict(self._option_string_actions)
         other = aliases.aliases_of(known)
         self._option_string_actions.update({alias: known[name] for alias, name in other.items()})
+        argv = [positive for word in argv for positive in self._without_no(word)]
+        required = help.needed(self)
         args, unknown = self.parse_known_args(argv)
         for word in unknown:
             if word.startswith("-"):
                 option = word.split("=")[0]
                 if instead := aliases.instead(option):
                     raise UserError(f"unknown option {option}: barellm has {instead}")
-                raise UserError(f"unknown option {option}{nearest(option, known)}")
+                raise UserError(f"unknown option {option}{nearest(option, known)} (see {self.prog} --help)")
             raise UserError(f"unexpected argument {word!r} (see {self.prog} --help)")
+        if missing := [action for action in required if not getattr(args, action.dest)]:
+            raise help.missing(self, missing)
         typed = [option for word in argv if (option := word.split("=")[0]) in other]
         if line := aliases.renamed(option.lstrip("-").replace("-", "_") for option in typed):
             print(f"barellm: note: {line}", file=sys.stderr)
         args.words = [_known(word, other) for word in argv]
         return args
+
+    def _without_no(self, word: str) -> list[str]:
+        """--recompute false for --no-recompute, and any other word as it is."""
+        action = self._option_string_actions.get(f"--{word[5:]}") if word.startswith(("--no-", "--no_")) else None
+        if action is None or word in self._option_string_actions or action.const != "true":
+            return [word]
+        return [f"--{word[5:]}", "false"]
+
+
+def integer(text: str) -> int:
+    """An integer of a command line, also as 1e4. ValueError for what is none."""
+    try:
+        return int(text)
+    except ValueError:
+        if (number := float(text)).is_integer():
+            return int(number)
+        raise
 
 
 def _known(word: str, other: Mapping[str, str]) -> str:
@@ -100,26 +124,59 @@ def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
         from barellm.models import user_model
 
         user_model.add(Path(file))
-    parser.add_argument("--model", help="a model of your own, in a file (docs/python.md); its code runs", **option)
-
-
-def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """PRESET, --config and one option per configuration key of any architecture. The preset decides which of them
-    there are, so the others are refused later."""
-    parser.add_argument("preset", nargs="?", metavar="PRESET", help=f"{', '.join(models.presets())} (default: default)")
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML with preset, [model], [optim], [data], [train]; or a run's config.json"
+    help.group(parser, "model").add_argument(
+        "--model", help="a model of your own, in a file (docs/python.md); its code runs", **option
     )
-    group = parser.add_argument_group("configuration keys (PRESET gives the others their values)")
+
+
+# Keys that --help shows, for commands that train, and for those that look at a step.
+TRAINED = (
+    "model.layers model.heads model.d_model optim.name optim.lr optim.schedule optim.warmup optim.weight_decay data.source "
+    "data.tokenizer train.steps train.epochs train.minutes train.micro_batch_size train.gradient_accumulation_steps train.seq "
+    "train.dtype train.seed train.init_from train.eval_every train.sample_every train.checkpoint_every"
+)
+STEP = (
+    "model.layers model.heads model.d_model optim.name train.micro_batch_size train.gradient_accumulation_steps train.seq "
+    "train.dtype train.recompute"
+)
+OUTPUT = re.compile(r"train\.(eval|sample|checkpoint|hellaswag|keep|save|track|exponent|early)")
+
+
+def add_configuration(parser: Parser, common: str = STEP) -> None:
+    """PRESET, --config and one option per configuration key of any architecture. The preset decides which of them there are, so the
+    others are refused later. `common`: the keys that --help shows, with the values of the preset."""
+    config = models.preset(parser.preset or models.usual())
+    known, values = overrides.known_keys(config), overrides.flat(config)
+    chosen = help.group(parser, "model")
+    chosen.add_argument(
+        "preset",
+        nargs="?",
+        metavar="PRESET",
+        help=f"name of a preset (default: {models.usual()}); barellm presets lists them",
+    )
+    chosen.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]",
+    )
     for key, owners in overrides.every_key().items():
-        short = overrides.SHORT_NAMES.get(key)
-        names = [f"--{short.replace('_', '-')}"] if short else []
-        kinds = {entry.kind for entry in owners.values()}
+        entry, section = known.get(key), key.partition(".")[0]
+        title = "output" if OUTPUT.match(key) else {"optim": "optimizer", "train": "training"}.get(section, section)
+        short = overrides.SHORT_NAMES.get(key, "").replace("_", "-")
+        names = [f"--{short}"] if short and f"--{short}" not in parser._option_string_actions else []
+        kinds = {owner.kind for owner in owners.values()}
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in kinds else {}
-        metavar = "|".join(sorted(kind.__name__.upper() for kind in kinds))
-        group.add_argument(f"--{key}", *names, dest=key, metavar=metavar, help=_help(key, owners), **optional)
-    positional = "".join(f"[{action.metavar}] " for action in parser._positionals._group_actions)
-    parser.usage = f"%(prog)s {positional}[options] [--KEY VALUE ...]"  # not each of some forty keys
+        metavar = "|".join(sorted(kind.__name__.upper() for kind in ({entry.kind} if entry else kinds)))
+        text = argparse.SUPPRESS if entry is None else _help(entry.help, values[key])
+        options = help.group(parser, title)
+        options = options if key in common.split() else help.Rare(options)
+        options.add_argument(f"--{key}", *names, dest=key, metavar=metavar, help=text, **optional)
+
+
+def _help(text: str, value: object) -> str:
+    """The meaning of a key, and its value in the preset."""
+    shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (f"{text} (default: {shown})" if shown and "(default:" not in text else text).replace("%", "%%")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -156,19 +213,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _help(key: str, owners: Mapping[str, Entry]) -> str:
-    """The meaning of a key. If the key means different things in different sections, it says which means what."""
-    everybody = models.names() if key.startswith("model.") else [""]
-    said: dict[str, list[str]] = {}
-    for owner, entry in owners.items():
-        said.setdefault(entry.help, []).append(owner)
-    whole = len(said) == 1 and len(owners) == len(everybody)
-    return "; ".join(text if whole else f"{text} ({', '.join(names)})" for text, names in said.items()).replace(
-        "%", "%%"
-    )
-
-
-def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> None:
+def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda") -> None:
     parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
 
 
@@ -176,13 +221,12 @@ MEASURED_STAGE = "the training stage that is measured, of a model whose runs hav
 
 
 def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> None:
-    parser.add_argument("--stage", type=int, metavar="N", help=what)
+    help.Rare(parser).add_argument("--stage", type=int, metavar="N", help=what)
 
 
 RATES = (overrides.MUON_LR, overrides.MUON_LR_RATIO)
 SUPERSEDES = {
-    "train.steps": ("train.minutes",),
-    "train.minutes": ("train.steps",),
+    **{key: overrides.LIMITS for key in overrides.LIMITS},
     **dict.fromkeys((overrides.LR, *RATES), RATES),
 }
 
@@ -199,6 +243,8 @@ class CommandLine:
     def of(cls, args: argparse.Namespace) -> CommandLine:
         file = None if args.config is None else overrides.read_file(Path(args.config))
         texts = {key: text for key in overrides.every_key() if (text := getattr(args, key)) is not None}
+        if texts.keys() >= {"train.steps", "train.epochs"}:
+            raise UserError("--steps and --epochs are both given, expected one of them")
         if file and not file.origin.endswith(".json") and (line := aliases.renamed(file.keys)):
             print(f"barellm: note: {file.origin}: {line}", file=sys.stderr)
         preset = args.preset or (file and file.preset)

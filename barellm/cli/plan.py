@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.help import Rare
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,23 +18,24 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
+    rare = Rare(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's peaks and show the roofline of a step: the time that no step can beat",
+        help="show the roofline of a step; an estimate by the rates of this machine, which are measured once",
     )
     parser.add_argument(
         "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--gemm",
         type=int,
         nargs=3,
         metavar=("M", "N", "K"),
         help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--compile",
         action="store_true",
         help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)",
@@ -41,13 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
     )
-    parser.add_argument(
+    rare.add_argument(
         "--interconnect",
         metavar="NAME",
         help="with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
         "nvlink4 (docs/scale.md)",
     )
-    parser.add_argument(
+    rare.add_argument(
         "--mfu",
         type=float,
         default=0.4,
@@ -99,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         )
         print(json.dumps(numbers | more))
         return 0
-    print("\n".join(_tables(numbers) + lines))
+    from barellm.training.console import show
+
+    show("\n".join(_tables(numbers) + lines))
     if args.optim:
         print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
@@ -192,8 +196,8 @@ def _tables(n: dict[str, Any]) -> list[str]:
     rows.append(("memory pool", n["arena_bytes"]))
     lines += [f"  {name:<26}{nbytes:>18,}{nbytes / 2**20:>12.1f}" for name, nbytes in rows]
     lines += [
-        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f}), in {n['peak_at']['program']}",
-        f"  at {n['peak_at']['op']}",
+        f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f})",
+        f"  in {n['peak_at']['program']}: {n['peak_at']['op']}",
         f"  {_fits(n)}",
         *(
             f"  rank {rank}: optimizer state {row['optimizer_state']:,}, memory pool {row['arena_bytes']:,} bytes"
@@ -226,7 +230,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
         speed = n["tokens"] / n["expected_s"]
         lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
-        lines += [f"roofline: {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
+        lines += [f"roofline (estimate): {n['expected_s']:.4f} s a step, {speed:,.0f} tokens/s"]
     return lines
 
 

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -43,6 +43,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.tools.plan import devices
     from barellm.tools.profile import profile
     from barellm.training import agreement
+    from barellm.training.console import show
 
     devices.check(args.device)
     steps = warm_steps(args)
@@ -70,11 +71,10 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
         raise
     if ranks.rank:
         return 0
-    print(
-        json.dumps(result)
-        if args.json
-        else "\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"])
-    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show("\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"]))
     return 0 if result["adds_up"] else 1
 
 
@@ -83,17 +83,20 @@ def lines(r: dict[str, Any]) -> list[str]:
     from barellm.tools.profile import communication
 
     step = r["step_s"]
-    columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of roofline": 14}
-    head = f"{'op':<44}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
-    found = [title_line(r), ceiling_line(r), "", head]
-    for row in sorted(r["ops"], key=lambda row: -row["s"]):
-        name = f"{row['program']} {row['op']}"
-        times = f"{row['s'] * 1e3:>10.3f}{row['wait_s'] * 1e3:>9.3f}{row['percent_of_step']:>11.2f}"
-        rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
-        found.append(f"{name:<44}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>14.1f}")
-        for symbol, part in row["kernels"].items():
-            times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
-            found.append(f"  {symbol:<60}{part['calls']:>6}{times}")
+    columns = {"n": 4, "ms": 9, "wait ms": 8, "% step": 7, "GFLOP/s": 8, "GB/s": 6, "% roof": 7}
+    head = "".join(f"{name:>{width}}" for name, width in columns.items())
+    found = [title_line(r), ceiling_line(r)]
+    for program in dict.fromkeys(row["program"] for row in sorted(r["ops"], key=lambda row: -row["s"])):
+        found += ["", f"{program:<31}{head}"]
+        for row in sorted((row for row in r["ops"] if row["program"] == program), key=lambda row: -row["s"]):
+            name = f"{row['op']} {row['shape']}"
+            times = f"{row['s'] * 1e3:>9.3f}{row['wait_s'] * 1e3:>8.3f}{row['percent_of_step']:>7.2f}"
+            rates = f"{row['flops'] / row['s'] / 1e9:>8.1f}{row['bytes'] / row['s'] / 1e9:>6.1f}"
+            found.append(f"{name:<31}{row['count']:>4}{times}{rates}{row['percent_of_bound']:>7.1f}")
+            for symbol, part in row["kernels"].items():
+                times = f"{part['s'] * 1e3:>9.3f}{part['wait_s'] * 1e3:>8.3f}{100 * part['s'] / step:>7.2f}"
+                found.append(f"  {symbol:<29}{part['calls']:>4}{times}")
+    found += ["", "% roof: of the roofline, an estimate; above 100 where tensors stay in caches"]
     found += _of_threads(r) if r["by_thread"] else _of_gpu(r)
     return found + (communication.lines(r["between_ranks"], step) if "between_ranks" in r else [])
 
@@ -120,9 +123,9 @@ def _of_threads(r: dict[str, Any]) -> list[str]:
     shares = ", ".join(f"{100 * r[f'{name}_s'] / step:.2f} % {name}" for name in ("work", "barrier", "idle"))
     found += [
         "",
-        f"step {step * 1e3:.3f} ms (the median of {len(r['traced_s'])} traced): {shares}; "
-        f"the ops' roofline is {100 * r['bound_s'] / step:.1f} % of it",
-        f"tracing costs {r['tracing_percent']:+.2f} % (median of {len(r['traced_s'])} pairs of steps, half of them {low_high})",
+        f"step {step * 1e3:.3f} ms (the median of {len(r['traced_s'])} traced): {shares}",
+        f"the ops' roofline (estimate) is {100 * r['bound_s'] / step:.1f} % of it",
+        f"tracing costs {r['tracing_percent']:+.2f} % (median of {len(r['traced_s'])} pairs, half of them {low_high})",
     ]
     if not r["adds_up"]:
         found.append("this profile does NOT add up: the parts of a thread miss more than 2 % of the step")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
     from barellm.cli.checkpoints import Found
 
+LOSS_TOKENS = 1 << 13  # of validation, before and after
 FORMATS = "int8, int4 or nf4; int4/128 sets the group size"
 
 
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.data.kinds import tokenizer_files
     from barellm.errors import UserError
     from barellm.program.quantization import scheme
+    from barellm.training.console import show
 
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
@@ -82,9 +84,33 @@ def run(args: argparse.Namespace) -> int:
         files = tokenizer_files(checkpoint.tokenizer)
         step = meta.pop("step")
         saved = checkpoints.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
-    size = (saved / checkpoints.WEIGHTS).stat().st_size
-    print(f"{saved}: {len(kept)} matrices in {args.weights}, {size / 1e6:,.1f} MB ({_how(meta['calibration'])})")
+    show(f"{saved}: {len(kept)} matrices in {args.weights}\n  {_how(meta['calibration'])}")
+    for name, of in (("before", checkpoint), ("after", found(str(saved), device=args.device, dtype="fp32"))):
+        assert of.path is not None
+        size = (of.path / checkpoints.WEIGHTS).stat().st_size
+        print(f"  {name:<6} {size / 1e6:>10,.1f} MB{_loss(of, args.data)}")
     return 0
+
+
+def _loss(checkpoint: Found, source: str | None) -> str:
+    """In words, on a few validation tokens; "" where the text is not here."""
+    from dataclasses import replace
+
+    from barellm.data.sources import prepare
+    from barellm.errors import UserError
+    from barellm.evaluation.validation import Evaluator
+    from barellm.training.report import perplexity
+
+    config = checkpoint.config
+    try:
+        data = prepare(replace(config.data, source=source or config.data.source), tokenizer=checkpoint.tokenizer)
+    except UserError:
+        return ""
+    windows = data.validation(seq=config.train.seq, max_tokens=LOSS_TOKENS, first=False)
+    with checkpoint.opened(positions=0) as compiled:
+        result = Evaluator(windows, batch=1, byte_lengths=None).run(compiled.session)
+    assert result is not None
+    return f"   {result.nats:.4f} nats per token, perplexity {perplexity(result.nats)}"
 
 
 def _how(calibration: dict | None) -> str:

@@ -12,32 +12,36 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import CommandLine, add_configuration, add_device, with_weights
+from barellm.cli.help import Rare, group
+from barellm.cli.options import TRAINED, CommandLine, Parser, add_configuration, add_device, with_weights
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
     from barellm.training.console import Console
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/PRESET-DATE-TIME)")
-    parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint of --out")
-    add_device(parser, "cpu, cuda, or reference (NumPy, small models only)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the rows of metrics.jsonl as they come, and nothing else"
+def configure(parser: Parser) -> None:
+    training, output = group(parser, "training"), group(parser, "output")
+    training.add_argument(
+        "--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint"
     )
-    parser.add_argument(
+    add_device(training, "cpu, cuda or reference; NumPy, small models only")
+    training.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)",
+    )
+    Rare(training).add_argument(
         "--find-lr",
         action="store_true",
         help="learning rate range test: --steps steps (default: 200) of a growing rate until they diverge, and a suggestion",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="data-parallel training (ZeRO-1) with N processes of this machine (docs/ranks.md)",
+    output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
+    output.add_argument(
+        "--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else"
     )
-    add_configuration(parser)
+    add_configuration(parser, TRAINED)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, add_device, configuration
+from barellm.cli.options import Parser, add_configuration, add_device, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HEAD = f"{'kernel':<44}{'default':<28}{'best':<48}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.add_argument(
         "--self-test",
         action="store_true",

@@ -54,23 +54,24 @@ class OptimConfig(Section, section="optim"):
     name: str = one_of(
         OPTIMIZERS,
         "adamw",
-        "adamw; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as modded-nanogpt has them",
+        "adamw, muon or speedrun; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as "
+        "modded-nanogpt has them",
     )
     lr: float = at_least(
-        0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW, and muon_lr follows it"
+        0, 6e-4, "highest learning rate; after the warmup; with muon that of AdamW, and muon_lr follows it"
     )
     min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant decay")
     warmup: int = at_least(0, 0, "steps of linear warmup")
     schedule: str = one_of(
         SCHEDULES,
         "cosine",
-        "learning rate schedule after the warmup: cosine, linear, constant, or wsd (warmup-stable-decay)",
+        "cosine, linear, constant or wsd; of the learning rate, after the warmup; wsd: warmup-stable-decay",
     )
     decay_fraction: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate decays")
     beta1: float = below_one(0.9, "decay rate of AdamW's first moment")
     beta2: float = below_one(0.95, "decay rate of AdamW's second moment")
     eps: float = at_least(0, 1e-8, "AdamW's epsilon, added to the root of the second moment")
-    weight_decay: float = at_least(0, 0.1, "weight decay of matrices, embeddings included")
+    weight_decay: float = at_least(0, 0.1, "weight decay of matrices; embeddings included")
     clip: float = at_least(0, 1.0, "gradient clipping: gradients of a larger norm are scaled down to it; 0: none")
     skip_loss_z: float = at_least(
         0, 0.0, "loss-spike skipping: skip a step whose loss has a z-score above this over the last 128 steps; 0: none"
@@ -150,9 +151,9 @@ class DataConfig(Section, section="data"):
 
     source: str = value(
         "stdlib",
-        "dataset: a text file, a folder or a pattern (docs/data.md); a .bin shard, a folder of shards, or stdlib: Python's library",
+        "text file, folder, shards or stdlib; also a pattern (docs/data.md); stdlib: the source of Python's library",
     )
-    tokenizer: str = value("bpe", "tokenizer: bytes, chars, bpe, gpt2, or a folder with tokenizer.json")
+    tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder; one with tokenizer.json")
     bpe_vocab: int = value(2048, "vocabulary size where a BPE is trained on the text")
     val_fraction: float = inside_one(
         0.1, "share of the text, taken from its end, for validation (shards named train and val have their own)"
@@ -174,8 +175,8 @@ class DataConfig(Section, section="data"):
 class TrainConfig(Section, section="train"):
     """The training loop. A step is `micro_batch_size` x `gradient_accumulation_steps` sequences of `seq` tokens."""
 
-    micro_batch_size: int = at_least(1, 8, "sequences in a micro-batch, of all ranks together")
-    seq: int = at_least(1, 256, "sequence length: tokens in a sequence")
+    micro_batch_size: int = at_least(1, 8, "sequences in a micro-batch; of all ranks together")
+    seq: int = at_least(1, 256, "sequence length; tokens in a sequence")
     gradient_accumulation_steps: int = at_least(1, 1, "micro-batches in an optimizer step")
     batch_rampup_from: int = at_least(
         0,
@@ -188,10 +189,11 @@ class TrainConfig(Section, section="train"):
     steps: int = at_least(
         0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
     )
+    epochs: float = at_least(0, 0.0, "passes over the training tokens; in the place of train.steps; 0: train.steps")
     minutes: float = at_least(
         0,
         0.0,
-        "time limit: as many steps as fit, at most train.steps; 0: no limit. For tune: nothing new is tried after it",
+        "time limit; as many steps as fit, at most train.steps; 0: none. For tune: nothing new is tried after it",
     )
     overfit: int = at_least(
         0,
@@ -215,6 +217,12 @@ class TrainConfig(Section, section="train"):
         0,
         "steps between exponent histograms (dynamic range) of activations, gradients and weights (exponent_stats.jsonl); 0: none",
     )
+    early_stopping: int = at_least(
+        0, 0, "early stopping; evaluations without a lower validation loss after which the run ends; 0: none"
+    )
+    keep_best: bool = value(
+        False, "keep the best checkpoint; that of the lowest validation loss on the way, in the folder best of the run"
+    )
     hellaswag: str = value(
         "", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none"
     )
@@ -228,19 +236,19 @@ class TrainConfig(Section, section="train"):
         "preemption: seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
     )
     seed: int = between(
-        0, (1 << 32) - 1, 1337, "seed of weights, order of the data, dropout and samples"
+        0, (1 << 32) - 1, 1337, "random seed; of weights, order of the data, dropout and samples"
     )  # 32-bit words
     track: str = some_of(TRACKERS, "loggers: tensorboard, wandb, trackio, with commas between them")
     init_from: str = value(
-        "", "start from these weights, with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
+        "", "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
     )
     dtype: str = one_of(
         ("auto", "fp32", "bf16", "fp16"),
         "auto",
-        "fp32, bf16, fp16 (with a dynamic loss scale), or auto: bf16 where the machine has instructions for it",
+        "auto, fp32, bf16 or fp16; auto: bf16 where the machine has instructions for it; fp16: with a dynamic loss scale",
     )
     recompute: bool = value(
-        False, "activation (gradient) checkpointing: recompute activations in the backward pass; less memory, more work"
+        False, "activation (gradient) checkpointing; recompute activations in the backward pass: less memory, more work"
     )
     gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own kernels, or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")
@@ -251,7 +259,7 @@ class TrainConfig(Section, section="train"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 1 and self.minutes == 0:
+        if self.steps < 1 and self.minutes == 0 and self.epochs == 0:
             raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")
         if bool(self.batch_rampup_from) != bool(self.batch_rampup_tokens):
             first, tokens = self.batch_rampup_from, self.batch_rampup_tokens

@@ -22,9 +22,15 @@ MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
 
 
 SHORT_NAMES = {
+    "model.layers": "layers",
+    "model.heads": "heads",
+    "model.d_model": "d_model",
     "data.source": "data",
+    "data.tokenizer": "tokenizer",
     "train.steps": "steps",
+    "train.epochs": "epochs",
     "train.micro_batch_size": "batch",
+    "train.gradient_accumulation_steps": "gradient_accumulation_steps",
     "train.seq": "seq",
     "train.seed": "seed",
     "train.minutes": "minutes",
@@ -33,8 +39,14 @@ SHORT_NAMES = {
     "train.dtype": "dtype",
     "train.recompute": "recompute",
     "train.gemm_backend": "gemm_backend",
+    "train.eval_every": "eval_every",
+    "train.sample_every": "sample_every",
+    "train.checkpoint_every": "checkpoint_every",
+    "optim.name": "optimizer",
     "optim.lr": "lr",
     "optim.schedule": "schedule",
+    "optim.warmup": "warmup",
+    "optim.weight_decay": "weight_decay",
 }
 
 
@@ -84,9 +96,20 @@ def _convert(key: str, value: Any, kind: type) -> Any:
     if not isinstance(value, str) or kind is str:
         return converted(key, value, kind)
     try:
+        if kind is int and (number := float(value)).is_integer() and abs(number) < 1 << 53:
+            value = str(int(number)) if set(value) & set(".eE") else value  # 1e4
         return converted(key, BOOLS[value.lower()] if kind is bool else kind(value), kind)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise not_of(key, value, kind) from None
+
+
+def _hint(key: str, known: Mapping[str, Entry]) -> str:
+    """What may be meant by a key that there is not."""
+    name = key.rpartition(".")[2]
+    if instead := aliases.instead(name):
+        return f": barellm has {instead}"
+    meant = aliases.KEYS.get(name, key)
+    return f", did you mean {meant!r}?" if meant != key and meant in known else nearest(key, known)
 
 
 def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
@@ -99,7 +122,7 @@ def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
             raise UserError(f"{alias} is another name of {key}, which is given too: expected one of them")
         found[key] = value
         if key not in known:
-            hint = nearest(key, known)
+            hint = _hint(key, known)
             if owners := every_key().get(key):
                 have = models.name_of(config.model)
                 raise UserError(f"{have} has no key {key!r}, which is one of {' and '.join(owners)}{hint}")
@@ -107,6 +130,7 @@ def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
     return {key: _convert(key, value, known[key].kind) for key, value in found.items()}
 
 
+LIMITS = ("train.steps", "train.epochs", "train.minutes")  # where a run ends: who gives one does not mean another
 LR, MUON_LR, MUON_LR_RATIO = "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio"
 
 
@@ -132,15 +156,13 @@ def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str,
 
 def changed(config: Config, *layers: Mapping[str, object]) -> Config:
     """`config` with keys replaced by each of `layers`, one after the other. Another vocabulary size brings its own padding unless
-    that is given too; who says when a run ends, by steps or by minutes, does not mean the other limit of what was there before;
+    that is given too; who says when a run ends, by steps, epochs or minutes, does not mean the limits that were there before;
     and Muon's learning rate follows `optim.lr` unless it is given too."""
     before, changes = flat(config), {}
     for layer in layers:
         new = _with_muon_lr(checked(layer, config), before | changes)
-        if "train.steps" in new:
-            new.setdefault("train.minutes", 0.0)
-        elif new.get("train.minutes", 0) > 0:
-            new["train.steps"] = 0
+        if any(new.get(key) for key in LIMITS) or LIMITS[0] in new:
+            new = dict.fromkeys(LIMITS, 0) | new
         changes |= new
     if "model.vocab_size" in changes and changes["model.vocab_size"] != config.model.vocab_size:
         changes.setdefault("model.padded_vocab", 0)

@@ -17,6 +17,7 @@ from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.threads import Pool, thread_count
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
+from barellm.runtime import rates
 
 
 def open_session(programs: dict[str, Program]) -> CpuSession:
@@ -39,6 +40,12 @@ def describe() -> dict[str, object]:
     return {"device": "cpu", "isa": host().name, "processor": host().cpu or "generic", "threads": thread_count()}
 
 
+def machine_of(threads: int | None = None, isa: ISA | None = None) -> str:
+    """What the rates of a machine depend on, as a text."""
+    isa = isa or host()
+    return f"{isa.cpu or 'cpu'} {isa.name} {threads or thread_count()} threads"
+
+
 class Bench:
     """Runs single kernels on a pool of its own, for measuring."""
 
@@ -46,6 +53,7 @@ class Bench:
         self.isa = isa or host()
         self.threads = threads or thread_count()
         self.pool = Pool(self.threads, self.isa)
+        self.machine = machine_of(self.threads, self.isa)
 
     def timed(self, spec: Specialisation, args: list[int], *, repeats: int) -> list[float]:
         """Seconds of each of `repeats` runs of one specialisation."""
@@ -97,10 +105,10 @@ class Bench:
 
 
 @cache
-def measured_peak(dtype: str) -> float:
-    """FLOP/s that this machine's threads reach on `dtype` products, measured once a process (about 0.1 s)."""
+def measured_peak(dtype: str) -> rates.Rate:
+    """FLOP/s that this machine's threads reach on `dtype` matmuls, measured once a machine (0.3 s)."""
     bench = Bench()
     try:
-        return bench.peak(dtype)
+        return rates.rate(bench.machine, dtype, lambda: bench.peak(dtype))
     finally:
         bench.close()

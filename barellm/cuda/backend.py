@@ -10,6 +10,7 @@ from barellm.cuda.kernel import Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
+from barellm.runtime import rates
 
 
 def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> CudaSession:
@@ -35,10 +36,10 @@ def describe() -> dict[str, object]:
 
 
 @cache
-def measured_peak(dtype: str) -> float:
-    """FLOP/s that this GPU reaches on `dtype` matmuls, measured once a process."""
+def measured_peak(dtype: str) -> rates.Rate:
+    """FLOP/s that this GPU reaches on `dtype` matmuls, measured once a machine."""
     bench = Bench()
     try:
-        return bench.peak(dtype)
+        return rates.rate(bench.machine, dtype, lambda: bench.peak(dtype))
     finally:
         bench.close()

@@ -76,6 +76,7 @@ class Bench:
     def __init__(self, device: driver.Device | None = None) -> None:
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
+        self.machine = self.device.name
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of all multiprocessors on random numbers: the roofline of a `dtype` matmul, at the clock rate that power leaves.

@@ -17,7 +17,7 @@ import xxhash
 from barellm.data import conversations
 from barellm.data.loader import MASK, Rows, draw, permuted
 from barellm.data.reading import Layout, each_record, format_of
-from barellm.data.records import need_characters
+from barellm.data.records import instead, need_characters
 from barellm.data.tokenizers import LINES, Tokenizer
 from barellm.errors import UserError
 
@@ -61,13 +61,16 @@ class Examples:
         return self.tokens[: int(np.flatnonzero(self.answer)[0])].tolist()
 
 
+ANSWERS = ("answer", "completion", "messages")  # a record of examples has one of them
+
+
 def has_examples(path: Path) -> bool:
     """Whether a file of JSON or CSV has answers: by its first record. One with the field that holds the text of a `Layout` is text,
     whatever else it has."""
     if not path.is_file() or format_of(path, Layout()) in ("text", "parquet"):
         return False
     _, first = next(each_record(path), ("", None))
-    return isinstance(first, dict) and Layout().field not in first and ("answer" in first or "messages" in first)
+    return isinstance(first, dict) and Layout().field not in first and not first.keys().isdisjoint(ANSWERS)
 
 
 def read_examples(path: Path) -> tuple[list[Parts], str]:
@@ -87,13 +90,17 @@ def parts(record: Any, where: str) -> Parts:
         _check_obeyed(record, "record", where)
     if isinstance(record, dict) and "messages" in record:
         return _conversation(record["messages"], where)
-    prompt, answer = (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
+    prompt, answer = (None, None)
+    if isinstance(record, dict):
+        prompt, answer = record.get("prompt"), record.get("answer", record.get("completion"))
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer:
             raise UserError(f"{where} has an empty answer")
         return [(prompt, False), (answer, True)]
     has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise UserError(f"{where} has: {has}; expected texts named prompt and answer, or messages")
+    raise UserError(
+        f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{instead(record)}"
+    )
 
 
 def _check_obeyed(found: dict, what: str, where: str) -> None:

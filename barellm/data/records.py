@@ -27,6 +27,20 @@ SPACE = re.compile(r"[ \t\r\n]*")
 CUT_END = 16  # characters before the end of what is held in which JSON that goes on can look wrong
 
 
+# Keys of records that are examples for other programs -> what to do.
+INSTEAD = {
+    "instruction output": "alpaca's output is the answer, and its instruction with the input the prompt: name them so",
+    "chosen rejected": "there is no training on preferences (DPO): the chosen text may be the answer to a prompt",
+    "conversations": "ShareGPT's conversations are messages, whose from and value are role and content: name them so",
+}
+
+
+def instead(record: Any) -> str:
+    """A hint for the keys of other programs, or ""."""
+    keys = record.keys() if isinstance(record, dict) else set()
+    return next((f"; {hint}" for names, hint in INSTEAD.items() if keys >= set(names.split())), "")
+
+
 def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Any, int]]:
     """Gives of each record in [start, stop) where it stands, for messages, itself, and the place after it."""
     if kind == "jsonl":
@@ -58,6 +72,7 @@ def _text(where: str, record: Any, field: str) -> str:
             has = ", ".join(map(str, record))
             inner = [key for key, value in record.items() if isinstance(value, list) and value]
             hint = f"; only a list that is the whole file holds records, not {inner[0]!r}" if inner else ""
+            hint = instead(record) or hint
         raise UserError(f"{where} has no text in a field {field!r}, it has: {has}{hint}")
     need_characters(text, where)
     return text

@@ -6,6 +6,7 @@ import gzip
 import io
 import re
 import tokenize
+import zlib
 
 FORMATTED = re.compile(r"""\b(?:[ft]r?|r[ft])['"]""", re.IGNORECASE)  # within one, ! is an operator
 
@@ -35,3 +36,9 @@ def python_share(text: str) -> tuple[float, int]:
     """(share of the lines that `tokenize` accepts, number of lines); blank lines are not counted."""
     lines = [line for line in re.split(r"\r?\n", text) if line.strip()]
     return (sum(map(is_python_line, lines)) / len(lines) if lines else 0.0), len(lines)
+
+
+def repetitive(text: str) -> bool:
+    """Whether a text is one piece again and again, as 6666: it shrinks to an eighth, or is one word."""
+    data = text.encode()
+    return len(data) >= 40 and (len(zlib.compress(data, 9)) < len(data) / 8 or len(set(text.split())) <= 1)

@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from barellm import models
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
+from barellm.config.aliases import PRESETS
 from barellm.data.kinds import check_kind, fitting, make_tokenizer
 from barellm.data.tokenizers import Ids
 from barellm.errors import UserError
@@ -20,7 +22,7 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     """`tokenizer`: a kind or a folder, where the source does not know its own or the user names one. UserError for a source that
     is none, is damaged, or holds another kind of model; for a tokenizer that contradicts it."""
     if not path.exists():
-        raise UserError(f"{path} does not exist, expected {KNOWN}")
+        raise UserError(f"{path} does not exist, expected {KNOWN}{_elsewhere(path)}")
     if path.is_file():
         _refuse_pickle(path)
         weights = llmc.read(path)
@@ -41,6 +43,23 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
             print(f"barellm: warning: skipped {text}", file=sys.stderr)
         weights = of_checkpoint(step)
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
+
+
+def _elsewhere(path: Path) -> str:
+    """A hint for the name of a model that is a preset, or on the hub."""
+    name = str(path)
+    preset = PRESETS.get(name, name)
+    public = [other for other, ours in PRESETS.items() if ours == preset]  # GPT-2's sizes, as the hub calls them
+    hub = (
+        public[0]
+        if public
+        else name
+        if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists()
+        else ""
+    )
+    words = [f"{name} is a preset, whose weights barellm.train({name!r}) makes"] * (preset in models.presets())
+    words += [f"those on the hub are a folder after: hf download {hub} --local-dir DIR"] * bool(hub)
+    return "".join(f"; {word}" for word in words)
 
 
 def _refuse_pickle(path: Path) -> None:

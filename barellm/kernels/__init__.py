@@ -28,3 +28,7 @@ __all__ = [
     "top_k",
     "vjp",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

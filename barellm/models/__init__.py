@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -124,3 +125,9 @@ def preset(name: str) -> Config:
     if name not in known:
         raise UserError(f"unknown preset {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     return known[name]()
+
+
+def named(words: Iterable[str]) -> str | None:
+    """The first of some words that is a preset or an alias of one."""
+    known = presets()
+    return next((name for word in words if (name := PRESETS.get(word, word)) in known), None)

@@ -36,7 +36,7 @@ class Config(ModelConfig):
         1, 1024, 12, "transformer blocks"
     )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
     heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
-    d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    d_model: int = at_least(1, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
     padded_vocab: int = at_least(
         0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"

@@ -94,7 +94,7 @@ class Config(ModelConfig):
     kv_heads: int = divides(
         "heads", 4, "key and value heads (grouped-query attention), each shared by heads / kv_heads query heads"
     )
-    d_model: int = at_least(1, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    d_model: int = at_least(1, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     d_ff: int = at_least(1, 2048, "intermediate (FFN) size of the MLP")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
     padded_vocab: int = at_least(

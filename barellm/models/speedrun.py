@@ -93,7 +93,7 @@ def stage_table(default: str, says: str) -> Any:
 class Config(ModelConfig):
     layers: int = between(1, 1024, 11, "layers, each of attention and an MLP")
     heads: int = divides("d_model", 6, "attention heads; an even number where heads are paired")
-    d_model: int = at_least(GATED, 768, "embedding dimension (n_embd, hidden size): width of the residual stream")
+    d_model: int = at_least(GATED, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     d_ff: int = at_least(1, 3072, "intermediate (FFN) size of an MLP")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
     padded_vocab: int = at_least(

@@ -35,6 +35,8 @@ def add(path: Path) -> None:
     name, file = path.stem, path.resolve()
     if models.ADDED.get(name) == file:
         return
+    if not file.exists():
+        raise UserError(f"--model {path} does not exist, expected a file of Python that has a model, such as mine.py")
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{path} is no file of Python, expected one that has a model, such as mine.py")
     if not name.isidentifier():

@@ -91,6 +91,7 @@ def check(run: Run) -> None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
     for key, value, expected in (
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),
+        ("train.epochs", config.train.epochs, "0: say --steps N"),
         ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
         ("optim.skip_norm_z", config.optim.skip_norm_z, "0"),
         ("train.signal_grace_period", config.train.signal_grace_period, "0: the program saves after its step"),

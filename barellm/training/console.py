@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -25,8 +26,11 @@ class Console:
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None, several: bool = False) -> None:
         self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (closed: a daemon's, `>&-`)
         self.json_lines = json_lines
-        self.live = not json_lines and not several and self.stream.isatty()
-        self._open = False  # a live line stands in the terminal
+        self.notebook = type(self.stream).__module__.startswith(
+            "ipykernel"
+        )  # its cells take a carriage return, and no codes
+        self.live = not json_lines and not several and (self.stream.isatty() or self.notebook)
+        self._open = 0  # characters of the live line
         self._next = 0.0
         self.on_lost: Callable[[], None] | None = None
 
@@ -39,8 +43,11 @@ class Console:
         self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self._write(f"\r\x1b[2K{text[:width]}")
-            self._open = True
+            if len(text) > width:  # its last numbers are left out, none is cut
+                text = text[: width + 2].rpartition("  ")[0] or text[:width]
+            self._erase()
+            self._write(text)
+            self._open = len(text)
         else:
             self.line(text)
 
@@ -87,14 +94,17 @@ class Console:
     def clear(self) -> None:
         """Take the live line away."""
         if self._open:
-            self._write("\r\x1b[2K")
-            self._open = False
+            self._erase()
+            self._open = 0
+
+    def _erase(self) -> None:
+        self._write(f"\r{' ' * self._open}\r" if self.notebook else "\r\x1b[2K")
 
     def line(self, text: str = "") -> None:
         if self.json_lines:
             return
         self.clear()
-        self._write(text + "\n")
+        self._write((fitted(text, shutil.get_terminal_size().columns) if self.live else text) + "\n")
 
     def record(self, row: dict[str, Any]) -> None:
         """A row of the metrics, shown only as JSON."""
@@ -128,6 +138,26 @@ class Console:
         except UnicodeEncodeError:
             return False
         return True
+
+
+def fitted(text: str, columns: int) -> str:
+    """The text in lines that a terminal does not break: words below the first word behind a title, a sample's lines anywhere."""
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= columns:
+            lines.append(line)
+        elif line.startswith("  | "):
+            size = max(8, columns - 4)
+            lines += [f"  | {line[at : at + size]}" for at in range(4, len(line), size)]
+        else:
+            how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 9}
+            lines += textwrap.wrap(line, columns, **how)
+    return "\n".join(lines)
+
+
+def show(text: str) -> None:
+    """Print a text, in lines that a terminal does not break."""
+    print(fitted(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, log10
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]  # (place on the axis, number)
 
 AXES = ("steps", "tokens", "seconds")  # what a curve may run over
+FEW = 20  # points of a line that are marked each
 SMOOTH = 100  # the smoothed loss is the mean of each of so many parts of the axis
 GLYPHS = "⣿│└─"  # what a chart is made of, where the terminal has them
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: a cell is 2 dots wide and 4 high
@@ -217,10 +219,13 @@ def terminal(
 
 def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> Figure:
     """The picture of a run has each step's number, the smoothed number and the validation. That of several runs has a colour for
-    each, the smoothed number as a line and validation as dots."""
+    each, the smoothed number as a line and validation as dots with a dotted line."""
+    import logging
+
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of its caches and fonts nobody asked
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     x, y = scales(log)
@@ -236,7 +241,7 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
         else:
             hidden = curve.name.startswith("_")  # by matplotlib, from its legend
             _draw(axes, smooth, "-", label=f"./{curve.name}" if hidden else curve.name, color=f"C{i}", linewidth=1.2)
-            _draw(axes, curve.val, "o", label="", color=f"C{i}", markersize=4)
+            _draw(axes, curve.val, "o:", label="", color=f"C{i}", linewidth=1.0, markersize=4)
         if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
             axes.axhline(curve.gzip, color="#7c8797", linewidth=1.0, linestyle="--", label="gzip -9")
     axes.set(xlabel=axis, ylabel=f"{what.label} ({what.unit})" if what.unit else what.label)
@@ -253,18 +258,20 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
 
 def _draw(axes: Axes, points: Points, line: str, **style: Any) -> None:
     if points:
+        if len(points) < FEW and "marker" not in style and "o" not in line:
+            style["marker"] = "."  # a line of one point is none
         axes.plot([place for place, _ in points], [loss for _, loss in points], line, **style)
 
 
 def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> None:
     """The picture as a file, by the name's ending."""
-    save(picture(curves, title=title, axis=axis, log=log), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # matplotlib's, of axes and fonts
+        save(picture(curves, title=title, axis=axis, log=log), path)
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure: .png, .svg, .pdf or whatever else matplotlib writes, by the name's ending."""
-    import warnings
-
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise UserError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(f'.{end}' for end in known)}")

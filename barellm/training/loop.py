@@ -17,6 +17,7 @@ from barellm.data.loader import Rows
 from barellm.data.mapping import LostFile
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
+from barellm.evaluation.text import repetitive
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.models.training_schedule import StepPlan, TrainingSchedule
 from barellm.program.ranks import Ranks
@@ -350,7 +351,8 @@ class Loop:
     # --- between steps ---
 
     def _after_step(self, step: int) -> None:
-        """Evaluation and samples that are due at this step; made again after a resume, never recorded twice."""
+        """Evaluation and samples that are due at this step; made again after a resume, never recorded twice. It may end the run
+        here (early stopping)."""
         train, last = self.config.train, step == self.progress.total
         if last or self.stop:
             return  # the final report looks closer
@@ -364,6 +366,8 @@ class Loop:
             self._pause_s = seconds / train.eval_every
             self._evaluated_per_s = result.targets / seconds
             self.record_evaluation(step, result)
+            if self._evaluated(step):
+                return
         if train.hellaswag_every and step and step % train.hellaswag_every == 0 and not self.try_hellaswag(step):
             return
         if train.sample_every and step and step % train.sample_every == 0 and not self._not_finite:
@@ -376,6 +380,21 @@ class Loop:
         self.record({"kind": "eval", "step": step, **found})
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
+
+    def _evaluated(self, step: int) -> bool:
+        """Keeps the best checkpoint, and ends the run where its validation loss has not become lower for long: whether it does.
+        Rank 0 knows all evaluations, also those before a resume."""
+        train = self.config.train
+        losses = [row["val_nats"] for row in self.metrics.rows if row["kind"] == "eval"]
+        since = len(losses) - 1 - losses.index(min(losses))
+        if train.keep_best and first(self.ranks, since) == 0 and not self._not_finite:
+            self.saving.best(self.point())
+        if not train.early_stopping or first(self.ranks, since) < train.early_stopping:
+            return False
+        self.console.line(f"step {step:>5}  early stopping: {since} evaluations without a lower validation loss")
+        self.progress.total = step
+        self.saving.last(self.point())
+        return True
 
     def try_hellaswag(self, step: int) -> bool:
         """Try the model on HellaSwag, if the run shall. False if it was stopped meanwhile."""
@@ -393,7 +412,9 @@ class Loop:
 
     def record_sample(self, step: int, text: str, *, show: bool = True) -> None:
         self.record({"kind": "sample", "step": step, "text": text})
-        if show:
+        if show and repetitive(text):
+            self.console.line(f"step {step:>5}  sample  {text[:16]!r} again and again (metrics.jsonl has all of it)")
+        elif show:
             lines = text.splitlines()
             more = ["  | ..."] * (len(lines) > SHOWN_LINES)
             self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {x}" for x in lines[:SHOWN_LINES]), *more]))

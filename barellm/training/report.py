@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, exp
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
     memory = f"{compiled.plan.arena_bytes / MIB:,.1f} MiB of memory"
     sizes = f"{models.name_of(model)}, d_model {model.d_model}, vocabulary {model.vocab_size:,}"
     batch = f"batch size {train.micro_batch_size} x gradient accumulation {train.gradient_accumulation_steps}"
+    tokens = train.micro_batch_size * train.gradient_accumulation_steps * train.seq
     lines = [
         f"barellm {__version__}, preset {config.preset}",
         f"model    {short(compiled.parameters)} parameters: {sizes}, context {model.max_seq:,}",
@@ -39,7 +40,8 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
         f"(tokenizer {data.tokenizer.name})",
         f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
         f"lr       {_rates(config)}",
-        f"batch    {batch}, sequences of {train.seq} tokens; a step is {_bound(compiled)}",
+        f"batch    {batch} x {train.seq:,} = {tokens:,} tokens a step",
+        *_roofline(compiled),
         f"output   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
@@ -82,27 +84,32 @@ def lower_rates(optim: OptimConfig) -> str:
     return rate_options(half) + (f" --optim.min_lr {half.min_lr:g}" if half.min_lr != optim.min_lr else "")
 
 
-def _bound(compiled: CompiledModel) -> str:
+def _roofline(compiled: CompiledModel) -> list[str]:
+    """The time of a step's matmuls at the peak of this machine, an estimate, from which MFU is a share."""
     flops, peak = compiled.flops_per_step, compiled.peak()
-    work = f"{flops / 1e9:,.2f} GFLOP"
-    if not peak:
-        return work
-    return f"{work}; roofline {flops / peak * 1e3:,.1f} ms at {peak / 1e9:,.0f} GFLOP/s (measured)"
+    if not peak.value:
+        return [f"         {flops / 1e9:,.2f} GFLOP a step"]
+    time = f"{flops / peak.value * 1e3:,.1f} ms a step (estimate)"
+    lines = [f"roofline {time}: {flops / 1e9:,.2f} GFLOP at {peak.value / 1e9:,.0f} GFLOP/s (measured)"]
+    if peak.noisy:
+        lines.append(f"         rough, and MFU too: measurements differ by {peak.spread:.0%} (doctor --measure)")
+    return lines
 
 
 def intentions(
     config: Config, data: Dataset, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
 ) -> list[str]:
     """How much is to be trained, and what cannot be meant. `total` None: the number of steps follows from `minutes`; `bound_s`: the
-    time that no step can beat, 0 where nobody measured."""
+    roofline of a step, 0 where nobody measured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
-        return [f"budget   as many steps as fit into {train.minutes:g} minutes{most}"]
+        steps = f"as many steps as fit into {train.minutes:g} minutes{most}"
+        return [f"budget   {steps}: other machines do more or fewer"]
     tokens = batch_rampup.tokens(total) - batch_rampup.tokens(done)
     epochs = tokens / max(1, len(data.train))
     least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
-    time = f"; roofline {in_words(least)}" if least >= 1 else ""
+    time = f"; {in_words(least)} at the roofline" if least >= 1 else ""
     many = f"{train.overfit:,} micro-batch{'es' * (train.overfit > 1)}"
     lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
     lines += [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
@@ -134,6 +141,11 @@ def months_warning(words: str) -> str:
     return f"warning: {words}: fewer --steps, a smaller preset, or --minutes"
 
 
+def perplexity(nats: float) -> str:
+    """e to the loss, short."""
+    return f"{exp(min(nats, 700)):,.4g}"
+
+
 def packing(packed: Packed) -> list[str]:
     """Sequence packing: how examples fill their rows, and which of them do not."""
     held = sum(last - first for row in packed.rows for first, last in row)
@@ -161,7 +173,8 @@ def few_windows(windows: int, seq: int, key: str) -> str:
 
 def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
     """The end of a run in plain lines: how good, how long, what lies where, and what to type next."""
-    loss, bits = f"{result['val_nats']:.4f} nats per token", result["val_bits_per_byte"]
+    nats, bits = result["val_nats"], result["val_bits_per_byte"]
+    loss = f"{nats:.4f} nats per token (perplexity {perplexity(nats)})"
     lines = [
         "",
         f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s",
@@ -171,19 +184,20 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
     if bits is None:
         lines.append(f"loss     {loss} on validation tokens")
     else:
-        lines.append(f"loss     {loss}, {bits:.3f} bits per byte, on {result['val_bytes']:,} bytes of validation text")
-        lines.append(f"         gzip -9 needs {result['gzip_bits_per_byte']:.3f} bits per byte for the same text")
+        lines.append(f"loss     {loss}, {bits:.3f} bits per byte")
+        gzip = f"gzip -9: {result['gzip_bits_per_byte']:.3f} bits per byte"
+        lines.append(f"         on {result['val_bytes']:,} bytes of validation text; {gzip}")
     if "tokenize_share" in result:
         lines.append(
-            f"python   {result['tokenize_share']:.0%} of {result['tokenize_lines']} sampled lines are Python, each by itself; "
-            f"of the library's own {result['tokenize_share_of_validation']:.0%}"
+            f"python   {result['tokenize_share']:.0%} of {result['tokenize_lines']} sampled lines parse, "
+            f"{result['tokenize_share_of_validation']:.0%} of the library's own"
         )
     run = shlex.quote(str(folder)) + models.option(config.model)
     prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
     return [
         *lines,
         f"saved    {result['checkpoint']}",
-        f"         metrics.jsonl has every step, loss.png the curve, config.json the settings, all in {folder}",
+        f"         {folder} has metrics.jsonl, loss.png and config.json too",
         f"next     barellm sample {run}{prompt}",
         f"         barellm eval {run} --data FILE --split all",
         f"         barellm train --out {run} --resume --steps {2 * result['steps']}",

@@ -6,6 +6,7 @@ import json
 import operator
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from barellm.data.tokenizers import Ids, Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.scoring import Scorer, shape_for
-from barellm.evaluation.text import gzip_bits_per_byte, python_share
+from barellm.evaluation.text import gzip_bits_per_byte, python_share, repetitive
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
@@ -64,6 +65,8 @@ INTERVALS = (
     "sample_every",
     "checkpoint_every",
     "keep_every",
+    "keep_best",
+    "early_stopping",
     "exponent_stats",
 )
 FREE_KEYS = frozenset(
@@ -71,6 +74,7 @@ FREE_KEYS = frozenset(
         f"train.{key}"
         for key in (
             "steps",
+            "epochs",
             "save_total_limit",
             "signal_grace_period",
             "gemm_backend",
@@ -209,6 +213,11 @@ class Run:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
+        if train.epochs:
+            train = replace(train, steps=self._steps_of_epochs())
+            self.config = replace(self.config, train=train)
+            if start and not train.minutes:
+                start.meta["total_steps"] = max(train.steps, start.meta["step"])
         self.batches = rows = self._rows()
         self.packed = rows.packed if isinstance(rows, ExampleRows) else None
         if train.overfit:
@@ -261,6 +270,15 @@ class Run:
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
+
+    def _steps_of_epochs(self) -> int:
+        """The steps of train.epochs, now that the length of the text is known: of examples, of their packed sequences."""
+        train, tokens = self.config.train, len(self.data.train)
+        if self.data.examples is not None:
+            rows = self._rows()
+            assert isinstance(rows, ExampleRows)
+            tokens = len(rows.packed.rows) * train.seq
+        return max(1, bisect_left(range(ANY_STEPS), train.epochs * tokens, key=self.batch_rampup.tokens))
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
@@ -327,7 +345,7 @@ class Run:
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
                 hellaswag=self._hellaswag(compiled, stop),
                 flops_per_step=compiled.flops_per_step,
-                peak=compiled.peak(),
+                peak=compiled.peak().value,
                 progress=progress,
                 started=self.started,
                 listen=self.listen,
@@ -417,7 +435,7 @@ class Run:
         return rows
 
     def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
-        train, peak = self.config.train, compiled.peak()
+        train, peak = self.config.train, compiled.peak().value
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
         packed = report.packing(self.packed) if self.packed else []
@@ -506,10 +524,13 @@ class Run:
             return False
         if self.ranks.rank:
             return True
+        # Of the texts that are not one piece again and again, where there are such.
+        shown = sorted(range(len(texts)), key=lambda i: repetitive(texts[i]))[:FINAL_SHOWN]
         for i, text in enumerate(texts):
-            loop.record_sample(step, text, show=i < FINAL_SHOWN)
+            loop.record_sample(step, text, show=i in shown)
         found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
-        say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
+        if not self.console.notebook:  # which shows the picture
+            say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
         image = folder.path / "loss.png"
         title = f"{self.config.preset}, {short(compiled.parameters)} parameters"
         try:

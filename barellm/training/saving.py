@@ -6,11 +6,11 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from barellm.checkpoint import checkpoint
+from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.shards import ShardedState
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
@@ -130,6 +130,19 @@ class Saving:
     def _not_removed(self, line: str) -> None:
         self._left.setdefault(line, False)
 
+    def best(self, point: Point) -> None:
+        """Save into the folder "best" of the run, in the place of what is there; a full disk costs only this."""
+        self.wait()
+        folder = self.folder.parent / "best"
+        try:
+            saved = self._write(self.session, replace(point, gradients=False), folder=folder)
+        except OSError as error:
+            self._console.line(self._warning(point, error))
+            return
+        for path in checkpoint.steps(folder):
+            if path != saved:  # of before a resume it may be a later one
+                storage.remove_checkpoint(path, self._not_removed)
+
     # --- before the run ends ---
 
     def now(self, point: Point) -> None:
@@ -174,9 +187,9 @@ class Saving:
             while time.monotonic() < again and bool(self._stop) == stopped:
                 time.sleep(0.05)  # a signal does not end a sleep
 
-    def _write(self, source: checkpoint.Source, point: Point) -> Path:
+    def _write(self, source: checkpoint.Source, point: Point, *, folder: Path | None = None) -> Path:
         return checkpoint.save(
-            self.folder,
+            folder or self.folder,
             source,
             step=point.step,
             meta=point.meta,
@@ -216,6 +229,10 @@ class SharedSaving(Saving):
 
     def now_or_warn(self, point: Point) -> bool:
         return self._given(self._shards, lambda: super(SharedSaving, self).now_or_warn(point)) is not False
+
+    def best(self, point: Point) -> None:
+        self.wait()
+        self._given(self._shards, lambda: super(SharedSaving, self).best(point))
 
     def last(self, point: Point) -> None:
         self.wait()

@@ -55,6 +55,7 @@ def training_schedule(config: Config) -> TrainingSchedule:
         ("optim.skip_loss_z", optim.skip_loss_z),
         ("optim.skip_norm_z", optim.skip_norm_z),
         ("train.batch_rampup_from", train.batch_rampup_from),
+        ("train.epochs", train.epochs),
     ):
         if requested:
             raise UserError(f"{key} is {requested:g}, and {stages}, expected 0")

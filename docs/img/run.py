@@ -3,6 +3,8 @@
 barellm train --json --out runs/default > benchmarks/results/train-default.jsonl
 barellm sample runs/default --prompt "def main(" --samples 5 --json > benchmarks/results/sample-default.jsonl
 python docs/img/run.py --write README.md        # between <!-- train --> and <!-- /train -->
+
+`--compare RUN` says how a run of somebody's compares with it: `make train` ends with that.
 """
 
 from __future__ import annotations
@@ -76,12 +78,37 @@ def lines(r: dict[str, Any]) -> str:
     )
 
 
+def comparison(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """How the result of a run compares with the README's, and why. Both end by the clock, so a faster machine does more steps."""
+
+    def words(r: dict[str, Any]) -> str:
+        where = f"{r['dtype']} ({r['isa']}, {r['threads']} threads)"
+        return f"{r['val_bits_per_byte']:.3f} bits per byte after {r['steps']:,} steps in {where}"
+
+    why = f"{ours['steps']:,} steps fitted, there {theirs['steps']:,}"
+    if ours["dtype"] != theirs["dtype"]:
+        why += f"; {ours['dtype']} here, {theirs['dtype']} there"
+    gap = ours["val_bits_per_byte"] - theirs["val_bits_per_byte"]
+    return f"\nREADME   {words(theirs)}\nhere     {words(ours)}\n         {gap:+.3f} bits per byte: {why}"
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """The result of a run, or of the newest one of the default preset in a folder of runs."""
+    found = [folder / "metrics.jsonl", *folder.glob("default-*/metrics.jsonl")]
+    newest = max((path for path in found if path.exists()), key=lambda path: path.stat().st_mtime)
+    return rows_of(newest)[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="where the lines go; without it they are printed")
+    parser.add_argument("--compare", type=Path, metavar="RUN", help="a run, or a folder of runs whose newest is meant")
     args = parser.parse_args()
     root = make.HERE.parents[1]
     rows = rows_of(root / RUN)
+    if args.compare is not None:
+        print(comparison(result_of(args.compare), rows[-1]))
+        return
     plt.rcParams |= make.STYLE
     picture(rows, rows_of(root / SAMPLE)[0]).savefig(
         make.HERE / "train.svg", facecolor="white", metadata={"Date": None}

@@ -16,6 +16,7 @@ import pytest
 import barellm
 from barellm import models
 from barellm.cli.main import main
+from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.training import metrics
 
@@ -42,6 +43,31 @@ def test_it_is_the_run_of_the_command_bit_by_bit(tiny, text, tmp_path, capsys):
     assert (run.folder, run.finished, run.losses) == (tmp_path / "a", True, [s.loss for s in seen])
     assert run.val_nats == run.rows[-1]["val_nats"] and run.bits_per_byte == run.rows[-1]["val_bits_per_byte"]
     assert seen[-1].tokens_per_s > 0 and seen[-1].seconds >= seen[0].seconds > 0
+
+
+def test_a_run_draws_itself_and_becomes_a_table(tiny, tmp_path):
+    run = barellm.train("default", out=tmp_path / "a", **tiny)
+    assert repr(run) == f"<barellm.Run {tmp_path / 'a'}: 4 steps, finished, {run.val_nats:.4f} nats on validation>"
+    (axes,) = run.plot("norm", log="y").axes
+    assert axes.get_yscale() == "log" and run.plot()._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="has no accuracy on HellaSwag"):
+        run.plot("hellaswag")
+    with pytest.raises(UserError, match="y is 'los', expected 'loss', 'bits'"):
+        run.plot("los")
+    try:
+        table = run.to_pandas()
+    except UserError as error:
+        assert str(error) == "to_pandas needs the package pandas: pip install pandas"
+    else:
+        assert table.loc[1:, "loss"].tolist() == run.losses
+
+
+def test_epochs_are_passes_over_the_tokens(tiny, tmp_path):
+    run = barellm.train("default", out=tmp_path / "a", epochs=0.5, **{k: v for k, v in tiny.items() if k != "steps"})
+    saved = overrides.read_file(tmp_path / "a" / "config.json").keys
+    train_tokens = len((tmp_path / "text.txt").read_bytes()) * 9 // 10
+    assert saved["train.epochs"] == 0.5 and len(run.losses) == saved["train.steps"]
+    assert saved["train.steps"] * 16 == pytest.approx(train_tokens / 2, rel=0.02)
 
 
 @pytest.mark.extended
@@ -96,7 +122,7 @@ def test_shards_bring_their_tokenizer_unless_another_was_chosen(tiny, text, tmp_
 @pytest.mark.parametrize(
     "words, message",
     [
-        ({"stepz": 3}, r"unknown argument 'stepz', did you mean 'steps'\? \(known: data, steps, "),
+        ({"stepz": 3}, r"unknown argument 'stepz', did you mean 'steps'\? \(known: layers, heads, "),
         ({"optim": {"lrr": 3}}, "unknown key 'optim.lrr', did you mean 'optim.lr'"),
         ({"steps": "many"}, "train.steps is 'many', expected an integer"),
         ({"model": {"vocab_size": 99}}, "model.vocab_size is 99, the tokenizer has 256 ids"),

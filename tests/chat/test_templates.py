@@ -170,7 +170,7 @@ def test_defaults_of_sampling_and_mistakes_in_them():
     for wrong in ({"top_k": "50"}, {"eos_token_id": "x"}, {"eos_token_id": [1, True]}):
         with pytest.raises(UserError, match=rf"^generation_config.json: {next(iter(wrong))} is "):
             known(wrong)
-    with pytest.raises(UserError, match="generation_config.json is not JSON"):
+    with pytest.raises(UserError, match=r"generation_config\.json is not JSON"):
         conventions.read({conventions.GENERATION: b"{"}, {}, eot=None)
 
 
@@ -187,5 +187,5 @@ def test_a_template_is_where_transformers_looks_for_it(tmp_path):
 
 
 def test_a_worker_imports_nothing_of_barellm():
-    source = builtins.open(templates.Path(templates.__file__).with_name("worker.py")).read()
+    source = templates.Path(templates.__file__).with_name("worker.py").read_text()
     assert "barellm." not in source.replace("imports nothing of barellm", "")

@@ -99,6 +99,16 @@ def test_a_key_by_two_names_is_refused():
         ("--lr_scheduler_type warmup_stable_decay", "optim.schedule", "wsd"),
         ("--matmul own", "train.gemm_backend", "barellm"),
         ("--seed 5", "train.seed", 5),
+        ("--num_train_epochs 1.5", "train.epochs", 1.5),
+        ("--epochs 3", "train.steps", 0),
+        ("--steps 1e4", "train.steps", 10_000),
+        ("--steps 10.0", "train.steps", 10),
+        ("--no-recompute", "train.recompute", False),
+        ("--no_gradient_checkpointing", "train.recompute", False),
+        ("--no-model.bias", "model.bias", False),
+        ("--data_path x", "data.source", "x"),
+        ("--model_max_length 32", "train.seq", 32),
+        ("--optimizer adamw", "optim.name", "adamw"),
     ],
 )
 def test_options_of_other_trainers_are_taken(words, key, value):
@@ -108,10 +118,14 @@ def test_options_of_other_trainers_are_taken(words, key, value):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("train --num_train_epochs 3", "unknown option --num_train_epochs: barellm has --steps N or --minutes M"),
+        ("train --fsdp full_shard", "unknown option --fsdp: barellm has --ranks N"),
+        ("train --fsdp_transformer_layer_cls_to_wrap x", "barellm has --ranks N"),
+        ("train --use_peft", "barellm has full fine-tuning only, with --init-from"),
+        ("train --evaluation_strategy no", "barellm has --eval-every N"),
+        ("train --packing", "barellm has nothing to say: examples are packed into sequences"),
         ("train --bf16", "unknown option --bf16: barellm has --dtype bf16"),
         ("train --fp16 true", "unknown option --fp16: barellm has --dtype fp16"),
-        ("train --warmup_ratio 0.1", "barellm has --optim.warmup N, which counts steps"),
+        ("train --warmup_ratio 0.1", "barellm has --warmup N, which counts steps"),
         ("train --resume_from_checkpoint x", "barellm has --resume with --out RUN"),
         ("sample --model_name_or_path x y", "barellm has the model as CHECKPOINT, without an option"),
         ("sample x --num_beams 4", "no beam search"),
@@ -161,17 +175,23 @@ def test_every_alias_leads_to_a_key_and_hides_none():
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("doctor",)])
 def test_no_command_shows_an_alias(name, capsys):
     with pytest.raises(SystemExit):
-        main([name, "--help"])
+        main([name, "--help-all"])
     shown = capsys.readouterr().out
     assert not [old for old in aliases.RENAMED if f"--{old} " in shown]
+
+
+@pytest.mark.parametrize("word", ["--foo", "--bar", "--fs", "--gpu", "--verbose", "--x", "--cfg"])
+def test_what_is_far_from_every_option_gets_no_suggestion(word, capsys):
+    assert main(["train", word]) == 2
+    assert capsys.readouterr().err == f"barellm: error: unknown option {word} (see barellm train --help)\n"
 
 
 def test_from_python_the_names_are_the_same(tmp_path):
     assert overrides.named({"max_iters": 3, "n_layer": 2, "train": {"accumulate": 2}}) == {
         "train.steps": 3, "model.layers": 2, "train.accumulate": 2
     }  # fmt: skip
-    with pytest.raises(UserError, match="unknown argument 'num_train_epochs', expected --steps N or --minutes M"):
-        overrides.named({"num_train_epochs": 3})
+    with pytest.raises(UserError, match="unknown argument 'warmup_ratio', expected --warmup N"):
+        overrides.named({"warmup_ratio": 3})
 
 
 def test_a_model_of_ones_own_may_have_the_old_field(tmp_path, monkeypatch):

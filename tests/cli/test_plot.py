@@ -175,7 +175,7 @@ def test_metrics_that_hold_no_curve(run, refused, text, message):
 
 
 def test_mistakes_are_one_line(run, refused, tmp_path):
-    assert "the following arguments are required: RUN" in refused("plot")
+    assert "RUN [RUN ...] is missing: usage: barellm plot" in refused("plot")
     assert "nowhere does not exist, expected a run folder" in refused("plot", run, tmp_path / "nowhere")
     shutil.copytree(run, tmp_path / "default-20260101-120000")
     assert f"did you mean {tmp_path / 'default-20260101-120000'}?" in refused("plot", tmp_path / "default")

@@ -41,7 +41,7 @@ def test_nearest_codes_are_those_that_weights_asks_for(trained, tmp_path, capsys
     """Without calibration a stored checkpoint gives what rounding while loading gives, to the bit."""
     out = tmp_path / "few"
     assert main(["quantize", str(trained), "--weights", weights, "--tokens", "0", "--out", str(out)]) == 0
-    assert f"matrices in {weights}, 0.0 MB (nearest codes)" in capsys.readouterr().out
+    assert f"matrices in {weights}\n  nearest codes\n  before        0.0 MB" in capsys.readouterr().out
     assert nats(capsys, out, *REFERENCE) == nats(capsys, trained, "--weights", weights, *REFERENCE)
     assert nats(capsys, out, "--weights", weights) == nats(capsys, trained, "--weights", weights)
     words = ["--prompt", "12 squared", "--max-new-tokens", "9", "--temperature", "0", "--json"]

@@ -11,6 +11,7 @@ import pytest
 
 from barellm.cli.main import main
 from barellm.cuda import backend
+from barellm.runtime.rates import Rate
 from tests.simulators.mock import Gpu
 
 TINY = (
@@ -24,7 +25,7 @@ TINY = (
 def gpu(monkeypatch):
     made = Gpu()
     made.install(monkeypatch)
-    monkeypatch.setattr(backend, "measured_peak", lambda dtype: 0.0)
+    monkeypatch.setattr(backend, "measured_peak", lambda dtype: Rate(0.0, 0.0))
     return made
 
 

@@ -160,7 +160,10 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"prompt": "a"}, "line 2 has: prompt; expected texts named prompt and answer, or messages"),
+        ({"prompt": "a"}, r"line 2 has: prompt; expected texts named prompt and answer \(or completion\), or messages"),
+        ({"instruction": "a", "input": "", "output": "b"}, "alpaca's output is the answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"there is no training on preferences \(DPO\)"),
+        ({"conversations": []}, "from and value are role and content"),
         ({"prompt": "a", "answer": ""}, "line 2 has an empty answer"),
         ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
         ([1], "line 2 has: list; expected"),

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from barellm.evaluation.text import gzip_bits_per_byte, is_python_line, python_share
+from barellm.evaluation.text import gzip_bits_per_byte, is_python_line, python_share, repetitive
 
 
 def test_gzip_is_the_command_gzip(tmp_path):
@@ -32,3 +32,17 @@ def test_blank_lines_do_not_count():
     assert python_share("x = 1\n\n   \nwhat?\ny\n") == (pytest.approx(2 / 3), 3)
     assert python_share("\n") == (0.0, 0)
     assert python_share("s = 'a\x0bb\u2028c'\r\n\x0cclass A:\n") == (1.0, 2)  # only line feeds end lines of Python
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("6" * 200, True),
+        ("6, 6, 6, " * 30, True),
+        ("\n" * 100, True),
+        ("6666", False),
+        ("def main():\n    return [name for name in names if name.startswith('_')]", False),
+    ],
+)
+def test_a_text_that_repeats_itself_is_known(text, found):
+    assert repetitive(text) is found

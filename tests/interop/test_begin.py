@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+import barellm
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.errors import UserError
 from barellm.interop import card
 from barellm.interop.sources import open_weights
 from barellm.training import metrics
@@ -230,3 +232,20 @@ def test_rows_of_padded_ids_are_zero_whatever_the_file_says():
     rows = weights.read_rows("wte", 245, 256)
     assert (rows[:5] == ARRAYS["wte"][245:250]).all() and not rows[5:].any()
     assert not weights.read_rows("wte", 252, 256).any()
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        (
+            "gpt2",
+            "gpt2 is a preset, whose weights barellm.train('gpt2') makes; those on the hub are a folder after: hf ",
+        ),
+        ("gpt2-774m", "hf download gpt2-large --local-dir DIR"),
+        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir DIR"),
+    ],
+)
+def test_the_name_of_a_model_on_the_hub_gets_the_way_to_it(name, hint):
+    with pytest.raises(UserError) as error:
+        barellm.load(name)
+    assert hint in str(error.value)

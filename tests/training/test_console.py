@@ -7,7 +7,7 @@ import os
 import pytest
 
 from barellm.training import console
-from barellm.training.console import Console, duration, short
+from barellm.training.console import Console, duration, fitted, short
 
 
 class Terminal(io.StringIO):
@@ -130,3 +130,19 @@ def test_a_live_line_is_cut_before_the_terminals_last_column(monkeypatch):
     out = Terminal()
     Console(stream=out).progress("x" * 40)
     assert out.getvalue().count("x") == 19
+
+
+def test_in_a_notebook_progress_is_one_line_without_terminal_codes():
+    Stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    stream = Stream()
+    console = Console(stream=stream)
+    console.progress("step 10")
+    console.progress("step 9")
+    console.line("done")
+    assert stream.getvalue() == "\r\rstep 10\r       \rstep 9\r      \rdone\n"
+
+
+def test_nothing_is_cut_or_broken_in_a_narrow_terminal():
+    assert fitted("dataset  a text with a long name", 24) == "dataset  a text with a\n         long name"
+    assert fitted("step 1 sample\n  | " + "x" * 30, 24) == "step 1 sample\n  | " + "x" * 20 + "\n  | " + "x" * 10
+    assert fitted("short", 24) == "short"

@@ -220,3 +220,37 @@ def test_the_wait_for_room_has_an_end_and_other_errors_are_not_waited_for(full_d
     monkeypatch.setattr(saving, "FULL_DISK_S", 0.05)
     disk = full_disk(step=12, times=float("inf"))
     assert main(command("second")) != 0 and disk.refused > 1
+
+
+def evaluations(fake, losses):
+    """Gives the evaluations of a run these losses, one after the other; 9 behind their end."""
+    real, given = fake.read, dict(enumerate(losses))
+    seen: list[int] = []
+
+    def read(name):
+        entry = fake.runs[-1][0]
+        if name != "loss" or entry != "eval":
+            return real(name)
+        step = sum(entry == "optimizer_step" for entry, _ in fake.runs)
+        if step not in seen:
+            seen.append(step)
+        return np.array([given.get(len(seen) - 1, 9.0)], np.float32)
+
+    fake.read = read
+
+
+def test_a_run_ends_where_validation_is_not_better_for_long_and_its_best_checkpoint_stays(
+    fake, command, tmp_path, capsys
+):
+    evaluations(fake, [5.0, 4.0, 3.0, 3.5, 3.5])
+    words = ("--train.eval_every", "2", "--train.early_stopping", "2", "--train.keep_best")
+    assert main(command("run", *words)) == 0
+    out = capsys.readouterr().out
+    assert "step     8  early stopping: 2 evaluations without a lower validation loss" in out
+    assert [path.name for path in checkpoint.steps(tmp_path / "run" / "best")] == ["step-000004"]
+    assert checkpoint.find(tmp_path / "run" / "best")[0].name == "step-000004"
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000008" and "done     8 steps" in out
+    # A longer run may go on from there.
+    more = ["--resume", "--steps", "20", "--train.early_stopping", "0"]
+    assert main(["train", "--out", str(tmp_path / "run"), *more]) == 0
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000020"

@@ -11,6 +11,7 @@ import pytest
 from barellm.cli.main import main
 from barellm.config.overrides import changed
 from barellm.models import preset
+from barellm.runtime.rates import Rate
 from barellm.training import loop, report
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, in_words
@@ -31,10 +32,10 @@ def said(chosen, *, done=0, total=2000, bound_s=0.0):
 def test_tokens_epochs_and_the_bound_of_what_is_left():
     assert said(config()) == ["budget   2,000 steps, 1.54M tokens, 1.54 epochs"]
     assert said(config(train__accumulate=2), bound_s=0.1) == [
-        "budget   2,000 steps, 3.07M tokens, 3.07 epochs; roofline 3 minutes"
+        "budget   2,000 steps, 3.07M tokens, 3.07 epochs; 3 minutes at the roofline"
     ]
     assert said(config(), done=1500, bound_s=0.1) == [
-        "budget   500 steps, 384k tokens, 0.384 epochs; roofline 50 seconds"
+        "budget   500 steps, 384k tokens, 0.384 epochs; 50 seconds at the roofline"
     ]
     assert said(config(), total=3, bound_s=0.1)[0] == "budget   3 steps, 2.3k tokens, 0.0023 epochs"
 
@@ -42,9 +43,13 @@ def test_tokens_epochs_and_the_bound_of_what_is_left():
 def test_a_limit_of_time_is_said_as_one():
     limited = config(train__minutes=2.5)
     assert limited.train.steps == 0
-    assert said(limited, total=None) == ["budget   as many steps as fit into 2.5 minutes"]
+    assert said(limited, total=None) == [
+        "budget   as many steps as fit into 2.5 minutes: other machines do more or fewer"
+    ]
     both = replace(limited, train=replace(limited.train, steps=3000))
-    assert said(both, total=None) == ["budget   as many steps as fit into 2.5 minutes, at most 3,000"]
+    assert said(both, total=None) == [
+        "budget   as many steps as fit into 2.5 minutes, at most 3,000: other machines do more or fewer"
+    ]
 
 
 @pytest.mark.parametrize("total, warned", [(99, True), (100, True), (101, False)])
@@ -198,8 +203,8 @@ def test_the_end_of_a_run():
     assert found[:5] == [
         "",
         "done     12 steps in 1:05, 1,234 tokens/s",
-        "loss     2.0000 nats per token, 1.500 bits per byte, on 4,096 bytes of validation text",
-        "         gzip -9 needs 2.250 bits per byte for the same text",
+        "loss     2.0000 nats per token (perplexity 7.389), 1.500 bits per byte",
+        "         on 4,096 bytes of validation text; gzip -9: 2.250 bits per byte",
         "saved    my runs/a/checkpoints/step-000012",
     ]
     assert found[6:] == [
@@ -210,10 +215,10 @@ def test_the_end_of_a_run():
 
 
 def test_the_end_of_a_run_without_a_vocabulary_on_python_and_in_sessions():
-    assert ending(val_bits_per_byte=None)[2] == "loss     2.0000 nats per token on validation tokens"
+    assert ending(val_bits_per_byte=None)[2] == "loss     2.0000 nats per token (perplexity 7.389) on validation tokens"
     python = {"tokenize_share": 0.5, "tokenize_lines": 8, "tokenize_share_of_validation": 0.75}
     lines = ending("stdlib", **python)
-    words = "50% of 8 sampled lines are Python, each by itself; of the library's own 75%"
+    words = "50% of 8 sampled lines parse, 75% of the library's own"
     assert lines[4] == f"python   {words}" and lines[7].endswith('--prompt "def main("')
     assert ending(seconds_all_sessions=66.2)[1].endswith("tokens/s")
     assert ending(seconds_all_sessions=130.0)[1].endswith("tokens/s; 2:10 with the sessions before")
@@ -223,18 +228,19 @@ def test_the_header_says_the_memory_in_mib_and_the_bound_of_a_step():
     found = {"device": "cpu", "isa": "avx2", "dtype": "fp32", "threads": 3}
     machine = SimpleNamespace(
         config=config(), meta=lambda: found, parameters=804_096, plan=SimpleNamespace(arena_bytes=3 << 19),
-        flops_per_step=4_000_000_000, peak=lambda: 2e11,
+        flops_per_step=4_000_000_000, peak=lambda: Rate(2e11, 0.01),
     )  # fmt: skip
     data = SimpleNamespace(
         name="a text", train=range(9000), val=range(1000), tokenizer=SimpleNamespace(name="chars"), byte_lengths=None
     )
     lines = report.header(machine, data, Path("runs/a"))
     assert "machine  cpu, avx2, fp32, 3 threads; 1.5 MiB of memory" in lines
-    batch = "batch    batch size 12 x gradient accumulation 1, sequences of 64 tokens; a step is 4.00 GFLOP"
-    assert f"{batch}; roofline 20.0 ms at 200 GFLOP/s (measured)" in lines
+    assert "batch    batch size 12 x gradient accumulation 1 x 64 = 768 tokens a step" in lines
+    assert "roofline 20.0 ms a step (estimate): 4.00 GFLOP at 200 GFLOP/s (measured)" in lines
+    assert max(map(len, lines)) <= 80
     assert "GPT-2's vocabulary is not on this machine" in lines[-1]
-    machine.peak = lambda: 0.0
-    assert (
-        "batch    batch size 12 x gradient accumulation 1, sequences of 64 tokens; a step is 4.00 GFLOP"
-        in report.header(machine, data, Path("runs/a"))
-    )
+    machine.peak = lambda: Rate(2e11, 0.4)
+    noisy = "         rough, and MFU too: measurements differ by 40% (doctor --measure)"
+    assert noisy in report.header(machine, data, Path("runs/a")) and noisy not in lines
+    machine.peak = lambda: Rate(0.0, 0.0)
+    assert "         4.00 GFLOP a step" in report.header(machine, data, Path("runs/a"))

@@ -1,1 +1,1 @@
-"""The needs of a step, known before it runs: memory, operations, bytes, and the time that no step can beat."""
+"""The needs of a step, known before it runs: memory, operations, bytes, and the roofline."""

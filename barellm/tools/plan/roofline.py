@@ -1,4 +1,5 @@
-"""The best rates of this machine, measured, and the time that an op cannot beat there."""
+"""The roofline of an op: the time that it takes by the measured rates of this machine. An estimate: an op whose tensors stay in
+caches may be faster than memory's bandwidth allows, and a rate that was measured beside other work is too low."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from barellm.program.builder import Program
 from barellm.program.dtypes import LARGEST
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
+from barellm.runtime import rates
 
 Mix = tuple[int, int, int]  # of eight vectors that an op moves: how many it reads, writes, updates in place
 HALVES = ("bf16", "fp16")  # dtypes that machines may multiply faster than fp32
@@ -18,7 +20,8 @@ NAMED: dict[str, Mix] = {"copy": (4, 4, 0), "update": (0, 0, 8), "read": (8, 0, 
 
 
 class Bench(Protocol):
-    """The measurements that a backend makes of its machine: FLOP/s of `dtype` matmuls, and bytes/s of a mix."""
+    """The measurements that a backend makes of its machine: FLOP/s of `dtype` matmuls, and bytes/s of a mix. Where it has a text
+    `machine`, its rates are kept by that (`runtime/rates.py`)."""
 
     def peak(self, dtype: str) -> float: ...
     def bandwidth(self, mix: Mix) -> float: ...
@@ -53,7 +56,7 @@ class Ceiling:
     def peak(self, dtype: str) -> float:
         """FLOP/s of matmuls of `dtype`."""
         if dtype not in self.flops:
-            self._measured(lambda bench: self.flops.update({dtype: bench.peak(dtype)}))
+            self._measured(lambda bench: self.flops.update({dtype: kept(bench, dtype)}))
         return self.flops[dtype]
 
     def traffic(self, op: Op) -> float:
@@ -64,23 +67,20 @@ class Ceiling:
         return op.bytes() / self.bandwidth[mix]
 
     def measure(self, mixes: Iterable[Mix]) -> None:
-        """Measure the bandwidth of `mixes` now. Of two measurements the better one stays, because a machine has slow minutes."""
-
-        def each(bench: Bench) -> None:
-            for mix in list(mixes):
-                self.bandwidth[mix] = max(self.bandwidth.get(mix, 0.0), bench.bandwidth(mix))
-
-        self._measured(each)
+        """The bandwidths of `mixes`, where they are not there yet."""
+        if missing := [mix for mix in dict.fromkeys(mixes) if mix not in self.bandwidth]:
+            self._measured(lambda bench: self.bandwidth.update({mix: kept(bench, mix) for mix in missing}))
 
     def again(self) -> None:
-        """Measure all rates that are there once more, and keep the better ones."""
+        """Measure all rates that are there once more, and take the better ones: for comparisons of these minutes."""
 
         def each(bench: Bench) -> None:
             for dtype, rate in self.flops.items():
                 self.flops[dtype] = max(rate, bench.peak(dtype))
+            for mix, rate in self.bandwidth.items():
+                self.bandwidth[mix] = max(rate, bench.bandwidth(mix))
 
         self._measured(each)
-        self.measure(self.bandwidth)
 
     def _measured(self, work: Callable[[Bench], None]) -> None:
         bench = self.opened()
@@ -90,7 +90,7 @@ class Ceiling:
             bench.close()
 
     def seconds(self, op: Op) -> float:
-        """The bound: max(operations / peak, bytes / bandwidth)."""
+        """The roofline: max(operations / peak, bytes / bandwidth)."""
         return max(self.operations(op), self.traffic(op))
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +101,24 @@ class Ceiling:
             "bandwidth": {names[m]: rate for m, rate in self.bandwidth.items() if m in names},
             "mixes": [{"read": m[0], "write": m[1], "update": m[2], "rate": r} for m, r in self.bandwidth.items()],
         }
+
+
+def kept(bench: Bench, what: str | Mix, *, renew: bool = False) -> float:
+    """The rate of a dtype or a mix, as it is kept for the machine."""
+
+    def measure() -> float:
+        return bench.peak(what) if isinstance(what, str) else bench.bandwidth(what)
+
+    machine = getattr(bench, "machine", "")
+    return rates.rate(machine, name_of(what), measure, renew=renew).value if machine else measure()
+
+
+def name_of(what: str | Mix) -> str:
+    """bf16, copy, or a mix as 5 read, 3 written, 0 updated."""
+    if isinstance(what, str):
+        return what
+    known = {mix: name for name, mix in NAMED.items()}
+    return known.get(what, f"{what[0]} read, {what[1]} written, {what[2]} updated")
 
 
 def mix_of(op: Op) -> Mix:
@@ -136,7 +154,7 @@ def dtype_of_products(op: Op) -> str:
 def step_bound(
     programs: Mapping[str, Program], dtype: str, ceiling: Ceiling, shares: Mapping[str, float] | None = None
 ) -> float:
-    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter.
+    """The roofline of a step in seconds: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter.
     `shares`: how often a program runs in a step, where it is not the program "optimizer_step" once."""
     ends = {name: share for name, share in (shares or {"optimizer_step": 1.0}).items() if name != "forward_backward"}
     update = sum(share * ceiling.seconds(op) for name, share in ends.items() for op in programs[name].ops if op.update)
@@ -145,11 +163,11 @@ def step_bound(
 
 @cache
 def measured_ceiling(*, device: str = "cpu", threads: int | None = None) -> Ceiling:
-    """Measured once a process: on a CPU the peaks take 0.1 s, bandwidth 1 s and 256 MiB for a moment. `threads`: not all."""
+    """Measured once a machine: on a CPU the peaks take 1 s, bandwidth 3 s and 256 MiB for a moment. `threads`: not all."""
     opened = partial(open_bench, device, threads)
     bench = opened()
     try:
-        flops = {dtype: bench.peak(dtype) for dtype in ("fp32", "bf16")}
-        return Ceiling(flops, {mix: bench.bandwidth(mix) for mix in NAMED.values()}, opened)
+        flops = {dtype: kept(bench, dtype) for dtype in ("fp32", "bf16")}
+        return Ceiling(flops, {mix: kept(bench, mix) for mix in NAMED.values()}, opened)
     finally:
         bench.close()

@@ -34,7 +34,6 @@ def measure(
         ceiling.measure(mixes(session, bench.shares))
         profile = _profile_gpu if device == "cuda" else _profile_cpu
         facts, calls_s, timeline_of = profile(bench, steps, ranks)
-        ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
         of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
         rows = by_kind(session, of_ops, ceiling, bench.shares)
         for row in rows:

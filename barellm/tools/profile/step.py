@@ -170,7 +170,7 @@ def step_result(
     seconds = [s.seconds for s in samples]
     median_s = median(seconds)
     flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
-    peak = compiled.peak()
+    peak = compiled.peak().value
     tokens = train.micro_batch_size * train.seq
     arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]

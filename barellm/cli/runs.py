@@ -1,0 +1,105 @@
+"""List and compare the runs of a folder: how far, how good, how fast, and which keys are not those of the preset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from barellm import models
+from barellm.config import overrides
+from barellm.errors import UserError
+
+CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "data.tokenizer", "train.steps")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder of runs (default: runs)")
+    parser.add_argument(
+        "--sort", choices=("date", "loss"), default="date", help="the last first, or the best (default: date)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each run")
+
+
+def run(args: argparse.Namespace) -> int:
+    root = Path(args.folder)
+    folders = [path.parent for path in sorted([*root.glob("config.json"), *root.glob("*/config.json")])]
+    if not folders:
+        raise UserError(f"{root}/ holds no runs, expected folders that barellm train has made")
+    found = [facts(folder) for folder in folders]
+    by_loss = args.sort == "loss"
+    found.sort(key=lambda f: (f["val_nats"] is None, f["val_nats"] or 0.0) if by_loss else -f["changed"])
+    for row in found if args.json else ():
+        print(json.dumps(row))
+    if not args.json:
+        print("\n".join(table(found)))
+    return 0
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What a run's files say of it. `changed`: when, in seconds since 1970."""
+    from barellm.checkpoint import checkpoint
+    from barellm.training import metrics
+
+    rows = metrics.read(folder / "metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "train"]
+    evaluated = [row for row in rows if row["kind"] == "eval"]
+    last, seen = steps[-1] if steps else {}, evaluated[-1] if evaluated else {}
+    saved = checkpoint.read_json(folder / "config.json")
+    return {
+        "folder": str(folder),
+        "preset": saved.get("preset"),
+        "step": last.get("step", 0),
+        "finished": any(row["kind"] == "result" for row in rows),
+        "train_loss": last.get("loss"),
+        "val_nats": seen.get("val_nats"),
+        "val_bits_per_byte": seen.get("val_bits_per_byte"),
+        "tokens_per_s": last.get("tokens_per_s"),
+        "seconds": last.get("seconds"),
+        "changed": max(path.stat().st_mtime for path in folder.iterdir()),
+        "keys": own_keys(saved, folder),
+    }
+
+
+def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
+    """The keys of a run that are not as in its preset, which another version or --model FILE may have had."""
+    try:
+        config = overrides.from_json(saved, folder / "config.json")
+        preset = overrides.flat(models.preset(config.preset))
+    except UserError:
+        return {}
+    keys = overrides.flat(config)
+    return {k: v for k, v in keys.items() if k not in CHOSEN_BY_DATA and v != preset.get(k, v)}
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    from barellm.training.console import duration, short
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else f"{value:{form}}"
+
+    best = min((f["val_nats"] for f in found if f["val_nats"] is not None), default=None)
+    lines = [f"{'step':>7} {'train loss':>10} {'val loss':>8}  {'bits/byte':>9} {'tok/s':>6} {'time':>8}  run"]
+    for f in found:
+        rate, time = f["tokens_per_s"], f["seconds"]
+        mark = "*" if f["val_nats"] is not None and f["val_nats"] == best else " "
+        numbers = [
+            f"{f['step']:>7,}",
+            f"{number(f['train_loss'], '.4f'):>10}",
+            f"{number(f['val_nats'], '.4f'):>8}{mark}",
+        ]
+        numbers += [f"{number(f['val_bits_per_byte'], '.4f'):>9}", f"{'-' if rate is None else short(rate):>6}"]
+        numbers += [f"{'-' if time is None else duration(time):>8}"]
+        lines.append(f"{' '.join(numbers)}  {Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
+        short_names = overrides.SHORT_NAMES
+        own = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
+        lines += wrapped(f"{f['preset']}: {', '.join(own)}" if own else str(f["preset"]))
+    return [*lines, "", "*: the best; barellm plot RUN ... draws their curves"]
+
+
+def wrapped(text: str) -> list[str]:
+    import textwrap
+
+    indent = " " * 9
+    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)

@@ -1,0 +1,118 @@
+"""Writes docs/options.md, all commands and all keys, and barellm/__init__.pyi, in which editors find the arguments of
+`barellm.train`. `python docs/options_page.py`; tests/cli/test_help.py compares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import barellm
+from barellm import models
+from barellm.cli import help
+from barellm.cli.main import COMMANDS, parser_of
+from barellm.config import DataConfig, OptimConfig, TrainConfig, overrides
+from barellm.config.fields import Section, entries
+
+FILE = Path(__file__).with_name("options.md")
+STUB_FILE = Path(barellm.__file__).with_name("__init__.pyi")
+STUB = """# Made by docs/options_page.py from the configuration.
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from barellm import kernels as kernels
+from barellm.api import Model as Model
+from barellm.api import load as load
+from barellm.config import Config
+from barellm.runs import Run as Run
+from barellm.runs import Step as Step
+
+__version__: str
+
+{classes}
+def train(
+    config: str | Config | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    callbacks: Iterable[Callable[[Step], object]] = (),
+    quiet: bool = False,
+    model: Mapping[str, object] = ...,
+    optim: OptimKeys = ...,
+    train: TrainKeys = ...,
+{names}) -> Run: ...
+"""
+HEAD = """# Commands and keys
+
+Made by `python docs/options_page.py` of what the commands declare: the pages that `barellm COMMAND --help-all` prints, and every
+configuration key with its default. `barellm presets NAME` prints the values of a preset.
+"""
+
+
+def commands() -> Iterator[str]:
+    """Each command's own options. Those that take configuration keys have them below, once."""
+    for name, text in COMMANDS.items():
+        parser = parser_of(name, [])
+        keys = set(overrides.every_key())
+        for action in parser._actions:
+            if action.dest in keys:
+                action.help = "==SUPPRESS=="
+        more = (
+            "\n\nand the [configuration keys](#configuration-keys)."
+            if any(a.dest in keys for a in parser._actions)
+            else ""
+        )
+        yield f"### barellm {name}\n\n{text[0].upper()}{text[1:]}.\n\n```text\n{help.page(parser, everything=True)}\n```{more}\n"
+
+
+def table(title: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
+    lines = [f"### {title}\n", "| key | type | default | |", "|---|---|---|---|"]
+    for key, kind, default, text in rows:
+        value = str(default).lower() if isinstance(default, bool) else "" if default == "" else f"`{default}`"
+        lines.append(f"| `{key}` | {kind} | {value} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(part: type[Section]) -> Iterator[tuple[str, str, object, str]]:
+    made = part()
+    for name, entry in entries(part).items():
+        key = f"{part.section}.{name}"
+        short = overrides.SHORT_NAMES.get(key)
+        also = f" (`--{short.replace('_', '-')}`)" if short else ""
+        yield key, entry.kind.__name__, getattr(made, name), entry.help + also
+
+
+def page() -> str:
+    parts = [HEAD, "## Commands\n", *commands(), "## Configuration keys\n"]
+    parts.append(
+        "Options `--KEY VALUE` of a command, keys of a TOML file for `--config`, arguments of [`barellm.train`](python.md).\n"
+    )
+    for part in (OptimConfig, DataConfig, TrainConfig):
+        parts.append(table(f"[{part.section}]", section(part)))
+    for name in models.names():
+        config = models.module(name).Config
+        parts.append(table(f"[model] of {name}", section(config)))
+    return "\n".join(parts)
+
+
+def stub() -> str:
+    """The types of what `import barellm` gives: a TypedDict for each section, and `train` with the short names of keys."""
+    kinds: dict[str, str] = {}
+    classes = []
+    for part in (OptimConfig, DataConfig, TrainConfig):
+        keys = {name: entry.kind.__name__ for name, entry in entries(part).items()}
+        fields = "".join(f"    {name}: {kind}\n" for name, kind in keys.items())
+        classes.append(f"class {part.section.title()}Keys(TypedDict, total=False):\n{fields}")
+        kinds |= {f"{part.section}.{name}": kind for name, kind in keys.items()}
+    short = {short: kinds.get(key, "int") for key, short in overrides.SHORT_NAMES.items()}
+    short |= {"data": "str | Path | DataKeys", "init_from": "str | Path", "tokenizer": "str | Path"}
+    names = "".join(f"    {name}: {kind} = ...,\n" for name, kind in short.items())
+    return STUB.format(classes="\n".join(classes), names=names)
+
+
+if __name__ == "__main__":
+    STUB_FILE.write_text(stub())
+    os.environ.pop("COLUMNS", None)
+    FILE.write_text(page())
