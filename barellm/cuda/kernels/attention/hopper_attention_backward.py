@@ -253,9 +253,8 @@ def launch_backward(
     `scale_log2`: softmax scale times log2(e)."""
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
-    assert (tile.queries, tile.keys) == (
-        (STREAM_ROWS.value, BLOCK.value) if keys else (BLOCK.value, STREAM_ROWS.value)
-    ), tile
+    sizes = (STREAM_ROWS.value, BLOCK.value)  # of queries and keys where keys are stationary
+    assert (tile.queries, tile.keys) == (sizes if keys else sizes[::-1]), tile
     queries, kv = (op.q, op.dout), (op.k, op.v)
     stationary, streamed = (kv, queries) if keys else (queries, kv)
     maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}

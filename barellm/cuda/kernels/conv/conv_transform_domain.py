@@ -41,29 +41,29 @@ def batched_gemm(
     """One (BM, BN) tile of one batch of the batched GEMM. Grid: tiles, batches, split-K slices.
 
     fprop, dgrad (CHUNK None): out (batches, ROWS, COLUMNS) = a (batches, ROWS, DEPTH) b (batches, DEPTH, COLUMNS). COLUMNS are
-    tiles, a multiple of BN, of which the grid covers the first `count`. wgrad: out (slices, batches, ROWS, COLUMNS) = a (batches,
-    ROWS, DEPTH) b^T (batches, COLUMNS, DEPTH). DEPTH is tiles, CHUNK of them for each slice, of which the first `count` are summed.
-    Passes but the first (`first` > 0) add to out."""
+        tiles, a multiple of BN, of which the grid covers the first `count`.
+    wgrad: out (slices, batches, ROWS, COLUMNS) = a (batches, ROWS, DEPTH) b^T (batches, COLUMNS, DEPTH). DEPTH is tiles, CHUNK of
+        them for each slice, of which the first `count` are summed. Passes but the first (`first` > 0) add to out."""
     m = tl.program_id(0) % tl.cdiv(ROWS, BM) * BM + tl.arange(0, BM)
     n = tl.program_id(0) // tl.cdiv(ROWS, BM) * BN + tl.arange(0, BN)
-    batch, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, slice = tl.program_id(1).to(tl.int64), tl.program_id(2)
     a += batch * (ROWS * DEPTH)
     b += batch * (COLUMNS * DEPTH)
     begin, end = 0, DEPTH
     if CHUNK is not None:
-        begin, end = part * CHUNK, min((part + 1) * CHUNK, count)
+        begin, end = slice * CHUNK, min((slice + 1) * CHUNK, count)
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(begin, end, BK):
         k = k0 + tl.arange(0, BK)
-        in_depth = k < DEPTH
-        a_block = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & in_depth[None, :], other=0.0)
+        k_in = k < DEPTH
+        a_block = tl.load(a + m[:, None] * DEPTH + k[None, :], mask=(m < ROWS)[:, None] & k_in[None, :], other=0.0)
         if CHUNK is None:
-            b_block = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=in_depth[:, None], other=0.0)
+            b_block = tl.load(b + k[:, None] * COLUMNS + n[None, :], mask=k_in[:, None], other=0.0)
         else:
-            mask = (n < COLUMNS)[None, :] & in_depth[:, None]
+            mask = (n < COLUMNS)[None, :] & k_in[:, None]
             b_block = tl.load(b + n[None, :] * DEPTH + k[:, None], mask=mask, other=0.0)
         acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
-    offset = (part.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
+    offset = (slice.to(tl.int64) * tl.num_programs(1) + batch) * (ROWS * COLUMNS) + m[:, None] * COLUMNS + n[None, :]
     mask = (m < ROWS)[:, None] & (n < COLUMNS)[None, :]
     if CHUNK is not None:
         acc += tl.load(out + offset, mask=mask & (first > 0), other=0.0)

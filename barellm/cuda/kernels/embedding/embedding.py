@@ -53,7 +53,8 @@ def embedding_dwpe(
     dweight, dy, scalars, rows, batch, seq,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`: those of dweight."""
+    """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`:
+    those of dweight; a block (BR, BC) of it for each program."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     live = mask & (row < seq)[:, None]
     i = row[:, None] * C + column[None, :]

@@ -81,12 +81,15 @@ def nf4_assembly(form: str, kind: str) -> str:
     numbers = b"".join(struct.pack("<f", v)[2:] if kind == "bf16" else struct.pack(form, v) for v in NORMAL_QUANTILES)
     low, high = (struct.unpack("<4I", numbers[first::2]) for first in (0, 1))
     lines = []
-    for column in range(2):
+    for column in range(2):  # the lower half of the word, then the upper one
+        # s: three bits of each code, selectors of table bytes; t: for byte i of the result byte i of p, or of q if the fourth bit
+        # is 1
         lines += ["shr.u32 w, $4, 16;" if column else "mov.b32 w, $4;", "and.b32 s, w, 0x7777;", "shr.u32 t, w, 1;"]
         lines += ["lop3.b32 t, t, 0x4444, 0x3210, 0xea;"]
         for name, words in (("low", low), ("high", high)):
             lines += [f"prmt.b32 p, {words[0]}, {words[1]}, s;", f"prmt.b32 q, {words[2]}, {words[3]}, s;"]
             lines += [f"prmt.b32 {name}, p, q, t;"]
+        # bytes to numbers: codes 0 and 2 (elements k and k + 1), and codes 1 and 3 (k + 4 and k + 5)
         lines += [f"prmt.b32 a{column}, low, high, 0x6240;", f"prmt.b32 a{2 + column}, low, high, 0x7351;"]
     product = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     lines += [f"{product} {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{$8, $9}}, {{$12, $13, $14, $15}};"]

@@ -136,9 +136,9 @@ def softcap_row_losses(
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
     value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
-    following = tl.where(t0 >= 0, value - z0, 0.0)
-    tl.store(nexts + row, following)
-    loss = w0 * following
+    next_loss = tl.where(t0 >= 0, value - z0, 0.0)
+    tl.store(nexts + row, next_loss)
+    loss = w0 * next_loss
     if PREDICT > 1:
         loss += tl.where(t1 >= 0, w1 * (value - z1), 0.0)
     if PREDICT > 2:

@@ -203,15 +203,11 @@ def launch_rows(
     BR = max(1, 128 * thread // BC)
     warps = min(MOST_WARPS, max(4, BC // (32 * thread)))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}
+    registers = MOST_REGISTERS if warps == MOST_WARPS else 0  # of 32 warps: else ptxas takes 32 of them and spills
     c.launch(
-        short,
-        {**operands, "rows": rows},
-        shape,
-        grid=lambda s: (ceil_div(rows(s), BR),),
-        writes=writes,
-        warps=warps,
-        registers=MOST_REGISTERS if warps == MOST_WARPS else 0,  # else ptxas takes 32 of them and spills
-    )
+        short, {**operands, "rows": rows}, shape, grid=lambda s: (ceil_div(rows(s), BR),), writes=writes,
+        warps=warps, registers=registers,
+    )  # fmt: skip
 
 
 def forward_times(op: Any) -> int:

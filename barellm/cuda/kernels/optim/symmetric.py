@@ -11,9 +11,12 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.optim.multi_tensor import matrix_constants, matrix_pointer, number, of_matrices, repeated
-from barellm.cuda.lang import device, tl
+from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
+
+OUT, X, LINEAR, SQUARE = (constant(field) for field in range(4))  # fields of symmetric_product's table
+APPLY_Y, APPLY_A, APPLY_B, APPLY_X, APPLY_SCALE = (constant(field) for field in range(5))  # and of gram_apply's
 
 
 @device
@@ -26,8 +29,8 @@ def symmetric_product(
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:
-        out = matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16)
-        x = matrix_pointer(table, entry, 1, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
+        out = matrix_pointer(table, entry, OUT, ENTRIES, N, HALF, FP16)
+        x = matrix_pointer(table, entry, X, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
         m_in, n_in = m < N, n < N
         if COLUMNS:
@@ -46,7 +49,7 @@ def symmetric_product(
         lower = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = m_in[:, None] & n_in[None, :]
         if POLYNOMIAL:
-            linear, square = number(table, entry, 2, ENTRIES), number(table, entry, 3, ENTRIES)
+            linear, square = number(table, entry, LINEAR, ENTRIES), number(table, entry, SQUARE, ENTRIES)
             before = tl.load(x + lower, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
         transposed = n.to(tl.int64)[:, None] * N + m[None, :]
@@ -68,12 +71,10 @@ def gram_apply(
     shapes want."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
-    y, a, b, x = (
-        matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16),
-        matrix_pointer(table, entry, 1, ENTRIES, K, HALF, FP16),
-        matrix_pointer(table, entry, 2, ENTRIES, N, HALF, FP16),
-        matrix_pointer(table, entry, 3, ENTRIES, N, HALF, FP16),
-    )
+    y = matrix_pointer(table, entry, APPLY_Y, ENTRIES, N, HALF, FP16)
+    a = matrix_pointer(table, entry, APPLY_A, ENTRIES, K, HALF, FP16)
+    b = matrix_pointer(table, entry, APPLY_B, ENTRIES, N, HALF, FP16)
+    x = matrix_pointer(table, entry, APPLY_X, ENTRIES, N, HALF, FP16)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M, n < N
     a_ptrs = a + m.to(tl.int64)[:, None] * K + k[None, :]
@@ -88,7 +89,7 @@ def gram_apply(
         b_ptrs += BK * N
     offset = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = m_in[:, None] & n_in[None, :]
-    scale = number(table, entry, 4, ENTRIES).to(tl.float32)
+    scale = number(table, entry, APPLY_SCALE, ENTRIES).to(tl.float32)
     tl.store(y + offset, acc + scale * tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 

@@ -177,9 +177,9 @@ def gated(
     shifted_in = mask
     if SHIFT > 0:
         shifted_in = mask & (row % seq >= SHIFT)[:, None]
-    value = gate[:, None] * tl.load(
-        x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :], mask=shifted_in, other=0.0
-    ).to(tl.float32)
+    gate = gate[:, None]
+    x_ptrs = x + (row - SHIFT)[:, None] * X_STRIDE + column[None, :]
+    value = gate * tl.load(x_ptrs, mask=shifted_in, other=0.0).to(tl.float32)
     if base is not None:
         value += tl.load(base + row[:, None] * BASE_STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
     store_or_add(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)

@@ -22,8 +22,8 @@ def transposed_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexp
     """This program's tile: offsets in x and their mask, offsets in y and their mask, (TILE, TILE) each; those of y are
     transposed."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    row = (tl.program_id(0) // ACROSS).y_offset(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % ACROSS).y_offset(tl.int64) * TILE + tl.arange(0, TILE)
+    row = (tl.program_id(0) // ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
     x_offset = row[:, None] * COLUMNS + column[None, :]
     y_offset = column[:, None] * ROWS + row[None, :]
     return (
@@ -43,9 +43,8 @@ def transpose_copy(y, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.con
 def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """y += x^T in fp32, whatever the storage of weights (storage.py): y_lo and x_lo are second planes, or None."""
     x_offset, x_mask, y_offset, y_mask = transposed_tile(ROWS, COLUMNS, TILE)
-    total = load_weight(y, y_lo, y_offset, y_mask).y_offset(tl.float32) + tl.trans(
-        load_weight(x, x_lo, x_offset, x_mask).y_offset(tl.float32)
-    )
+    total = load_weight(y, y_lo, y_offset, y_mask).to(tl.float32)
+    total += tl.trans(load_weight(x, x_lo, x_offset, x_mask).to(tl.float32))
     store_weight(y, y_lo, y_offset, y_mask, total)
 
 
