@@ -15,7 +15,7 @@ from pathlib import Path
 
 from barellm.errors import UserError
 from barellm.runtime.artefacts import cache_folder
-from barellm.runtime.tuning import Database
+from barellm.runtime.tuner.database import Database
 
 REPEATS = 3
 NOISY = 0.1  # relative difference of the best measurement and the worst above which a rate may be too low
