@@ -144,7 +144,7 @@ def append_quantized_gemm(
     most = tokens_of(like, rows or (0, 1 << 40))
     if rows is None and most <= FEW:
         return
-    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, most, c.threads)
+    config = select_config(c, gemm_kind(True, epilogues), dtype, cols, depth, most)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
