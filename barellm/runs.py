@@ -27,7 +27,7 @@ from barellm.errors import UserError, shown
 from barellm.interop.sources import open_weights
 from barellm.training import curve, metrics, run
 from barellm.training.console import Console
-from barellm.training.run import resume_from
+from barellm.training.resume import resume_from
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

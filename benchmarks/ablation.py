@@ -32,7 +32,7 @@ from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.models.stages import Stage, table
 from barellm.models.training_schedule import model_schedule
-from barellm.training.run import with_vocabulary
+from barellm.training.inputs import with_vocabulary
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "speedrun.md", ROOT / "docs" / "img" / "ablation.svg"

@@ -18,7 +18,7 @@ import ablation
 from barellm.config.overrides import changed
 from barellm.cpu.backend import default_dtype, describe
 from barellm.data.sources import prepare
-from barellm.training.run import with_vocabulary
+from barellm.training.inputs import with_vocabulary
 
 FILE = Path(__file__).parent / "results" / "adam-weights-speedrun-small.json"
 

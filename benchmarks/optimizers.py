@@ -26,7 +26,7 @@ from barellm.evaluation.validation import Evaluator
 from barellm.models import hidden, preset
 from barellm.models.training_schedule import momentum
 from barellm.optim.recipes import optimize
-from barellm.training.run import with_vocabulary
+from barellm.training.inputs import with_vocabulary
 from barellm.training.schedule import rates
 
 STRAIGHT = {"schedule": "linear", "min_lr": 0.0}

@@ -26,7 +26,7 @@ from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
-from barellm.training.run import with_vocabulary
+from barellm.training.inputs import with_vocabulary
 from barellm.training.training_schedule import training_schedule
 
 ROOT = Path(__file__).parents[1]

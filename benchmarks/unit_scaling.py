@@ -25,7 +25,7 @@ from barellm.evaluation.validation import Evaluator
 from barellm.models import preset
 from barellm.training import exponent_stats
 from barellm.training.exponent_stats_chart import numbers
-from barellm.training.run import with_vocabulary
+from barellm.training.inputs import with_vocabulary
 from barellm.training.training_schedule import training_schedule
 
 # Weights of the second are 1 / 0.02 times as large. Both lists reach beyond the best rate.

@@ -43,7 +43,7 @@ from barellm.interop import card, huggingface, llmc, llmc_state, llmc_tokenizer,
 from barellm.models import llama3
 from barellm.program.quantization import scheme
 from barellm.runtime.tuner.database import Database
-from barellm.training import curve, metrics, run, trackers
+from barellm.training import curve, metrics, resume, trackers
 from tests.data.llama import llama_json
 from tests.interop.models import (
     TINY,
@@ -199,7 +199,7 @@ def whole(found: Iterable[object]) -> None:
 
 @reader("config.json", written("config.json", overrides.to_json(models.preset("default"))), *JSON)
 def _(path: Path, draw: random.Random) -> None:
-    (draw.choice((lambda: overrides.of_file(overrides.read_file(path)), lambda: run.resume_from(
+    (draw.choice((lambda: overrides.of_file(overrides.read_file(path)), lambda: resume.resume_from(
         path.parent, preset=None, requested=lambda config: {}, console=Silent()))))()  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def _(path: Path, draw: random.Random) -> None:
     if draw.random() < 0.5:
         with pytest.MonkeyPatch.context() as patch:  # of a folder that somebody made the checksums agree
             patch.setattr(checkpoint, "problem", lambda path, optimizer=True: None)
-            run.resume_from(step.parents[1], preset=None, requested=lambda config: {}, console=Silent())  # pyright: ignore
+            resume.resume_from(step.parents[1], preset=None, requested=lambda config: {}, console=Silent())  # pyright: ignore
         return
     quantized.stored_scheme(step, found)
     card.text(of_checkpoint(step), dtype="fp32", licence=None)

@@ -73,7 +73,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from barellm.checkpoint import folder
     from barellm.config import overrides
     from barellm.errors import UserError
-    from barellm.training import find_lr, run
+    from barellm.training import find_lr, resume, run
 
     check_device(args.device)
     requested = CommandLine.of(args)
@@ -88,12 +88,12 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
             "--find-lr is a test from the start: it cannot --resume (--init-from begins with a run's weights)"
         )
     if args.resume:
-        out = Path(args.out) if args.out is not None else run.newest_run(root, wanted)
+        out = Path(args.out) if args.out is not None else resume.newest_run(root, wanted)
         if out is None:
             raise UserError(
                 f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)"
             )
-        config, changes, start = run.resume_from(out, preset=name, requested=requested.changes, console=console)
+        config, changes, start = resume.resume_from(out, preset=name, requested=requested.changes, console=console)
         if start is None:
             config, weights = with_weights(config, overrides.flat(config))
     else:

@@ -53,12 +53,13 @@ class Call:
 @dataclass
 class Lowering:
     """Lowers one op to calls. `threads` may size scratch, never the result. `skinny_gemm`: runs may have few rows, for which
-    GEMMs get a second kernel."""
+    GEMMs get a second kernel. `config`: what GEMMs take instead of a tuned or default one (`given_config`)."""
 
     op: Op
     isa: ISA
     threads: int
     skinny_gemm: bool = False
+    config: Any = None
     calls: list[Call] = field(default_factory=list)
     scratch_tensors: list[Tensor] = field(default_factory=list)
     thread_scratch_bytes: int = 0

@@ -40,13 +40,15 @@ RECOMPUTE_SQUARES = "squares"  # the program that sums the squares of gradients 
 class Lowered(LoweredProgram[Lowering]):
     """A program's ops after fusion, each with its calls and scratch."""
 
-    def __init__(self, program: Program, isa: ISA, threads: int, *, skinny_gemm: bool | None = None) -> None:
-        """`skinny_gemm`: products may have few rows; None: they may where text is written a token at a time."""
+    def __init__(
+        self, program: Program, isa: ISA, threads: int, *, skinny_gemm: bool | None = None, config: Any = None
+    ) -> None:
+        """`skinny_gemm`: GEMMs may have few rows; None: they may where text is written a token at a time."""
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
         few = decodes(program) if skinny_gemm is None else skinny_gemm
         super().__init__(
-            program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few)
+            program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few, config)
         )
 
     @property
@@ -109,16 +111,22 @@ class LoweredPrograms:
 
 
 def lower_and_plan(
-    programs: Mapping[str, Program], *, threads: int | None = None, isa: ISA | None = None, written: bool = False
+    programs: Mapping[str, Program],
+    *,
+    threads: int | None = None,
+    isa: ISA | None = None,
+    written: bool = False,
+    config: Any = None,
 ) -> LoweredPrograms:
     """The memory that a session of `programs` allocates, to the byte, and the calls that it runs. With `written` gradients may be
-    written from outside: a program more, RECOMPUTE_SQUARES, sums the squares of those in memory, if programs keep such sums."""
+    written from outside: a program more, RECOMPUTE_SQUARES, sums the squares of those in memory, if programs keep such sums.
+    `config`: that of GEMMs, instead of the tuned or default ones."""
     isa, threads = isa or host(), threads or thread_count()
     store, compute = (given := next(iter(programs.values()))).store, given.compute
     programs, kept = fuse_grad_norm(programs, takes=partial(_sums_squares, isa))
     if written and kept:
         programs = {**programs, RECOMPUTE_SQUARES: recompute_square_sums(store, kept, compute)}
-    lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
+    lowered = {name: Lowered(p, isa, threads, config=config) for name, p in programs.items()}
     # Each thread's own scratch is on the map like everything else.
     thread_scratch_bytes = -(-max(max(low.thread_scratch_bytes for low in lowered.values()), 64) // 4096) * 4096
     thread_scratch = store.get("threads.scratch", (threads, thread_scratch_bytes // 2), "bf16", "cache")
@@ -144,9 +152,11 @@ def _reads(p: Program, tensors: Collection[Tensor]) -> bool:
 class CpuSession(ArenaSession):
     """Programs over one arena, compiled and ready. A `runtime.session.Session`."""
 
-    def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
+    def __init__(
+        self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None, config: Any = None
+    ) -> None:
         lap = laps()
-        built = lower_and_plan(programs, threads=threads, isa=isa, written=True)
+        built = lower_and_plan(programs, threads=threads, isa=isa, written=True, config=config)
         check_fits(built.plan, what=sizes_of(programs))
         super().__init__(built.programs, built.plan)
         self._squared, self._written = {t.name: sums for t, sums in built.kept.items()}, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from barellm.cpu import jit, processor, sources
 from barellm.cpu.gemm_config import (
@@ -21,6 +21,10 @@ from barellm.cpu.gemm_config import (
 )
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuner.database import Database, Entry, requested
+from barellm.runtime.tuner.problem import given_config
+
+if TYPE_CHECKING:
+    from barellm.cpu.kernel import Lowering
 
 TUNED = (
     "barellm.cpu.kernels.gemm.gemm",
@@ -112,17 +116,20 @@ def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -
     return found[0]
 
 
-def select_skinny_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
-    """The tuned or the default config of a skinny GEMM, for any number of rows."""
+def select_skinny_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
+    """The given, the tuned or the default config of a skinny GEMM, for any number of rows."""
     from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
-    return _tuned(isa, threads, (kind, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
+    given = given_config(c.config, kind, SkinnyGemmConfig)
+    gemm = kind, dtype, cols, depth, FEW
+    return given or _tuned(c.isa, c.threads, gemm) or skinny_configs(c.isa, dtype, cols, depth)[0]
 
 
-def select_config(isa: ISA, kind: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> GemmConfig:
-    """The tuned or the default config of a GEMM with a result (rows, cols) and a contraction over `depth`. The number of tokens
-    (rows, or the depth of a weight gradient), which a run may lessen, is the planned one."""
-    return _tuned(isa, threads, (kind, dtype, cols, depth, rows)) or default(isa, kind, dtype, cols, depth, rows)
+def select_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int, rows: int) -> GemmConfig:
+    """The given, the tuned or the default config of a GEMM with a result (rows, cols) and a contraction over `depth`. The number of
+    tokens (rows, or the depth of a weight gradient), which a run may lessen, is the planned one."""
+    gemm = kind, dtype, cols, depth, rows
+    return given_config(c.config, kind, GemmConfig) or _tuned(c.isa, c.threads, gemm) or default(c.isa, *gemm)
 
 
 def _tuned(isa: ISA, threads: int, gemm: tuple[str, str, int, int, int]) -> Any:

@@ -40,6 +40,7 @@ class Target:
     matmul: str = "barellm"  # the GEMM backend where both can: "barellm", or "cublaslt"
     name: str = ""
     tf32: bool = False  # GEMMs of fp32 operands by tensor cores, which see 10 bits of their fractions
+    config: Any = field(default=None, hash=False)  # of kernels, instead of a tuned or default one (`given_config`)
 
     @classmethod
     def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False) -> Target:

@@ -20,7 +20,7 @@ from barellm.cuda.kernel import Target
 from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.runtime import artefacts
 from barellm.runtime.tuner.database import Database, Entry, requested
-from barellm.runtime.tuner.problem import Gemm
+from barellm.runtime.tuner.problem import Gemm, given_config
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
@@ -149,7 +149,6 @@ class AttentionProblem:
 
 Problem = GemmProblem | AttentionProblem
 
-_forced: dict[Problem, Config] = {}
 _counters: list[Counter[Problem]] = []
 
 
@@ -205,18 +204,16 @@ def to_entry(config: Config) -> dict[str, Any]:
 
 
 def select_config(target: Target, problem: Problem) -> Any:
-    """The configuration of a kernel: `forced`, else tuned (if the user asks for tuned ones), else the default. The problem's tokens
-    are the planned maximum. An entry that does not fit is ignored with a warning."""
+    """The configuration of a kernel: given by the target, else tuned (if the user asks for tuned ones), else the default. The
+    problem's tokens are the planned maximum. An entry that does not fit is ignored with a warning."""
     for found in _counters:
         found[problem] += 1
-    if problem in _forced:
-        return _forced[problem]
-    tuned = None
-    if requested():
+    config = given_config(target.config, problem.operation, problem.config_type)
+    if config is None and requested():
         at, found = key(target, problem), database()
         entry = found.entries.get(at) or shipped().get(at)
-        tuned = found.decoded(at, entry, lambda entry: from_entry(entry, problem, target.arch))
-    return tuned or problem.default(target.arch)
+        config = found.decoded(at, entry, lambda entry: from_entry(entry, problem, target.arch))
+    return config or problem.default(target.arch)
 
 
 def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
@@ -227,16 +224,6 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
     changed = {at: entry for at, entry in changed.items() if entries.get(at) != entry}
     path.write_text(json.dumps({"entries": dict(sorted((entries | changed).items()))}, indent=1) + "\n")
     return len(changed)
-
-
-@contextmanager
-def forced(problem: Problem, config: Config) -> Iterator[None]:
-    """Within the context, this problem has this configuration wherever it is lowered."""
-    _forced[problem] = config
-    try:
-        yield
-    finally:
-        del _forced[problem]
 
 
 @contextmanager

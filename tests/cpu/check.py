@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from barellm.cpu import isa as isa_module
 from barellm.cpu import jit, step
+from barellm.cpu.gemm_config import GemmConfig, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program
@@ -88,12 +90,24 @@ def check_op(
     plan: tuple[int, int] | None = None,
     views: dict[str, tuple[Any, ...]] | None = None,
     threads: tuple[int, ...] = THREADS,
+    config: Any = None,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
     """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads,
     and the op may not write behind the private scratch that it asked for."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan, views or {})
-    return check_case(case, {f"{n} threads": partial(Session, threads=n, isa=isa) for n in threads})
+    return check_case(case, {f"{n} threads": partial(Session, threads=n, isa=isa, config=config) for n in threads})
+
+
+def configs_of(isa: ISA, shape: tuple[int, int, int, int], dtype: str, **fields: Any) -> dict[str, GemmConfig]:
+    """The default configs of a linear layer's three GEMMs with these fields; the layer is (batch, seq, N, K)."""
+    batch, seq, N, K = shape
+    sizes = {
+        "forward": (N, K, batch * seq),
+        "input_gradient": (K, N, batch * seq),
+        "weight_gradient": (K, batch * seq, N),
+    }
+    return {kind: replace(default(isa, kind, dtype, *size), **fields) for kind, size in sizes.items()}
 
 
 class Session(CpuSession):
@@ -128,14 +142,20 @@ class Session(CpuSession):
 
 
 def run_fused(
-    program: Callable[[], Program], isa: ISA, arrays: Mapping[str, np.ndarray], scalars: dict[str, int], *, name: str
+    program: Callable[[], Program],
+    isa: ISA,
+    arrays: Mapping[str, np.ndarray],
+    scalars: dict[str, int],
+    *,
+    name: str,
+    config: Any = None,
 ) -> tuple[Op, dict[str, np.ndarray]]:
     """The fused op `name` that the ops of `program` become on this backend, and its outputs. `arrays` are given to the tensors of
     these names before the run; those that the op does not write must hold them afterwards, and no byte beside its tensors may
     change. Bits must not depend on threads."""
     runs: list[dict[str, np.ndarray]] = []
     for threads in THREADS:
-        session = Session({"op": program()}, isa=isa, threads=threads)
+        session = Session({"op": program()}, isa=isa, threads=threads, config=config)
         (op,) = session.lowered["op"].ops
         assert op.name == name
         session.arena[:] = 0xFF  # NaN in every dtype

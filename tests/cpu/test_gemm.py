@@ -14,7 +14,7 @@ from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.gemm_config import GemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels.gemm import gemm, linear
+from barellm.cpu.kernels.gemm import gemm
 from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
@@ -34,7 +34,7 @@ from tests.cases import (
     operands,
     viewed_case,
 )
-from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
+from tests.cpu.check import EPS, ISAS, changed, check_op, configs_of, isa_named
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
 
@@ -102,17 +102,14 @@ def in_parts(monkeypatch) -> None:
 def test_depth_in_parts(isa, dtype, panels, monkeypatch):
     """Sums of one panel or of several are kept between the parts; the last part is shorter."""
     in_parts(monkeypatch)
-    select_config = linear.select_config
-
-    def wider(*shape):
-        config = select_config(*shape)
-        return replace(config, nc=panels * config.tile.nr(isa))
-
-    monkeypatch.setattr(linear, "select_config", wider)
-    x, dy, weight = operands((1, 29, 213, 139), dtype)
+    shape = (1, 29, 213, 139)
+    usual = configs_of(isa, shape, dtype)
+    config = {kind: replace(c, nc=panels * c.tile.nr(isa)) for kind, c in usual.items()}
+    x, dy, weight = operands(shape, dtype)
     values = as_operand(weight, dtype)
-    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, values.T)})
-    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds={"dx": chain_bound(dy.values, values)})
+    bounds = {"y": chain_bound(x.values, values.T), "dx": chain_bound(dy.values, values)}
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, config=config)
+    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds=bounds, config=config)
 
 
 # A start is both at run time, in every shape; the code of the others has one of the two, at the same edges.
@@ -283,8 +280,7 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
     given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
     for config in every_choice(isa):
-        monkeypatch.setattr(linear, "select_config", lambda *shape, config=config: config)
-        got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
+        got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,), config=config)[output]
         assert first is None or np.array_equal(got, first), config
         first = got
 
@@ -293,29 +289,23 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
 @each_dtype
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 @pytest.mark.extended
-def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, monkeypatch):
+def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type):
     """Parts of 32 and of 64, of which the last is shorter and odd, and the whole depth; of weight gradients there is one."""
-    x, dy, weight = operands((1, 61, 107, 131), dtype)
+    shape = (1, 61, 107, 131)
+    x, dy, weight = operands(shape, dtype)
     values = as_operand(weight, dtype)
     given, output, depth, bound = {
         ops.Matmul: ({"x": x, "weight": weight}, "y", 131, lambda: chain_bound(x.values, values.T)),
         ops.MatmulDx: ({"dy": dy, "weight": weight}, "dx", 107, lambda: chain_bound(dy.values, values)),
         ops.MatmulDw: ({"dy": dy, "x": x}, "dweight", None, lambda: 1e-2),
     }[op_type]
-    real, first, used = linear.select_config, None, set()
+    usual, first = configs_of(isa, shape, dtype), None
     for kc in (None,) if depth is None else (32, 64, depth):
         for overlap in gemm_config.OVERLAPS:
-
-            def select_config(*shape, kc=kc, overlap=overlap):
-                usual = real(*shape)
-                used.add((kc, overlap))
-                return replace(usual, kc=kc, overlap=overlap, nc=2 * usual.tile.nr(isa))
-
-            monkeypatch.setattr(linear, "select_config", select_config)
-            got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]
+            config = {k: replace(c, kc=kc, overlap=overlap, nc=2 * c.tile.nr(isa)) for k, c in usual.items()}
+            got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2), config=config)[output]
             assert first is None or np.array_equal(got, first), (kc, overlap)
             first = got
-    assert len(used) == (3 if depth is None else 9)
 
 
 def test_scratch_holds_what_a_choice_needs():

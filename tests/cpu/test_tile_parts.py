@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from barellm.cpu import gemm_config, jit
+from barellm.cpu.gemm_config import GemmConfig
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels.gemm import amx, gemm, gemm_mainloop, linear
+from barellm.cpu.kernels.gemm import amx, gemm, gemm_mainloop
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import as_operand, chain_bound, check_network, operands
-from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
+from tests.cpu.check import EPS, ISAS, changed, check_op, configs_of, isa_named
 from tests.cpu.test_gemm import every_choice
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
@@ -30,26 +31,19 @@ def emulated(monkeypatch):
     monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
 
 
-def panels_of(monkeypatch, panels: int, rows: int = 0) -> None:
-    """Claims of so many panels, and of at most so many rows."""
-    select_config = linear.select_config
-
-    def other(*shape):
-        config = select_config(*shape)
-        high = {"rows": rows, "long_rows": rows} if rows else {}
-        return replace(config, columns=panels * config.tile.nr(shape[0]), **high)
-
-    monkeypatch.setattr(linear, "select_config", other)
+def work_items(isa, shape, panels: int, rows: int = 0) -> dict[str, GemmConfig]:
+    """Configs with work items of so many panels, and of at most so many rows."""
+    usual = configs_of(isa, shape, "bf16", **({"mc": rows, "long_mc": rows} if rows else {}))
+    return {kind: replace(c, nc=panels * c.tile.nr(isa)) for kind, c in usual.items()}
 
 
-def check_products(isa, shape, threads=(1, 2)) -> None:
+def check_products(isa, shape, panels, rows=0, threads=(1, 2)) -> None:
     """Forward, and the gradient of the input, whose depth is the number of rows of the weight."""
     x, dy, weight = operands(shape, "bf16")
-    values = as_operand(weight, "bf16")
-    bounds = {"y": chain_bound(x.values, values.T)}
-    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, threads=threads)
-    bounds = {"dx": chain_bound(dy.values, values)}
-    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds=bounds, threads=threads)
+    values, config = as_operand(weight, "bf16"), work_items(isa, shape, panels, rows)
+    bounds = {"y": chain_bound(x.values, values.T), "dx": chain_bound(dy.values, values)}
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, threads=threads, config=config)
+    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds=bounds, threads=threads, config=config)
 
 
 @pytest.mark.parametrize("depth, parts", [
@@ -63,12 +57,11 @@ def test_parts_are_whole_steps_but_for_the_last(depth, parts):
 @each_tiles
 @pytest.mark.parametrize("depth", [850, 1600, 3000])
 @pytest.mark.parametrize("panels", [1, 12])
-def test_long_depths(isa, depth, panels, monkeypatch):
+def test_long_depths(isa, depth, panels):
     """4, 7 and 12 parts; forward they go in turns of three, and the last turn of the first two is shorter."""
     assert amx.kc_of(depth) * 3 < depth
-    panels_of(monkeypatch, panels)
-    check_products(isa, (1, 35, 67, depth))
-    check_products(isa, (1, 35, depth, 67))
+    check_products(isa, (1, 35, 67, depth), panels)
+    check_products(isa, (1, 35, depth, 67), panels)
 
 
 @each_tiles
@@ -79,8 +72,7 @@ def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
     """Parts of 32: five and seven of them in turns of any length; claims of one panel and of several, of one tile and of more."""
     changed(monkeypatch, amx, PART=32)
     changed(monkeypatch, gemm_mainloop, AMX_K_GROUP=turn)
-    panels_of(monkeypatch, panels, rows)
-    check_products(isa, (1, 77, N, K), threads=(2,))
+    check_products(isa, (1, 77, N, K), panels, rows, threads=(2,))
 
 
 @each_tiles
@@ -95,8 +87,7 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
     for op_type, output, given in cases:
         first = None
         for config in every_choice(isa):
-            monkeypatch.setattr(linear, "select_config", lambda *shape, config=config: config)
-            got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
+            got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,), config=config)[output]
             assert first is None or np.array_equal(got, first), (op_type.name, config)
             first = got
 
@@ -109,11 +100,11 @@ def test_weight_gradients_of_many_tokens(isa, tokens, chunk, monkeypatch):
     check_gradient(isa, (1, tokens, 35, 67), {"accumulate": 1}, threads=(2,))
 
 
-def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None) -> None:
+def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None, config=None) -> None:
     x, dy, _ = operands(shape, "bf16")
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}
-    how = {"modes": {"dweight": "start"}, "scalars": scalars, "threads": threads, "plan": plan}
+    how = {"modes": {"dweight": "start"}, "scalars": scalars, "threads": threads, "plan": plan, "config": config}
     check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, bounds=bounds, **how)
 
 
@@ -124,9 +115,10 @@ def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, ro
     """Several chunks of tokens, of several parts each; claims of one tile and of more."""
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
     changed(monkeypatch, amx, PART=part)
-    panels_of(monkeypatch, panels, rows)
     for tokens, accumulate in ((170, 0), (97, 1)):
-        check_gradient(isa, (1, tokens, 131, 100), {"accumulate": accumulate}, threads=(2,))
+        shape = (1, tokens, 131, 100)
+        config = work_items(isa, shape, panels, rows)
+        check_gradient(isa, shape, {"accumulate": accumulate}, threads=(2,), config=config)
 
 
 @each_tiles

@@ -20,6 +20,7 @@ from barellm.cpu import isa as isas
 from barellm.cpu import tuning
 from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.isa import host
+from barellm.cpu.kernel import Lowering
 from barellm.cpu.kernels.gemm import amx, gemm
 from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.step import CpuSession, lower_and_plan
@@ -407,7 +408,7 @@ def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
     key = tuning.key(isa, 2, "few", "fp32", 40, 40, 64)
     tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "prefetch": True}}})
     want = skinny_configs(isa, "fp32", 40, 40)[0]
-    assert tuning.select_skinny_config(isa, "few", "fp32", 40, 40, 2) == want
+    assert tuning.select_skinny_config(Lowering(ops.Matmul({}, {}), isa, 2), "few", "fp32", 40, 40) == want
     assert "expected panels, unroll, prefetch" in capsys.readouterr().err
 
 

@@ -96,10 +96,12 @@ class Arena:
 class DeviceSession(CudaSession):
     """Programs of the CUDA backend on a GPU, or on what stands for its driver."""
 
-    def __init__(self, programs: dict[str, Program], *, sms: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, programs: dict[str, Program], *, sms: int | None = None, config: Any = None, **options: Any
+    ) -> None:
         """`sms`: multiprocessors that persistent grids fill, at most; the card's own where a test does not say."""
         target = Target.of(driver.device(), **options)
-        target = replace(target, sms=min(sms or target.sms, target.sms))
+        target = replace(target, sms=min(sms or target.sms, target.sms), config=config)
         super().__init__(programs, built=lower_and_plan(programs, target))
 
     @property
@@ -126,7 +128,7 @@ def check_op(
     if DEVICE == "ptx-sm_90":
         target = replace(target, arch=90)
     if DEVICE in ("mock", "cuda"):  # the GPU decides the target
-        session = partial(DeviceSession, sms=target.sms, tf32=target.tf32)
+        session = partial(DeviceSession, sms=target.sms, tf32=target.tf32, config=target.config)
         return check_case(case, {"the first run": session, "the second": session})
     return check_case(case, {n: partial(InterpretedSession, target=target, execute=e) for n, e in ways(target).items()})
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from barellm.cuda import attention_config
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernels.attention import relative_position_bias_backward
-from tests.cuda.check import check_op
+from tests.cuda import check
+from tests.cuda.check import PLAIN
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
 
 # (batch, length, heads, head size), the layout's length, block, text, heads of keys: tiles as large as blocks, and smaller
@@ -18,9 +21,7 @@ CAUSAL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(attention_config, "select_masked_config", lambda role, *shape: AttentionConfig(64, 32, 4, 1))
+check_op = partial(check.check_op, target=replace(PLAIN, config=AttentionConfig(64, 32, 4, 1)))
 
 
 @pytest.mark.parametrize("shape, length, block, text, groups, dtype", CAUSAL, ids=str)

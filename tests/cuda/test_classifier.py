@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -21,16 +24,18 @@ from tests.cases import (
     loss_operands,
     token_losses_case,
 )
-from tests.cuda.check import InterpretedSession, check_op
+from tests.cuda.check import PLAIN, InterpretedSession, check_op
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
+SmallTiles = partial(InterpretedSession, target=replace(PLAIN, config=GemmConfig(32, 32, 16, 4, 2)))
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 32, 16, 4, 2))
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     monkeypatch.setattr(cross_entropy, "LOSSES", 16)
 
@@ -51,8 +56,8 @@ def test_token_losses(shape, dtype):
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 def test_scores_in_chunks(compute, limit, monkeypatch):
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 16)
-    check_scores(InterpretedSession, compute=compute, limit=limit)
-    check_scores(InterpretedSession, compute=compute, limit=limit, quantized=True)
+    check_scores(SmallTiles, compute=compute, limit=limit)
+    check_scores(SmallTiles, compute=compute, limit=limit, quantized=True)
 
 
 @each_dtype
@@ -95,9 +100,7 @@ def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, 
     """Of a whole small model; its 33 tokens make three chunks, the last not full, and of fewer tokens some are empty."""
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
-    found = check_network(
-        InterpretedSession, compute=compute, limit=limit, bias=bias, sizes=sizes, activation=activation
-    )
+    found = check_network(SmallTiles, compute=compute, limit=limit, bias=bias, sizes=sizes, activation=activation)
     assert found >= {"classifier", "classifier_loss", f"linear_{activation}", f"matmul_dx_{activation}"}
     assert found <= {f.name for f in FUSIONS} | {
         getattr(ops, name).name for name in ops.__all__ if name != "ACTIVATIONS"
@@ -107,7 +110,7 @@ def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 16)
-    check_classifier_of_inner_axes(InterpretedSession, compute=compute, limit=limit)
+    check_classifier_of_inner_axes(SmallTiles, compute=compute, limit=limit)
 
 
 def test_chunks_cover_the_tokens_of_every_run():

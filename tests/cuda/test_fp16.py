@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -23,7 +26,7 @@ from tests.cases import (
     loss_gradient_case,
 )
 from tests.cpu.test_models import open_session, train
-from tests.cuda.check import EPS, InterpretedSession, check_op, persistent
+from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 from tests.cuda.test_models import MODEL, SHAPE, evaluate_and_decode_beside_the_references, same_weights
 from tests.half_cases import PRODUCTS, check_loss_scale, check_products, check_rows, scaled_update
 from tests.muon_cases import apply_case, gram_case, momentum_case, normalize_case, polynomial_case, update_case
@@ -39,7 +42,6 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 32, 16, 4, 2))
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
 
 
@@ -49,8 +51,8 @@ def test_products(shape):
 
 
 @pytest.mark.parametrize("shape", PRODUCTS[1:], ids=str)
-def test_products_in_many_tiles(small_blocks, shape):
-    check_products(check_op, shape)
+def test_products_in_many_tiles(shape):
+    check_products(partial(check_op, target=replace(PLAIN, config=GemmConfig(32, 32, 16, 4, 2))), shape)
 
 
 def test_rows():

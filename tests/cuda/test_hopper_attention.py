@@ -185,7 +185,7 @@ def test_tiles_are_done_once_and_evenly(seq, heads):
 def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
     shape, plan = (2, 131, 2, D), (3, 150)
     subject = tuning.AttentionProblem("forward", dtype, *plan, 2, D, kv_heads=groups % 2)
-    target = Target(arch=90, sms=3)
+    target = Target(arch=90, sms=3, config=attention_config.WARP_SPECIALIZED[D])
     launched = []
 
     class Session(InterpretedSession):
@@ -196,8 +196,7 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
     attrs = forward_case(shape, dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
     assert attention_config.WARP_SPECIALIZED[D] in subject.rivals(90)
-    with tuning.forced(subject, attention_config.WARP_SPECIALIZED[D]):
-        check_case(Case(ops.Attention, given, attrs, bounds, {}, scalars, plan, views), {"": Session})
+    check_case(Case(ops.Attention, given, attrs, bounds, {}, scalars, plan, views), {"": Session})
     assert launched == [["hopper_attention"]]
 
 
@@ -225,13 +224,11 @@ def test_it_is_no_choice_where_it_does_not_fit():
 
 
 def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
-    subject = tuning.AttentionProblem("forward", "bf16", 2, 64, 2, 64)
     for causal, module in ((True, "hopper_attention"), (False, "attention")):
         p = Program(Store(), compute="bf16")
         q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
         p.output("out", p.attention(q, q, q, heads=2, causal=causal))
-        with tuning.forced(subject, attention_config.WARP_SPECIALIZED[64]):
-            (spec,) = lower_and_plan({"op": p}, Target(arch=90)).specs
+        (spec,) = lower_and_plan({"op": p}, Target(arch=90, config=attention_config.WARP_SPECIALIZED[64])).specs
         assert spec.function.module.endswith(f".{module}")
 
 

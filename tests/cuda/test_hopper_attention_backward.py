@@ -3,6 +3,7 @@ larger ones in drawn orders; and the op beside its reference, where the kernels 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import ml_dtypes
@@ -221,8 +222,8 @@ class Session(InterpretedSession):
 
     launched: ClassVar[list[list[str]]] = []
 
-    def __init__(self, programs):
-        super().__init__(programs, target=Target(arch=90, sms=3))
+    def __init__(self, config, programs):
+        super().__init__(programs, target=Target(arch=90, sms=3, config=config))
         self.launched.append([c.spec.name for c in self.lowered["op"].launches])
 
 
@@ -234,14 +235,14 @@ class Session(InterpretedSession):
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
     subjects = [tuning.AttentionProblem(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
-    monkeypatch.setattr(
-        tuning, "_forced", {s: attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] for s in subjects}
-    )
+    config = {s.operation: attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] for s in subjects}
     monkeypatch.setattr(Session, "launched", [])
     assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] in s.rivals(90) for s in subjects)
     attrs = backward_case((2, 131, 2, D), dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": Session})
+    check_case(
+        Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": partial(Session, config)}
+    )
     keys = "attention_dkv" if modes else "hopper_attention_backward"
     assert Session.launched == [["attention_stats", keys, "hopper_attention_backward"]]
 

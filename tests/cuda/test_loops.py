@@ -87,9 +87,8 @@ def step() -> dict[str, tuple[Code, str]]:
 def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
     scores of a thread."""
-    key = tuning.AttentionProblem("forward", "bf16", 2, 64, 1, D)
-    with tuning.forced(key, attention_config.WARP_SPECIALIZED[D]):
-        (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
+    found = attention_specs(D, "bf16", 90, config={"forward": attention_config.WARP_SPECIALIZED[D]})
+    (spec,) = [spec for spec in found if spec.name == "hopper_attention"]
     codes = compiled([spec], 90, processes=1).values()
     (sass,) = disassembled([*codes], 90)
     found = [loop for loop in loops(sass) if any(op.startswith("HGMMA") for op, _ in loop)]

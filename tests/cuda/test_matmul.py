@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +29,8 @@ from tests.cases import (
     operands,
     viewed_case,
 )
-from tests.cuda.check import EPS, InterpretedSession, check_op
+from tests.cuda import check
+from tests.cuda.check import EPS, PLAIN, InterpretedSession
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, seq, N, K): ones, primes, one more and one less than tiles of 32 x 64 x 16, more tiles than are grouped.
@@ -35,9 +38,8 @@ SHAPES = [(1, 1, 1, 1), (1, 3, 7, 5), (2, 17, 65, 33), (1, 31, 129, 48), (3, 97,
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(32, 64, 16, 4, 2))
+SMALL_TILES = replace(PLAIN, config=GemmConfig(32, 64, 16, 4, 2))
+check_op = partial(check.check_op, target=SMALL_TILES)
 
 
 @each_dtype
@@ -94,15 +96,14 @@ def test_an_fp32_result_of_bf16_operands(dtype):
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds=bounds, dtype="fp32")
 
 
-def test_tiles_give_equal_bits(monkeypatch):
+def test_tiles_give_equal_bits():
     """An element is one chain over the contraction, whatever the tile."""
     x, dy, weight = operands((1, 67, 51, 50), "bf16")
     cases = [(ops.Matmul, {"x": x, "weight": weight}), (ops.MatmulDx, {"dy": dy, "weight": weight})]
     for op_type, given in cases:
         got = []
         for tile in (GemmConfig(16, 16, 16, 1, 1), GemmConfig(64, 32, 16, 1, 1), GemmConfig(16, 128, 16, 1, 1)):
-            monkeypatch.setattr(gemm_config, "select_config", lambda *shape, tile=tile: tile)
-            got.append(check_op(op_type, given, bounds={"y": 1e-4, "dx": 1e-4}))
+            got.append(check_op(op_type, given, bounds={"y": 1e-4, "dx": 1e-4}, target=replace(PLAIN, config=tile)))
         for other in got[1:]:
             assert all(np.array_equal(other[name], values) for name, values in got[0].items())
 
@@ -161,12 +162,12 @@ FUSED = [*FORWARD, *map(sloped, COMMON)]
 @pytest.mark.parametrize(
     "tile", [GemmConfig(32, 64, 16, 4, 2), GemmConfig(16, 256, 16, 4, 2)], ids=["one part", "four parts"]
 )
-def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, monkeypatch):
-    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: tile)
+def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile):
     C, F = 35, 77
     p = Program(Store(), compute=compute)
     build(p, p.input("x", (Dim("batch", 3), Dim("seq", 11), C), compute), bias, C, F)
-    session, oracle = InterpretedSession({"op": p}), ReferenceSession({"op": p})
+    session = InterpretedSession({"op": p}, target=replace(PLAIN, config=tile))
+    oracle = ReferenceSession({"op": p})
     names = [op.name for op in session.lowered["op"].ops]
     assert names == [build.__name__] or (build is linear and names == ["matmul"])
     for (batch, seq), seed in (((3, 11), 3), ((1, 1), 4)):
@@ -175,14 +176,14 @@ def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, mon
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 def test_fused_products_that_add(compute, limit):
-    check_products_that_add(InterpretedSession, compute=compute, limit=limit)
+    check_products_that_add(partial(InterpretedSession, target=SMALL_TILES), compute=compute, limit=limit)
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 @pytest.mark.parametrize("plan, forward", [((3, 11), "gemm"), ((2, 4), "skinny_gemm")], ids=["gemm", "few rows"])
-def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
-    monkeypatch.setattr(gemm_config, "select_config", lambda *shape: GemmConfig(16, 128, 16, 4, 2))  # in two parts
-    made = check_products_of_views(InterpretedSession, compute=compute, limit=limit, C=19, F=35, plan=plan)
+def test_fused_products_of_columns(compute, limit, plan, forward):
+    in_two_parts = partial(InterpretedSession, target=replace(PLAIN, config=GemmConfig(16, 128, 16, 4, 2)))
+    made = check_products_of_views(in_two_parts, compute=compute, limit=limit, C=19, F=35, plan=plan)
     many = len(COMMON)
     assert [c.launches[0].spec.name for c in made] == [forward] * (2 + many) + ["gemm"] * many
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from barellm.cli import main
-from barellm.cuda import gemm_config
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
@@ -29,9 +30,8 @@ MODEL = ModelConfig(layers=1, heads=2, d_model=16, vocab_size=37, padded_vocab=4
 
 
 @pytest.mark.parametrize("shape", [(1, 17, 7, 5), (2, 17, 65, 33), (1, 31, 129, 300)], ids=str)
-def test_the_error_of_each_role_is_within_the_bound(shape, monkeypatch):
+def test_the_error_of_each_role_is_within_the_bound(shape):
     """Against float64 of the operands as they are; and, interpreted, as closely as fp32 sums allow, as tensor cores see them."""
-    monkeypatch.setattr(gemm_config, "select_config", lambda *product: GemmConfig(32, 64, 16, 4, 2))
     x, dy, weight = operands(shape, "fp32")
     X, DY = (v.values.reshape(-1, v.values.shape[-1]) for v in (x, dy))
     W = weight.values
@@ -40,10 +40,17 @@ def test_the_error_of_each_role_is_within_the_bound(shape, monkeypatch):
         (ops.MatmulDx, {"dy": dy, "weight": weight}, "dx", DY, W),
         (ops.MatmulDw, {"dy": dy, "x": x}, "dweight", DY.T, X),
     ]
+    target = replace(TF32, config=GemmConfig(32, 64, 16, 4, 2))
     for op_type, given, name, a, b in cases:
         bound = BOUND * (np.abs(a) @ np.abs(b)) + chain_bound(a, b) + 2 * EPS
         form = bound.shape if name == "dweight" else (*shape[:2], -1)
-        got = check_op(op_type, given, bounds={name: bound.reshape(form)}, target=TF32, plan=(3, 40))
+        got = check_op(
+            op_type,
+            given,
+            bounds={name: bound.reshape(form)},
+            target=target,
+            plan=(3, 40),
+        )
         seen_a, seen_b = (tf32(v.astype(np.float32)).astype(np.float64) for v in (a, b))
         got = np.asarray(got[name], np.float64).reshape(bound.shape)
         assert check.DEVICE == "cuda" or np.all(np.abs(got - seen_a @ seen_b) <= chain_bound(a, b) + 2 * EPS)

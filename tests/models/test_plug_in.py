@@ -180,7 +180,7 @@ def test_an_unknown_architecture_is_named(monkeypatch):
 @pytest.mark.extended
 def test_the_newest_run_of_a_preset_is_found_whatever_its_folder_is_called(train, tmp_path, monkeypatch, capsys):
     """As `train --resume` finds it below runs/."""
-    from barellm.training.run import newest_run
+    from barellm.training.resume import newest_run
 
     assert newest_run(tmp_path, "plain-small") is None
     for name in ("runs/mine", "runs/plain-small-1", "runs/other"):

@@ -17,7 +17,7 @@ from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.program.planner import Plan
 from barellm.runtime.ranks import ALONE
-from barellm.training import curve, find_lr, run
+from barellm.training import curve, find_lr, inputs, run
 from tests.training.fake import FakeSession
 
 TEXT = "".join(f"line {i}: {'abcdefghij'[i % 10] * (i % 7)} {i * i}\n" for i in range(400))
@@ -54,7 +54,7 @@ def fake(monkeypatch, tmp_path) -> FakeSession:
 
     for module in (run, find_lr):
         monkeypatch.setattr(module, "open_model", open_model)
-    monkeypatch.setattr(run, "FINAL_SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(inputs, "FINAL_SAMPLE_TOKENS", 8)
     monkeypatch.setattr(run, "SAMPLE_TOKENS", 8)
     monkeypatch.setattr(curve, "image", lambda path, *args, **more: path.write_bytes(b""))
     return session

@@ -152,7 +152,9 @@ def test_a_log_hears_of_micro_batches_once_a_minute(monkeypatch):
 
 
 def test_a_long_sample_is_shown_in_part(fake, command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("barellm.training.run.Run._samples", lambda self, *a, **k: ["\n".join(map(str, range(40)))])
+    monkeypatch.setattr(
+        "barellm.training.output.Output.samples", lambda self, *a, **k: ["\n".join(map(str, range(40)))]
+    )
     assert main(command("run")) == 0
     out = capsys.readouterr().out
     assert "  | 15\n  | ...\n" in out and "  | 16\n" not in out

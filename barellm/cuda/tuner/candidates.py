@@ -64,9 +64,9 @@ def rivals(problem: Problem, target: Target) -> list[Candidate]:
 def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
     """The case's program, lowered with the candidate's configuration."""
     p = case.program()
-    if isinstance(problem, GemmProblem):
-        target = replace(target, tf32=problem.dtype == "tf32")
-    with tuning.forced(problem, candidate.config), tuning.counting() as requested:
+    tf32 = problem.dtype == "tf32" if isinstance(problem, GemmProblem) else target.tf32
+    target = replace(target, tf32=tf32, config={problem.operation: candidate.config})
+    with tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
     assert requested[problem] == 1, f"{p.ops} asked for {list(requested)}, not for {problem}"
     if candidate.fault:

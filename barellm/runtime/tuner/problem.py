@@ -28,6 +28,12 @@ class Gemm:
         return f"{self.operation} {self.rows} x {self.cols} from {self.depth} {self.dtype}"
 
 
+def given_config(config: Any, operation: str, config_type: type) -> Any:
+    """What a caller gave as `config` for kernels that take this type: one for all, or by operation; None where it did not."""
+    found = config.get(operation) if isinstance(config, dict) else config
+    return found if isinstance(found, config_type) else None
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A configuration to try, and by name a faulty kernel where a self-test injects one. `other_bits`: than the default's, so

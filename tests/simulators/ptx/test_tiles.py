@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cuda import attention_config, gemm_config, tuning
+from barellm.cuda import attention_config, gemm_config
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.gemm_config import GemmConfig
 from barellm.cuda.kernel import Target
@@ -47,11 +47,11 @@ def test_attention_s_tiles_have_one_result(role):
     op, case = (ops.Attention, forward_case) if role == "forward" else (ops.AttentionBackward, backward_case)
     attrs = case((1, T, 1, HEAD), "bf16")
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    subject, found = tuning.AttentionProblem(role, "bf16", 1, T, 1, HEAD), []
+    found = []
     for t in ATTENTION[role]:
         assert AttentionConfig(*t) in attention_config.attention_configs(role, HEAD, "bf16", 90)
-        with tuning.forced(subject, AttentionConfig(*t)):
-            found.append(outputs(Case(op, given, attrs, bounds, {}, scalars, None, views), Target(90)))
+        target = Target(90, config={role: AttentionConfig(*t)})
+        found.append(outputs(Case(op, given, attrs, bounds, {}, scalars, None, views), target))
     assert_equal(found)
 
 
@@ -69,11 +69,10 @@ def test_tiles_of_triton_s_products_have_one_result(dtype, arch):
     kind, (M, N, K) = "bf16" if dtype == "bf16" else "fp32", (37, 40, 72)
     x, _, weight = operands((1, M, N, K), kind)
     size = np.abs(normal(M, K)) @ np.abs(normal(N, K, seed=3)).T
-    subject, found = tuning.GemmProblem("nt", dtype, M, N, K), []
+    found = []
     for t in PRODUCTS[dtype, arch]:
         for choice in gemm_config.rasterizations(t)[: 2 if t == PRODUCTS[dtype, arch][-1] else 1]:
             assert isinstance(choice, GemmConfig)
-            with tuning.forced(subject, choice):
-                case = Case(ops.Matmul, {"x": x, "weight": weight}, {}, {"y": 2.0**-7 * size}, {}, {}, None)
-                found.append(outputs(case, Target(arch, tf32=dtype == "tf32")))
+            case = Case(ops.Matmul, {"x": x, "weight": weight}, {}, {"y": 2.0**-7 * size}, {}, {}, None)
+            found.append(outputs(case, Target(arch, tf32=dtype == "tf32", config=choice)))
     assert_equal(found)

@@ -82,9 +82,7 @@ def append_gemm(
     x, w = append_decode(c, "x", a), append_decode(c, "weight", weight)
     N, K = (int(n) for n in w.shape)
     cols, depth = (N, K) if transposed else (K, N)
-    config = select_config(
-        c.isa, gemm_kind(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)), c.threads
-    )
+    config = select_config(c, gemm_kind(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)))
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, x.dtype, depth, config))
     constants: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "mode": mode}
     constants |= {"config": config, "per_target": transposed, **shape_of(x)}
@@ -108,7 +106,7 @@ def scaled_matmul_dw(op: Op, c: Lowering) -> None:
     x, dy = append_decode(c, "x", op.x), append_decode(c, "dy", op.dy)
     N, K = (int(n) for n in op.dweight.shape)
     tokens = tokens_of(x, (0, ALL_ROWS))
-    config = select_config(c.isa, "weight_gradient", x.dtype, K, tokens, N, c.threads)
+    config = select_config(c, "weight_gradient", x.dtype, K, tokens, N)
     c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, x.dtype, tokens, config))
     constants = {"N": N, "K": K, "mode": op.modes["dweight"], "config": config, **shape_of(x)}
     operands = {"dweight": op.dweight, "dy": x, "x": dy, "scale": op.x_scale, "other": op.dy_scale}

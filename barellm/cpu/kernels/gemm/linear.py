@@ -61,12 +61,12 @@ def append_gemm(
     max_rows = tokens_of(like, rows)
     if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
         c.thread_scratch(skinny_gemm_scratch_bytes(c.isa, depth))
-        skinny_config = select_skinny_config(c.isa, skinny_kind(epilogues), a_dtype, cols, depth, c.threads)
+        skinny_config = select_skinny_config(c, skinny_kind(epilogues), a_dtype, cols, depth)
         c.call(skinny_gemm, operands, constants | {"config": skinny_config}, writes="out second")
         if max_rows <= FEW:
             return
         constants |= {"least": FEW + 1}  # the usual GEMM leaves runs with fewer rows to the skinny one
-    config = select_config(c.isa, kind, a_dtype, cols, depth, max_rows, c.threads)
+    config = select_config(c, kind, a_dtype, cols, depth, max_rows)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, a_dtype, depth, config))
     operands |= {"row_begin": rows[0], "row_limit": rows[1]}
     constants |= {"transposed": transposed, "config": config}
@@ -80,7 +80,7 @@ def append_weight_gradient(
     gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
-    config = select_config(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
+    config = select_config(c, "weight_gradient", dtype, K, tokens_of(like, rows), N)
     c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, dtype, tokens_of(like, rows), config))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1], "squares": squares}
     constants = {"N": N, "K": K, "mode": mode, "config": config, **shape_of(like), **views_of(dy=dy, x=x)}

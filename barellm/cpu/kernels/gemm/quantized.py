@@ -147,7 +147,7 @@ def append_quantized_gemm(
     max_rows = tokens_of(like, rows or (0, ALL_ROWS))
     if rows is None and max_rows <= FEW:
         return
-    config = select_config(c.isa, gemm_kind(True, epilogues), dtype, cols, depth, max_rows, c.threads)
+    config = select_config(c, gemm_kind(True, epilogues), dtype, cols, depth, max_rows)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}

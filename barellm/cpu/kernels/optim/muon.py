@@ -94,7 +94,7 @@ def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config
 def lower_apply(op: Op, c: Lowering) -> None:
     rows, cols = op.one(op.x)
     a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
-    config = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
+    config = select_config(c, "input_gradient", op.x.dtype, cols, depth, rows)
     c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
     constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
     for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):

@@ -52,6 +52,7 @@ from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.pointwise.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
+from barellm.runtime.tuner.problem import given_config
 
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 
@@ -208,12 +209,19 @@ def seq(s: Any) -> int:
     return s.seq
 
 
+def masked_config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
+    """The given or the default configuration of a kernel whose queries see some of the keys."""
+    head = padded_head_size(int(op.out.shape[-1]) // op.heads)
+    given = given_config(c.target.config, role, AttentionConfig)
+    return given or attention_config.select_masked_config(role, head, op.q.dtype, c.target.arch)
+
+
 def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
-    """The configuration of a kernel (`role`: attention_config.py): tuned for these sizes, else the default. Local masks are not
-    tuned: their windows change from step to step."""
+    """The configuration of a kernel (`role`: attention_config.py): given, tuned for these sizes, or the default. Local masks are
+    not tuned: their windows change from step to step."""
     batch, length, C = (int(n) for n in op.out.shape)
     if op.window is not None or op.starts is not None:
-        return attention_config.select_masked_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
+        return masked_config_of(op, c, role)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
     t = tuning.select_config(c.target, tuning.AttentionProblem(role, op.q.dtype, batch, *sizes))

@@ -15,10 +15,9 @@ from __future__ import annotations
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cuda import attention_config
-from barellm.cuda.attention_config import AttentionConfig, padded_head_size
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Count, Lowering, lowering
-from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, offset_from_q, options
+from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, masked_config_of, offset_from_q, options
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
@@ -123,9 +122,7 @@ def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
     """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
     layout's block. With relative terms tiles are squares of 32, or of 16 and four warps in fp32: others spill, and ptxas has the
     wgmmas of 64 wait for one another."""
-    t = attention_config.select_masked_config(
-        role, padded_head_size(int(op.out.shape[-1]) // op.heads), op.q.dtype, c.target.arch
-    )
+    t = masked_config_of(op, c, role)
     most, warps = op.layout.block & -op.layout.block, t.num_warps
     if op.relative is not None:
         size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.num_warps)
