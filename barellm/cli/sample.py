@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import ESCAPES, add_device, add_dtype, add_weights, escaped
+from barellm.cli.options import ESCAPES, add_context, add_device, add_dtype, add_weights, context_of, escaped
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
     )
+    add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument(
         "--batch",
@@ -111,10 +112,12 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
     most = checkpoint.config.model.max_seq
+    context = context_of(args.context, most)
     if args.interactive:
-        with checkpoint.opened(positions=most) as compiled:
-            _talk(args, checkpoint, open_decoder(compiled.session, compiled.config.model, positions=most), first)
+        with checkpoint.opened(positions=context) as compiled:
+            _talk(args, checkpoint, open_decoder(compiled.session, compiled.config.model, positions=context), first)
         return 0
+    most = context if args.context else most  # unless asked for, it grows with the texts
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
     fed = {prompt: checkpoint.tokenizer.prompt(prompt) for prompt in prompts}
     for ids in fed.values():
@@ -202,7 +205,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
 
     from barellm.generation.writing import Written, write
 
-    tokenizer, most = checkpoint.tokenizer, checkpoint.config.model.max_seq
+    tokenizer, most = checkpoint.tokenizer, decoder.max_seq
     begins = [] if tokenizer.eot is None else [tokenizer.eot]
     history: list[int] = []
     turn = 0
