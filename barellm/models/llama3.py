@@ -23,7 +23,7 @@ Where only a part of a head turns (`rotary_fraction`), the two halves of that pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -411,5 +411,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
 # --- other programs ---
 
 ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
-TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE))
+TWIN = ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE)
+RUN = ("vocab_size", "padded_vocab", "max_seq", "family")
+TORCH_TWIN = ("torch_llama.py", TWIN, [f.name for f in fields(Config) if f.name not in TWIN + RUN])
 HUGGING_FACE = families.FAMILIES
