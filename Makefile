@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test extended quick lint oracle site anatomy gpu-check clean
+.PHONY: train test extended quick lint oracle families site anatomy gpu-check clean
 
 # Into a dated folder under runs/, or into OUT; then how the result compares with the README's.
 train: $(VENV)/.installed
@@ -31,6 +31,10 @@ quick: $(VENV)/.tested
 oracle: $(VENV)/.oracle
 	$(BIN)/python -c "import torch, transformers, pyarrow, zstandard, tensorboard, wandb, trackio, sphinx, myst_parser, furo"  # without them the tests below would only be skipped
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
+
+# Families of Hugging Face's models against transformers' own classes: the table of the README. FAMILIES="qwen3 olmo2" for some.
+families: $(VENV)/.oracle
+	$(BIN)/python -m tests.oracle.families $(FAMILIES)
 
 lint: $(VENV)/.linted
 	$(BIN)/ruff check anatomy barellm tests benchmarks docs examples

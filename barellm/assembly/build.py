@@ -245,12 +245,23 @@ def _plan(programs: dict[str, Program], device: str, **options: Any) -> Plan:
 def _refused(error: TooLarge, config: Config, device: str, training: bool, how: Mapping[str, Any]) -> UserError:
     """The same with what would fit."""
     if not training:
-        return UserError(f"{error}: choose a smaller batch or a smaller model")
+        return UserError(f"{error}{_caches(config, how)}: choose a smaller context, batch or model")
 
     def plan(other: Config) -> Plan:
         return _plan(build_programs(other, **how), device, **gemm_options(other.train, device))
 
     return UserError(f"{error}: {advice.of_training(config, error.limit, plan, ranks=how['ranks'].count)}")
+
+
+def _caches(config: Config, how: Mapping[str, Any]) -> str:
+    """The arithmetic of the KV caches, where there are any."""
+    decode = build_programs(config, training=False, **how).get("decode")
+    caches = [] if decode is None else decode.store.of_role("cache")
+    if not caches or len(caches[0].shape) != 3:
+        return ""
+    rows, positions, _ = caches[0].shape
+    each = sum(t.nbytes for t in caches) // (rows * positions)
+    return f" (KV caches: {rows} texts x {positions} positions x {each} bytes)"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_device, add_dtype, add_weights
+from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
     add_weights(parser)
+    add_context(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -140,7 +141,9 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     out = _new_file(args.per_document)
     config, path = checkpoint.config, Path(args.hellaswag)
     task = hellaswag.HellaSwag(hellaswag.read(path, checkpoint.tokenizer, limit=args.limit))
-    batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.model.max_seq)
+    batch, seq = shape_for(
+        task.texts, tokens=args.batch * config.train.seq, most_seq=context_of(args.context, config.model.max_seq)
+    )
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         report = console.evaluating(len(task.texts))

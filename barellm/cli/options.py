@@ -204,6 +204,28 @@ def sampling_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:
     return sampling(tokenizer.conventions.sampling, seed=args.seed, **{name: getattr(args, name) for name in SAMPLING})
 
 
+DEFAULT_CONTEXT = 4096  # tokens
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """--context of commands that read texts with a checkpoint."""
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"context length: tokens that the model sees of a text, which memory is for; at most the model's (default: "
+        f"the smaller of the model's and {DEFAULT_CONTEXT})",
+    )
+
+
+def context_of(wanted: int, most: int) -> int:
+    """The context length of a model that has `most` positions. UserError for more than it has."""
+    if not 0 <= wanted <= most:
+        raise UserError(f"--context is {wanted}, expected 1 to {most}, the model's positions (model.max_seq)")
+    return wanted or min(most, DEFAULT_CONTEXT)
+
+
 def add_weights(parser: argparse.ArgumentParser) -> None:
     """--weights of commands that read a checkpoint and do not train it."""
     parser.add_argument(

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import ESCAPES, add_device, add_dtype, add_sampling, add_weights, escaped, sampling_of
+from barellm.cli.options import (
+    ESCAPES, add_context, add_device, add_dtype, add_sampling, add_weights, context_of, escaped, sampling_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -43,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
     )
+    add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument(
         "--batch",
@@ -102,15 +105,13 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
     first = sampling_of(args, checkpoint.tokenizer)
     most = checkpoint.config.model.max_seq
+    context = context_of(args.context, most)
     if args.interactive:
-        with checkpoint.opened(positions=most) as compiled:
-            _talk(
-                args,
-                checkpoint,
-                open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=most),
-                first,
-            )
+        with checkpoint.opened(positions=context) as compiled:
+            model, tokenizer = compiled.config.model, checkpoint.tokenizer
+            _talk(args, checkpoint, open_decoder(compiled.session, model, tokenizer, positions=context), first)
         return 0
+    most = context if args.context else most  # unless asked for, it grows with the texts
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
     fed = {prompt: checkpoint.tokenizer.prompt(prompt, special=args.special) for prompt in prompts}
     if args.prompt_ids is not None:
@@ -210,7 +211,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
 
     from barellm.generation.writing import Written, write
 
-    tokenizer, most = checkpoint.tokenizer, checkpoint.config.model.max_seq
+    tokenizer, most = checkpoint.tokenizer, decoder.max_seq
     begin = tokenizer.conventions.begin
     begins = [] if begin is None else [begin]
     history: list[int] = []

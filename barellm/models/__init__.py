@@ -17,7 +17,8 @@ and where it has them
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
     HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`); of Hugging Face's
                            architectures that it can be the first is what a model is exported as, unless its `family` names one
-    TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
+    TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, the fields of Config it takes, and
+                           those that it knows in their usual values only
 
 Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
 lies anywhere else is one too, once `user_model.add` or the program has imported it; it may be without PRESETS.

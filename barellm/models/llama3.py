@@ -23,7 +23,7 @@ Where only a part of a head turns (`rotary_fraction`), the two halves of that pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -70,10 +70,10 @@ def _even_head(key: str, found: int, config: Any) -> str | None:
 def _part_of_head(key: str, found: float, config: Any) -> str | None:
     if not 0 < found <= 1:
         return f"{key} is {found}, expected above 0 and at most 1"
-    turned = int(config.head_size * found)
+    rotated = int(config.head_size * found)
     return (
-        f"{key} {found} lets {turned} of {config.head_size} columns turn, expected an even number"
-        if turned % 2
+        f"{key} {found} rotates {rotated} of {config.head_size} columns, expected an even number"
+        if rotated % 2
         else None
     )
 
@@ -82,7 +82,7 @@ def _plane_factors(key: str, found: str, config: Any) -> str | None:
     wrong, planes = _numbers(key, found, config), config.rotated // 2
     if wrong or config.rope_type != "longrope" or len(numbers(found)) == planes:
         return wrong
-    return f"{key} has {len(numbers(found))} numbers, expected {planes}, one for each pair of columns that turns"
+    return f"{key} has {len(numbers(found))} numbers, expected {planes}, one for each pair of columns that RoPE rotates"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class Config(ModelConfig):
     rope_short: str = value("", "longrope: short_factor, a number for each pair of columns", check=_plane_factors)
     rope_long: str = value("", "longrope: long_factor, of contexts above rope_old_seq", check=_plane_factors)
     head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
-    rotary_fraction: float = value(1.0, "partial_rotary_factor: the part of a head that turns", check=_part_of_head)
+    rotary_fraction: float = value(
+        1.0, "partial_rotary_factor: the fraction of a head that RoPE rotates", check=_part_of_head
+    )
     nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
     qk_norm: str = one_of(
         ("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row"
@@ -259,7 +261,7 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T. The caches hold the positions
-    before: the heads of keys, which are turned, and of values, but not those of queries."""
+    before: the heads of keys, which are rotated, and of values, but not those of queries."""
     w = declare(p, cfg)
     shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.kv_heads * cfg.head_size)
 
@@ -409,5 +411,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
 # --- other programs ---
 
 ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
-TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE))
+TWIN = ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE)
+RUN = ("vocab_size", "padded_vocab", "max_seq", "family")
+TORCH_TWIN = ("torch_llama.py", TWIN, [f.name for f in fields(Config) if f.name not in TWIN + RUN])
 HUGGING_FACE = families.FAMILIES

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from barellm.errors import UserError
 from barellm.program.grouping import members
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Span, Tensor, describe
@@ -31,6 +32,10 @@ class Entry(Generic[L]):
     also: Mapping[str, tuple[str, ...]]
     views: frozenset[str]
     spans: frozenset[str]
+
+
+class Refused(UserError, ValueError):
+    """An op that a backend cannot do, in one line."""
 
 
 class Registry(Generic[L]):
@@ -70,11 +75,11 @@ class Registry(Generic[L]):
         return (*entry.floats, *entry.also.get(operand, ()))
 
     def lower(self, op: Op, into: L) -> None:
-        """Lower the op. An op for which the backend has no kernel, or none that takes its operands as they are, is a ValueError in
-        one line."""
+        """Lower the op. An op for which the backend has no kernel, or none that takes its operands as they are, is refused in one
+        line."""
         refusal = self.refusal(op)
         if refusal:
-            raise ValueError(refusal)
+            raise Refused(refusal)
         self.entries[op.kernel].lower(into)
 
     def fuses(self, op: Op) -> bool:

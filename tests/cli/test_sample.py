@@ -12,6 +12,7 @@ import pytest
 from barellm.cli import sample
 from barellm.cli.main import main
 from barellm.cli.options import escaped
+from barellm.interop.sources import open_weights
 
 COLD = ("--device", "reference", "--max-new-tokens", "12", "--temperature", "1")
 
@@ -144,3 +145,21 @@ def test_only_line_feeds_part_the_prompts_of_a_file(tmp_path):
     )
     for name in ("p.json", "p.jsonl.gz"):
         assert sample._prompts(str(tmp_path / name)) == prompts
+
+
+def test_the_context_is_what_is_asked_for_and_what_the_model_has(trained, rows, refused):
+    """A text that grows beyond it goes on from its newer half."""
+    most = open_weights(trained).model.max_seq  # pyright: ignore[reportAttributeAccessIssue]
+    (short,) = rows("--prompt", "12 squ", "--context", "8")
+    (long,) = rows("--prompt", "12 squ")
+    assert len(short["tokens"]) == len(long["tokens"]) == 12 and short["tokens"][:2] == long["tokens"][:2]
+    said = refused("sample", trained, *COLD, "--context", str(most + 1))
+    assert f"--context is {most + 1}, expected 1 to {most}, the model's positions (model.max_seq)" in said
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_its_arithmetic(trained, refused, monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1000")
+    said = refused("sample", trained, *COLD)
+    assert re.search(
+        r"\(KV caches: 1 texts x \d+ positions x \d+ bytes\): choose a smaller context, batch or model", said
+    )

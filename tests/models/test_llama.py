@@ -124,7 +124,7 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
         ({"rope_low": 4.0}, "model.rope_high is 4.0, expected above model.rope_low 4.0"),
         ({"rope_factor": -2.0}, "model.rope_factor is -2.0, expected at least 0"),
         ({"head_dim": 7}, "model.head_dim is 7, expected an even number: RoPE rotates pairs"),
-        ({"rotary_fraction": 0.2}, "model.rotary_fraction 0.2 lets 3 of 16 columns turn, expected an even number"),
+        ({"rotary_fraction": 0.2}, "model.rotary_fraction 0.2 rotates 3 of 16 columns, expected an even number"),
         ({"rotary_fraction": 1.5}, "model.rotary_fraction is 1.5, expected above 0 and at most 1"),
         ({"nope_layers": "0,3"}, "model.nope_layers is '0,3', expected numbers from 0 to 2 with commas between them"),
         (

@@ -290,6 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"one of {', '.join(FAMILIES)}; all unless given")
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     began, wrong = monotonic(), []
     print(f"| family | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for family, row in rows(args.families or list(FAMILIES)):

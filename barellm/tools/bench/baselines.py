@@ -118,7 +118,10 @@ def torch_baseline(config: Config) -> list[str]:
         raise UserError(
             f"no peer in PyTorch: the preset {config.preset!r} is {architecture}, which names no TORCH_TWIN"
         )
-    script, fields = found
+    script, fields, *usual = found
+    for name in (name for names in usual for name in names):
+        if (value := getattr(config.model, name)) != (one := getattr(type(config.model), name)):
+            raise UserError(f"no peer in PyTorch: model.{name} is {value!r}, {script} has {one!r}")
     values = {name: getattr(config.model, name) for name in fields}
     words = [f"--{name}={int(n) if isinstance(n, bool) else n}" for name, n in values.items()]
     return [sys.executable, str(baseline_script(script)), *words]
