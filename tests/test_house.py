@@ -32,7 +32,8 @@ MAY = {
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
-    "interop": STEP | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "interop": STEP
+    | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
     "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
     "tools.plan": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "tools.inspect": BUILT | {"cpu", "cuda", "tools.plan"},
