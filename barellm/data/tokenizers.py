@@ -25,6 +25,7 @@ from barellm.errors import UserError
 
 FILE = "tokenizer.json"
 FORMAT = 1
+SAID = "\u2603"  # what no template writes
 END_OF_TEXT = "<|endoftext|>"
 LINES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of a conversation without a chat template
 
@@ -80,7 +81,8 @@ class Tokenizer:
     def with_files(self, files: Mapping[str, bytes], *, rows: int | None = None) -> Tokenizer:
         """Itself, with what lies beside its model, and the rows of that. UserError for a damaged file."""
         self.files, self.rows = files, rows
-        vars(self).pop("conventions", None)
+        for made in ("conventions", "turn_ends"):
+            vars(self).pop(made, None)
         _ = self.conventions
         return self
 
@@ -132,6 +134,23 @@ class Tokenizer:
         known = self.conventions.templates
         name = "tool_use" if variables.get("tools") and "tool_use" in known else "default"
         return known.get(name, "")
+
+    @property
+    def turn_stops(self) -> list[str]:
+        """What ends an answer of a model without a chat template, whose messages are lines."""
+        return [] if self.conventions.templates else [f"\n{LINES['user']}:"]
+
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """The ids that end an answer in a conversation: `ends`, and what the chat template writes behind one. Of a model that was
+        tuned for conversations later, its own files may not name it."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
+        if not self.conventions.templates:
+            return self.ends
+        (text,) = self.chat_pieces([said], {"add_generation_prompt": False})
+        whole = "".join(part for part, _ in text)
+        places = sorted((whole.find(name, whole.rfind(SAID)), -len(name), name) for name in self.special)
+        return self.ends | {self.special[name] for at, _, name in [p for p in places if p[0] >= 0][:1]}
 
     def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
         """The text of each conversation in pieces, and of each whether it is letters alone."""
