@@ -279,7 +279,8 @@ class Ids(Tokenizer):
     @property
     def tokens(self) -> Sequence[bytes]:
         raise UserError(
-            f"the model has {self.count} ids and no tokenizer, so there is no text: name the folder of one with --tokenizer"
+            f"the model has {self.count} ids and no tokenizer, so there is no text: name one by --tokenizer, "
+            "or tokenizer= from Python"
         )
 
     @property
