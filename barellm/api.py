@@ -7,8 +7,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -203,17 +205,29 @@ class Model:
         messages: Sequence[Mapping[str, Any]],
         *,
         max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> str:
         """The answer to a conversation: messages, each with a role and a content, by the model's chat template, whose own
-        `variables` may be given. The `options` are those of `stream`, which gives it piece by piece for
-        `model.tokenizer.chat(messages)`."""
-        ids = self.tokenizer.chat(messages, **(variables or {}))
-        return self.generate(ids, max_new_tokens=max_new_tokens, **options)
+        `variables` may be given. The `options` are those of `stream`, which gives an answer piece by piece for
+        `model.tokenizer.chat(messages)`. It ends where the model ends a text, or the template a turn."""
+        ids, how = (
+            self.tokenizer.chat(messages, **(variables or {})),
+            sampling(self.tokenizer.conventions.sampling, **options),
+        )
+        stops = [*([stop] if isinstance(stop, str) else stop), *self.tokenizer.turn_stops]
+        _, pieces = self._text(ids, max_new_tokens, how=how, stop=stops, ends=self.tokenizer.turn_ends)
+        return self._alone(lambda: "".join(pieces))
 
     def _text(
-        self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str]
+        self,
+        prompt: str | ArrayLike,
+        tokens: int,
+        *,
+        how: Sampling,
+        stop: str | Sequence[str],
+        ends: AbstractSet[int] | None = None,
     ) -> tuple[_Place, Generator[str, None, None]]:
         """Looks at the arguments. The session is opened with the first piece."""
         tokens = converted("max_new_tokens", tokens, int)
@@ -230,14 +244,15 @@ class Model:
             warnings.warn(warning, stacklevel=4)
         place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
         begins = not (isinstance(prompt, str) and prompt)  # nothing of a text before it, or ids such as those of a chat
-        return place, self._pieces(place, fed, stops, tokens=tokens, how=how, begins=begins)
+        text = partial(Written, self.tokenizer, stops=stops, begins=begins, ends=ends)
+        return place, self._pieces(place, fed, text, tokens=tokens, how=how)
 
     def _pieces(
-        self, place: _Place, fed: Sequence[int], stops: Sequence[str], *, tokens: int, how: Sampling, begins: bool
+        self, place: _Place, fed: Sequence[int], written: Callable[..., Written], *, tokens: int, how: Sampling
     ) -> Generator[str, None, None]:
         """The pieces of a text, for who holds the lock; between two of them anything may have been computed."""
         pieces: list[str] = []
-        text = Written(self.tokenizer, stops=stops, emit=pieces.append, begins=begins)
+        text = written(emit=pieces.append)
         try:
             for _ in write(self._resume(place), [fed], [text], count=tokens, hows=[how]):
                 yield from filter(None, pieces)

@@ -45,7 +45,7 @@ class _Worker:
             self._process.wait()
             self._process = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def request(self, question: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 words = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
@@ -61,7 +61,7 @@ class _Worker:
             late = threading.Timer(SECONDS, self._process.kill)
             late.start()
             try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.write(json.dumps(question).encode() + b"\n")
                 self._process.stdin.flush()
                 line = self._process.stdout.readline()
             except BrokenPipeError:
@@ -80,8 +80,8 @@ class _Worker:
 _worker = _Worker()
 
 
-def _asked(template: str, **request: Any) -> dict[str, Any]:
-    found = _worker.ask({"template": template, **request})
+def _answer_of(template: str, **request: Any) -> dict[str, Any]:
+    found = _worker.request({"template": template, **request})
     if "error" in found:
         raise UserError(f"the chat template failed: {found['error']}")
     return found
@@ -120,14 +120,14 @@ def render(template: str, conversations: Sequence[Any], variables: Mapping[str, 
     """The text of each conversation."""
     _need_jinja()
     given = {"tools": None, "documents": None, **variables}
-    return _asked(template, variables=[{**given, "messages": each} for each in conversations])["texts"]
+    return _answer_of(template, variables=[{**given, "messages": each} for each in conversations])["texts"]
 
 
 @lru_cache(maxsize=8)
 def control_tokens(template: str, special: frozenset[str], added: frozenset[str]) -> tuple[str, ...]:
     """Special tokens, and added ones that the template itself writes; the longest first."""
     _need_jinja()
-    written = "\0".join(_asked(template)["literals"])
+    written = "\0".join(_answer_of(template)["literals"])
     found = special | {name for name in added if name in written}
     return tuple(sorted((name for name in found if name.strip()), key=lambda name: (-len(name), name)))
 

@@ -159,8 +159,8 @@ class Talk:
             _say(f"{error}\n")
             return
         shown = Thinking(self.thinking if sys.stdout.isatty() or self.thinking == "hide" else "show", opened)
-        stops = [] if self.tokenizer.conventions.templates else ["\nUser:"]
-        text = Written(self.tokenizer, stops=stops, emit=shown.feed, begins=True)
+        stops, ends = self.tokenizer.turn_stops, self.tokenizer.turn_ends
+        text = Written(self.tokenizer, stops=stops, emit=shown.feed, begins=True, ends=ends)
         seeded = replace(how, seed=how.seed + self.turn)
         try:
             for _ in write(decoder, [ids], [text], count=self.room, hows=[seeded]):

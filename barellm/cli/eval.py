@@ -181,14 +181,10 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
     if path.is_file() and format_of(path, Layout()) != "text":
         corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)
-        name, found = corpus.name, documents.of_records(corpus, tokenizer)
+        name, (found, lengths) = corpus.name, documents.of_records(corpus, tokenizer)
     else:
         data = prepare(source, tokenizer=tokenizer, whole=args.split == "all")
-        name, found = data.name, documents.of_stream(data.val, tokenizer.eot)
-    try:
-        lengths = tokenizer.byte_lengths
-    except UserError:  # GPT-2's vocabulary is not on this machine
-        lengths = None
+        name, found, lengths = data.name, documents.of_stream(data.val, tokenizer.eot), data.byte_lengths
     task = documents.Documents(found, seq=config.train.seq, byte_lengths=lengths)
     if not task.texts:
         part = "" if args.split == "all" else "the validation part of "

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import (
-    ESCAPES, add_context, add_device, add_dtype, add_sampling, add_weights, context_of, escaped, sampling_of,
+    ESCAPES,
+    add_context,
+    add_device,
+    add_dtype,
+    add_sampling,
+    add_weights,
+    context_of,
+    escaped,
+    sampling_of,
 )  # fmt: skip
 
 if TYPE_CHECKING:

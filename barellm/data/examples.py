@@ -15,10 +15,11 @@ import numpy as np
 import xxhash
 
 from barellm.data import conversations
+from barellm.data.chats import LINES
 from barellm.data.loader import MASK, Rows, draw, permuted
 from barellm.data.reading import Layout, each_record, format_of
 from barellm.data.records import instead, need_characters
-from barellm.data.tokenizers import LINES, Tokenizer
+from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens

@@ -15,21 +15,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from barellm.chat import conventions, templates
+from barellm.chat import conventions
+from barellm.data import chats
 from barellm.data.cache import new_file
 from barellm.errors import UserError
 
 FILE = "tokenizer.json"
 FORMAT = 1
 END_OF_TEXT = "<|endoftext|>"
-LINES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of a conversation without a chat template
 
 
-class Tokenizer:
+class Tokenizer(chats.Chats):
     """The protocol, and what all kinds share. `tokens[id]` is the UTF-8 that an id stands for, empty for special ids.
 
     `eot`, where there is one, stands before every document, as in llm.c's shards: <|endoftext|>, or Llama-3's <|begin_of_text|>.
@@ -80,7 +79,8 @@ class Tokenizer:
     def with_files(self, files: Mapping[str, bytes], *, rows: int | None = None) -> Tokenizer:
         """Itself, with what lies beside its model, and the rows of that. UserError for a damaged file."""
         self.files, self.rows = files, rows
-        vars(self).pop("conventions", None)
+        for made in ("conventions", "turn_ends"):
+            vars(self).pop(made, None)
         _ = self.conventions
         return self
 
@@ -107,67 +107,6 @@ class Tokenizer:
         if begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
         return ids or [self.start]
-
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> np.ndarray:
-        """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template. `variables` are
-        the template's, such as enable_thinking. A special token's name in a message is text.
-
-        Without a template a message is a line, `User: Hi`, as fine-tuning has it. UserError for messages that are none, for a
-        template that fails or is not done in time, and where jinja2 is missing."""
-        given = {"add_generation_prompt": add_generation_prompt, **variables}
-        return np.concatenate([ids for ids, _ in self.chats([messages], given)[0]])
-
-    def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        """The text of which `chat` gives the ids. UserError as there."""
-        given = {"add_generation_prompt": add_generation_prompt, **variables}
-        if not (template := self._template(given)):
-            return "".join(text for text, _ in self._lines(templates.checked(messages), add_generation_prompt))
-        return templates.render(template, [templates.checked(messages)], {**self.conventions.named, **given})[0]
-
-    def _template(self, variables: Mapping[str, Any]) -> str:
-        known = self.conventions.templates
-        name = "tool_use" if variables.get("tools") and "tool_use" in known else "default"
-        return known.get(name, "")
-
-    def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
-        """The text of each conversation in pieces, and of each whether it is letters alone."""
-        found = [templates.checked(one) for one in conversations]
-        if not (template := self._template(variables)):
-            return [self._lines(one, bool(variables.get("add_generation_prompt"))) for one in found]
-        special = frozenset(self.special)
-        control = templates.control_tokens(template, special, frozenset(self.added))
-        return templates.pieces(template, found, {**self.conventions.named, **variables}, control, special)
-
-    def _lines(self, messages: Sequence[Mapping[str, Any]], answers: bool) -> list[templates.Piece]:
-        found: list[templates.Piece] = []
-        name_of = {i: name for name, i in self.special.items()}
-        begin, end = (name_of.get(-1 if i is None else i, "") for i in (self.conventions.begin, self.conventions.end))
-        for message in messages:
-            said = LINES.get(message["role"])
-            if said is None or not isinstance(message.get("content"), str):
-                raise UserError(f"the model has no chat template: expected texts of {', '.join(LINES)}")
-            answer = message["role"] == "assistant"
-            found += [(begin, False)] if not found else []
-            found += [(f"{said}:", True), (f" {message['content']}", True), (end, False)] if answer else []
-            found += [] if answer else [(f"{said}: {message['content']}\n", True)]
-        found += [(f"{LINES['assistant']}:", True)] if answers else []
-        return [piece for piece in found if piece[0]]
-
-    def chats(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[tuple[np.ndarray, str]]]:
-        """Ids and text of each piece of each conversation."""
-        found = []
-        for parts in self.chat_pieces(conversations, variables):
-            found.append([(self.encode_piece(part, first=i == 0), part[0]) for i, part in enumerate(parts)])
-        return found
-
-    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
-        """Ids of a piece of a conversation."""
-        text, letters = piece
-        return self.encode(text, special=not letters)
 
     @property
     def added(self) -> Mapping[str, int]:
@@ -260,7 +199,8 @@ class Ids(Tokenizer):
     @property
     def tokens(self) -> Sequence[bytes]:
         raise UserError(
-            f"the model has {self.count} ids and no tokenizer, so there is no text: name the folder of one with --tokenizer"
+            f"the model has {self.count} ids and no tokenizer, so there is no text: name one by --tokenizer, "
+            "or tokenizer= from Python"
         )
 
     @property

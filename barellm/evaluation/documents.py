@@ -12,6 +12,7 @@ import numpy as np
 from barellm.data.corpus import Corpus
 from barellm.data.shards import TokenStream
 from barellm.data.tokenizers import Tokenizer
+from barellm.errors import UserError
 from barellm.evaluation.scoring import Scorer, Text
 
 
@@ -24,11 +25,20 @@ def of_stream(stream: TokenStream, eot: int | None) -> list[np.ndarray]:
     return [ids[a:b] for a, b in pairwise(cuts)]
 
 
-def of_records(corpus: Corpus, tokenizer: Tokenizer) -> list[np.ndarray]:
+def of_records(corpus: Corpus, tokenizer: Tokenizer) -> tuple[list[np.ndarray], np.ndarray | None]:
     """The documents of the validation part of files of records: the text of each, with the separator before it where the
-    tokenizer has one."""
+    tokenizer has one; and the bytes of text in each id, of the texts as they are there. None: nothing says those."""
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
-    return [np.concatenate([before, ids]) for ids in tokenizer.encode_many(corpus.documents(corpus.val))]
+    texts = list(corpus.documents(corpus.val))
+    found = [np.concatenate([before, ids]) for ids in tokenizer.encode_many(texts)]
+    try:
+        lengths = tokenizer.byte_lengths
+    except UserError:  # GPT-2's vocabulary is not on this machine
+        return found, None
+    if not tokenizer.exact:
+        counted = sum(int(lengths[ids].sum()) for ids in found)
+        lengths = lengths * (sum(len(text.encode()) for text in texts) / max(1, counted))
+    return found, lengths
 
 
 def windows(ids: Sequence[int] | np.ndarray, seq: int) -> list[Text]:

@@ -44,9 +44,9 @@ class Sampling:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
 
 
-def sampling(own: Mapping[str, Any], **given: Any) -> Sampling:
+def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any) -> Sampling:
     """What a user has given, None where nothing; else what the model's own folder says; else the defaults."""
-    return Sampling(**{**own, **{name: value for name, value in given.items() if value is not None}})
+    return Sampling(seed=seed, **{**own, **{name: value for name, value in given.items() if value is not None}})
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from barellm.data.tokenizers import StreamDecoder, Tokenizer
 from barellm.generation.decode import Decoder, kept
@@ -11,7 +12,8 @@ from barellm.generation.stops import StopStrings
 
 
 class Written:
-    """The completion of one prompt. `emit` gets it piece by piece. `begins`: it is a text of its own, as an answer is."""
+    """The completion of one prompt. `emit` gets it piece by piece. `begins`: it is a text of its own, as an answer is.
+    `ends`: the ids that end it, where they are others than those of any text."""
 
     def __init__(
         self,
@@ -20,7 +22,9 @@ class Written:
         stops: Sequence[str] = (),
         emit: Callable[[str], object] = lambda piece: None,
         begins: bool = False,
+        ends: AbstractSet[int] | None = None,
     ) -> None:
+        self.ends = tokenizer.ends if ends is None else ends
         self.tokenizer, self.emit = tokenizer, emit
         self.ids: list[int] = []
         self.ended = False
@@ -38,7 +42,7 @@ class Written:
 
     def feed(self, token: int) -> None:
         """A token that the model drew."""
-        if token in self.tokenizer.ends:
+        if token in self.ends:
             self.ended = True
             return
         self.ids.append(token)

@@ -164,6 +164,15 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(run, monkeypatch, capsys):
     assert len(turns) == 2
 
 
+def test_a_turn_ends_with_what_the_template_writes_behind_an_answer(tmp_path):
+    turn = "{% for m in messages %}<start_of_turn>{{ m.role }} {{ m.content|trim }}<end_of_turn>{% endfor %}"
+    made = load_tokenizer(families.folder(tmp_path / "g", "gemma", template=turn))
+    assert made.ends == {made.special["<eos>"], made.special["<bos>"]}
+    assert made.turn_ends == made.ends | {made.special["<end_of_turn>"]} and made.turn_stops == []
+    plain = load_tokenizer(families.folder(tmp_path / "p", "llama2"))
+    assert plain.turn_ends == plain.ends and plain.turn_stops == ["\nUser:"]
+
+
 @pytest.mark.parametrize(
     "how, wanted", [("show", "a<think>b</think>c"), ("hide", "ac"), ("dim", "a\033[2m<think>b</think>\033[0mc")]
 )

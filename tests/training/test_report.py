@@ -233,7 +233,12 @@ def test_the_header_says_the_memory_in_mib_and_the_bound_of_a_step():
         flops_per_step=4_000_000_000, peak=lambda: Rate(2e11, 0.01),
     )  # fmt: skip
     data = SimpleNamespace(
-        name="a text", train=range(9000), val=range(1000), tokenizer=SimpleNamespace(name="chars"), byte_lengths=None
+        name="a text",
+        train=range(9000),
+        val=range(1000),
+        tokenizer=SimpleNamespace(name="chars"),
+        byte_lengths=None,
+        no_text="GPT-2's vocabulary is not on this machine",
     )
     lines = report.header(machine, data, Path("runs/a"))
     assert "machine  cpu, avx2, fp32, 3 threads; 1.5 MiB of memory" in lines
