@@ -34,10 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
+    from barellm.training.console import show
+
     for title, values in found.items():
         print(title)
         for name, value in values.items():
-            print(f"  {name:<20} {_shown(value)}")
+            show(f"  {name:<20} {_shown(value)}")
     return 0
 
 

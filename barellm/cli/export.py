@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from barellm.cli.options import dtype
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -15,7 +17,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="huggingface, gguf (llama.cpp's), llmc, llmc-checkpoint (with AdamW's moments), or llmc-tokenizer (no weights)",
     )
-    parser.add_argument("--dtype", default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)")
+    parser.add_argument(
+        "--dtype", type=dtype, default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)"
+    )
     parser.add_argument(
         "--license",
         metavar="NAME",
@@ -27,11 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from barellm.config.aliases import FORMATS, VALUES
+    from barellm.config.aliases import FORMATS
     from barellm.interop.exported import export
 
     kind: str = FORMATS.get(args.format) or args.format
-    dtype: str = VALUES["train.dtype"].get(args.dtype) or args.dtype
-    for line in export(Path(args.checkpoint), Path(args.out), kind=kind, dtype=dtype, licence=args.license):
+    for line in export(Path(args.checkpoint), Path(args.out), kind=kind, dtype=args.dtype, licence=args.license):
         print(line)
     return 0

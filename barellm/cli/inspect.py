@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from barellm.cli.options import add_device, add_weights
+from barellm.cli.options import add_device, add_weights, dtype
 from barellm.errors import UserError
 
 STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
+        type=dtype,
         default="auto",
         choices=("auto", "fp32", "bf16", "fp16"),
         help="the dtype of the preset's matmuls (default: auto)",

@@ -66,7 +66,7 @@ def help_text() -> str:
             *lines,
             "",
             "barellm COMMAND --help shows a command's options, barellm --version the version,",
-            "barellm --completion SHELL prints the completion of bash, zsh or tcsh.",
+            "barellm --completion bash prints a shell's completion (zsh, fish, tcsh).",
         ]
     )
 

@@ -179,9 +179,16 @@ def _help(text: str, value: object) -> str:
     return (f"{text} (default: {shown})" if shown and "(default:" not in text else text).replace("%", "%%")
 
 
+def dtype(text: str) -> str:
+    """The dtype that a command line names, also as PyTorch calls it: bfloat16, float32, half."""
+    return aliases.VALUES["train.dtype"].get(text, text)
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """--dtype of commands that read a checkpoint."""
-    parser.add_argument("--dtype", metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
+    parser.add_argument(
+        "--dtype", type=dtype, metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

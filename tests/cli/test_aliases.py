@@ -153,6 +153,10 @@ def test_options_that_have_no_counterpart_name_what_does_it(words, message, caps
         ("eval x --split all", "split", "all"),
         ("eval x", "split", "val"),
         ("eval x --batch_size 2", "batch", 2),
+        ("sample x --dtype bfloat16", "dtype", "bf16"),
+        ("eval x --torch_dtype float32", "dtype", "fp32"),
+        ("export x --out y --format hf --dtype half", "dtype", "fp16"),
+        ("inspect --dtype bfloat16", "dtype", "bf16"),
     ],
 )
 def test_options_of_commands_have_their_names_elsewhere(words, name, value):

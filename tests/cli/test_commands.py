@@ -20,7 +20,10 @@ from barellm.checkpoint import checkpoint
 from barellm.cli import checkpoints
 from barellm.cli.main import main
 from barellm.config import Config
+from barellm.cpu.backend import machine_of
 from barellm.generation import decode
+from barellm.runtime import rates
+from barellm.tools.plan import roofline
 from barellm.training import metrics
 
 REFERENCE = ["--device", "reference"]
@@ -54,7 +57,7 @@ def test_a_run_ends_in_plain_lines_and_its_metrics_in_the_result(tiny, capsys, t
     result = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
     end = out[out.index("\ndone ") :]
     assert "{" not in end and f"{result['val_nats']:.4f} nats per token (perplexity " in end
-    assert f"gzip -9 needs {result['gzip_bits_per_byte']:.3f} bits per byte" in end and "4 steps in 0:0" in end
+    assert f"gzip -9: {result['gzip_bits_per_byte']:.3f} bits per byte" in end and "4 steps in 0:" in end
     typed = [line.partition("barellm ")[2] for line in end.splitlines() if " barellm " in line]
     assert [words.split()[0] for words in typed] == ["sample", "eval", "train"]
     for words in typed[:1] + typed[2:]:  # what it says to type next works
@@ -323,13 +326,32 @@ def test_doctor_tells_of_a_wrong_variable_beside_the_rest(capsys, tmp_path, monk
 def test_doctor_reports_in_both_forms(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"software", "processor", "memory", "gpu", "barellm uses", "environment"}
+    assert set(found) == {"software", "processor", "memory", "gpu", "barellm uses", "measured rates", "environment"}
     assert found["barellm uses"]["threads"] >= 1 and found["memory"]["limit bytes"] > 1 << 20
     assert "BARELLM_CACHE" in found["environment"]
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     for part in found:
         assert f"\n{part}\n" in f"\n{text}"
+
+
+def test_doctor_measures_the_rates_of_the_machine_again(capsys, monkeypatch, tmp_path):
+    class Bench:
+        machine = machine_of()
+        peaks = iter((100e9, 99e9, 98e9, 300e9, 100e9, 200e9))
+        peak = staticmethod(lambda dtype: next(Bench.peaks))
+        bandwidth = staticmethod(lambda mix: 20e9)
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(rates, "_process", {})
+    monkeypatch.setattr(roofline, "open_bench", lambda device: Bench)
+    assert main(["doctor", "--json"]) == 0
+    assert last_json(capsys)["measured rates"] == {"none": "not measured yet: barellm doctor --measure"}
+    assert main(["doctor", "--measure", "--json"]) == 0
+    found = last_json(capsys)["measured rates"]
+    assert found["cpu fp32"] == "100 GFLOP/s" and found["cpu copy"] == "20 GB/s"
+    assert found["cpu bf16"] == "300 GFLOP/s (noisy: measurements differ by 67%)"
 
 
 @pytest.mark.extended
