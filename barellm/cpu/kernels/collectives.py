@@ -147,7 +147,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
 
     def begin(arrays: list[np.ndarray]):
         found = dict(zip(op.inputs, arrays, strict=False))
-        places = ranks.places(op.departing({name: [array] for name, array in found.items()}))
+        places = ranks.peer_addresses(op.departing({name: [array] for name, array in found.items()}))
         of_shares = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
         processes = [process for process, _ in places]
         filled = np.array([process_vm_readv(), 0, *processes, *of_shares.reshape(-1)], np.int64).view(np.uint8)
@@ -155,7 +155,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         def call() -> None:
             arrays[-1][: filled.size] = filled
             if op.meets[0]:
-                ranks.meet()
+                ranks.barrier()
 
         return call
 
@@ -163,7 +163,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         def call() -> None:
             failed = bool(arrays[-1].view(np.int64)[FAILED])
             if failed or op.meets[1]:
-                ranks.meet(whole=not failed)
+                ranks.barrier(complete=not failed)
 
         return call
 
