@@ -19,7 +19,7 @@ from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
 from barellm.runtime.memory import TooLarge, check_fits
-from barellm.runtime.ranks import ALONE, apart
+from barellm.runtime.ranks import ALONE, without_peer_access
 from barellm.runtime.rates import Rate
 
 DEVICES = (*NAMES, "reference")
@@ -199,7 +199,7 @@ def open_model(
     trained or initialised then, only loaded."""
     check_device(device)
     config = resolved(config, device)
-    train, ranks = config.train, apart(ranks) if device == "cuda" else ranks
+    train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
     how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
     programs = build_programs(config, training=training, **how)
     programs = {name: p for name, p in programs.items() if not only or name in only}

@@ -26,7 +26,7 @@ Request = tuple[str, int, int]  # a tensor, and its elements from and to
 class ShardedState:
     """A session of one rank as if it had all. `tensors`: every parameter and state, as one process has it. `parts`: the elements
     [from, to) of each that each rank holds; what is not in it is on every rank the same. Of a parameter all ranks have something,
-    which may be rounded, and the rank that holds it has it exactly. `beside`: threads read it, beside the run."""
+    which may be rounded, and the rank that holds it has it exactly. `background`: threads read it, beside the run."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class ShardedState:
         parts: Mapping[str, Sequence[tuple[int, int]]],
         ranks: Ranks,
         *,
-        beside: bool = False,
+        background: bool = False,
     ) -> None:
         self.tensors = dict(tensors)
-        self._session, self._parts, self._ranks, self._beside = session, parts, ranks, beside
+        self._session, self._parts, self._ranks, self._background = session, parts, ranks, background
 
     def snapshot(self, names: Collection[str], *, threads: int) -> tuple[ShardedState, Snapshot]:
         """What these tensors are now, as a thread of each rank saves it, and the part of that which this rank has."""
@@ -50,7 +50,7 @@ class ShardedState:
             if a < b:
                 pieces.append((name, *self._rows(name, a, b)))
         found = Snapshot(self._session, pieces, threads=threads, waits=False)
-        return ShardedState(found, self.tensors, self._parts, self._ranks, beside=True), found  # pyright: ignore[reportArgumentType]
+        return ShardedState(found, self.tensors, self._parts, self._ranks, background=True), found  # pyright: ignore[reportArgumentType]
 
     def _part(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of a tensor, from and to, that a rank gives to a checkpoint."""
@@ -85,12 +85,12 @@ class ShardedState:
             yield
         finally:
             for rank in range(1, self._ranks.count):
-                self._ranks.send(rank, None, beside=self._beside)
+                self._ranks.send(rank, None, background=self._background)
 
     def serve(self) -> None:
         """On the other ranks: give rank 0 what it asks for, until it has all."""
-        while (request := self._ranks.receive(0, patient=True, beside=self._beside)) is not None:
-            self._ranks.send(0, self._own(*request), beside=self._beside)
+        while (request := self._ranks.receive(0, no_timeout=True, background=self._background)) is not None:
+            self._ranks.send(0, self._own(*request), background=self._background)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi), exactly, on rank 0."""
@@ -107,8 +107,8 @@ class ShardedState:
             if rank == self._ranks.rank:
                 found.append(self._own(name, a, b))
                 continue
-            self._ranks.send(rank, (name, a, b), beside=self._beside)
-            found.append(self._ranks.receive(rank, beside=self._beside))
+            self._ranks.send(rank, (name, a, b), background=self._background)
+            found.append(self._ranks.receive(rank, background=self._background))
         return np.concatenate(found).reshape(hi - lo, *t.shape[1:])
 
     def _own(self, name: str, a: int, b: int) -> np.ndarray:

@@ -59,7 +59,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
             )
         ranks.settle(cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)
-        ranks.gather(None, patient=True)
+        ranks.gather(None, no_timeout=True)
         if rank == 0:
             launcher_protocol.announce_exit(status)
         ranks.close()

@@ -121,7 +121,7 @@ class Communicator:
 def check_own(ranks: Ranks, device: driver.Device) -> None:
     """Raise a UserError on all ranks where two have one GPU."""
     owners: dict[str, int] = {}
-    for rank, uuid in enumerate(ranks.gather(device.uuid, patient=True)):
+    for rank, uuid in enumerate(ranks.gather(device.uuid, no_timeout=True)):
         if uuid in owners:
             raise UserError(
                 f"ranks {owners[uuid]} and {rank} have the same GPU (UUID {uuid}), expected one for each: NCCL needs that"

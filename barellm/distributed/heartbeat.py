@@ -61,7 +61,7 @@ class Heartbeat:
         self._begun, self._with_us = dict.fromkeys(self._others, 0), dict.fromkeys(self._others, 0)
         self._waits, self._with = 0, dict.fromkeys(self._others, 0)
         self._one: int | None = None  # the rank for which this one waits, unless that is for all
-        self._since: float | None = None  # when the wait began in which it is, unless that is patient
+        self._since: float | None = None  # when the wait began in which it is, unless that has no timeout
         self._near: dict[int, Process] = {}
         self.at_fault = -1
         self._over = threading.Event()
@@ -73,15 +73,15 @@ class Heartbeat:
         self._near = {rank: Process(number) for rank, number in processes.items()}
 
     @contextmanager
-    def waiting(self, *, one: int | None = None, patient: bool = False) -> Iterator[Callable[[], None]]:
+    def waiting(self, *, one: int | None = None, no_timeout: bool = False) -> Iterator[Callable[[], None]]:
         """While entered, this rank waits for what all do together, or for a message to or from `one`: for one that is late only so
-        long, unless it is `patient`. Gives a function to call between two looks at what it waits for."""
+        long, unless there is `no_timeout`. Gives a function to call between two looks at what it waits for."""
         if one is None:
             self._waits += 1
         else:
             self._with[one] += 1
         self._one = one
-        self._since = None if patient else self._clock
+        self._since = None if no_timeout else self._clock
         looks = 0
 
         def look() -> None:

@@ -65,7 +65,7 @@ class MpiRanks:
 
         def transfer() -> None:
             if self._readable:
-                self.meet()  # all have what is read now
+                self.barrier()  # all have what is read now
             self._wait(self._requests(sends, receives, ARRAYS))
             whole = True
             try:
@@ -74,7 +74,7 @@ class MpiRanks:
             except OSError:
                 whole = False
             if self._readable:
-                self.meet(whole=whole)  # nobody reads any more
+                self.barrier(complete=whole)  # nobody reads any more
 
         return transfer
 
@@ -93,12 +93,12 @@ class MpiRanks:
     def direct(self) -> bool:
         return bool(self._readable)
 
-    def places(self, sends: Arrays) -> list[tuple[int, list[int]]]:
+    def peer_addresses(self, sends: Arrays) -> list[tuple[int, list[int]]]:
         found = self._places(sends)
         return [(process, [address for address, _ in found[rank]]) for rank, process in self._readable.items()]
 
-    def meet(self, *, whole: bool = True) -> None:
-        if whole:
+    def barrier(self, *, complete: bool = True) -> None:
+        if complete:
             self._wait([self._world.Ibarrier()])
             return
         # Its process is gone: the launcher, or the watch, is about to end this one too.
@@ -126,7 +126,7 @@ class MpiRanks:
         allow_reading()
         word = np.frombuffer(os.urandom(8), np.uint8)
         mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
-        everybody = self.gather(mine, patient=True)
+        everybody = self.gather(mine, no_timeout=True)
         here = {rank: process for rank, (name, process, *_) in enumerate(everybody) if name == mine[0]}
         self.number = list(here).index(self.rank)
         self._watch.look_at({rank: process for rank, process in here.items() if rank != self.rank})
@@ -142,30 +142,30 @@ class MpiRanks:
             *(self._world.Isend(piece, rank, tag) for rank, array in sends for piece in _pieces(array)),
         ]
 
-    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+    def gather(self, value: Any, *, no_timeout: bool = False) -> list[Any]:
         own = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.zeros(self.count, np.int64)
-        self._wait([self._world.Iallgather(np.array([own.size], np.int64), sizes)], patient=patient)
+        self._wait([self._world.Iallgather(np.array([own.size], np.int64), sizes)], no_timeout=no_timeout)
         found = np.empty(int(sizes.sum()), np.uint8)
         self._wait([self._world.Iallgatherv(own, [found, sizes.tolist()])])
         ends = np.cumsum(sizes)
         return [pickle.loads(found[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
 
-    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
-        if beside:
+    def send(self, rank: int, value: Any, *, background: bool = False) -> None:
+        if background:
             request = self._world.isend(value, rank, BESIDE)
             while not self._done([request]):
                 time.sleep(BESIDE_NAP_S)
             return
-        self._wait([self._world.isend(value, rank, VALUES)], one=rank, patient=True)
+        self._wait([self._world.isend(value, rank, VALUES)], one=rank, no_timeout=True)
 
-    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
+    def receive(self, rank: int, *, no_timeout: bool = False, background: bool = False) -> Any:
         message = None
-        if beside:  # the watch is about what the run waits for
+        if background:  # the watch is about what the run waits for
             while (message := self._world.improbe(rank, BESIDE)) is None:
                 time.sleep(BESIDE_NAP_S)
             return message.recv()
-        with self._watch.waiting(one=rank, patient=patient) as look:
+        with self._watch.waiting(one=rank, no_timeout=no_timeout) as look:
             while (message := self._world.improbe(rank, VALUES)) is None:
                 look()
         return message.recv()
@@ -180,7 +180,7 @@ class MpiRanks:
 
     def close(self) -> None:
         """Wait for all others, then leave them."""
-        self.gather(None, patient=True)
+        self.gather(None, no_timeout=True)
         with peer_supervisor():
             self._watch.close()
             _call(self._mpi, "MPI_Finalize")
@@ -189,8 +189,8 @@ class MpiRanks:
         """End all ranks at once."""
         end_all(self._world, status)
 
-    def _wait(self, requests: list[Any], *, one: int | None = None, patient: bool = False) -> None:
-        with self._watch.waiting(one=one, patient=patient) as look:
+    def _wait(self, requests: list[Any], *, one: int | None = None, no_timeout: bool = False) -> None:
+        with self._watch.waiting(one=one, no_timeout=no_timeout) as look:
             while not self._done(requests):
                 look()
 

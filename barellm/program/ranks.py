@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 class Ranks(Protocol):
     """This process among those of its run. All ranks call the same methods in the same order; each call returns when all that it
-    waits for have made it. `patient`: rank 0 may be at work alone, for however long, where the others call already."""
+    waits for have made it. `no_timeout`: rank 0 may be at work alone, for however long, where the others call already."""
 
     @property
     def rank(self) -> int:
@@ -48,16 +48,16 @@ class Ranks(Protocol):
         """Whether all ranks are on one machine and may read each other's memory."""
         ...
 
-    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+    def peer_addresses(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
         """Where `direct` ranks read what each of the others has for this one, in the order of the ranks: its process, and the
         addresses of its arrays in their order. `sends`: the arrays of this one, and for whom each is."""
         ...
 
-    def meet(self, *, whole: bool = True) -> None:
-        """Wait until all ranks are here. Not `whole`: what this one has read is not all, for a rank is gone; the run ends."""
+    def barrier(self, *, complete: bool = True) -> None:
+        """Wait until all ranks are here. Not `complete`: what this one has read is not all, for a rank is gone; the run ends."""
         ...
 
-    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+    def gather(self, value: Any, *, no_timeout: bool = False) -> list[Any]:
         """Everybody's value, by rank. It may be whatever can be pickled."""
         ...
 
@@ -65,10 +65,10 @@ class Ranks(Protocol):
         """End all ranks at once, with this exit status."""
         ...
 
-    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
-        """Give a value to one rank. `beside`: a thread does it that works beside the run, and is received by another."""
+    def send(self, rank: int, value: Any, *, background: bool = False) -> None:
+        """Give a value to one rank. `background`: a thread does it that works beside the run, and is received by another."""
         ...
 
-    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
+    def receive(self, rank: int, *, no_timeout: bool = False, background: bool = False) -> Any:
         """The next value that a rank gives this one."""
         ...

@@ -32,22 +32,22 @@ class Alone:
     def ending(self, number: int) -> Callable[[], None]:
         raise AssertionError("there is nobody else")
 
-    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+    def peer_addresses(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
         raise AssertionError("there is nobody else")
 
-    def meet(self, *, whole: bool = True) -> None:
+    def barrier(self, *, complete: bool = True) -> None:
         raise AssertionError("there is nobody else")
 
-    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+    def gather(self, value: Any, *, no_timeout: bool = False) -> list[Any]:
         return [value]
 
     def abort(self, status: int) -> None:
         raise AssertionError("there is nobody else")
 
-    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
+    def send(self, rank: int, value: Any, *, background: bool = False) -> None:
         raise AssertionError("there is nobody else")
 
-    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
+    def receive(self, rank: int, *, no_timeout: bool = False, background: bool = False) -> Any:
         raise AssertionError("there is nobody else")
 
 
@@ -61,7 +61,7 @@ class Planned(Alone):
         self.rank, self.count = rank, count
 
 
-class _Apart:
+class _WithoutPeerAccess:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.direct = False
@@ -70,11 +70,11 @@ class _Apart:
         return getattr(self._ranks, name)
 
 
-def apart(ranks: Ranks) -> Ranks:
+def without_peer_access(ranks: Ranks) -> Ranks:
     """The same ranks, whose tensors lie where processes do not read each other's memory: on GPUs."""
-    return cast(Ranks, _Apart(ranks))
+    return cast(Ranks, _WithoutPeerAccess(ranks))
 
 
 def first(ranks: Ranks, value: Any) -> Any:
     """What rank 0 says, which may come late."""
-    return ranks.gather(value if ranks.rank == 0 else None, patient=True)[0]
+    return ranks.gather(value if ranks.rank == 0 else None, no_timeout=True)[0]

@@ -44,7 +44,7 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
 def rank_zero_first(ranks: Ranks) -> Iterator[None]:
     """Rank 0 goes through this first, then all others: they find in caches what it has made."""
     if ranks.rank:
-        ranks.gather(None, patient=True)
+        ranks.gather(None, no_timeout=True)
     yield
     if ranks.count > 1 and ranks.rank == 0:
         ranks.gather(None)
@@ -52,7 +52,7 @@ def rank_zero_first(ranks: Ranks) -> Iterator[None]:
 
 def check_consistent_across_ranks(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     """Raise a UserError on all ranks that names the first rank for which something is not as for rank 0."""
-    found = ranks.gather(dict(facts), patient=True)
+    found = ranks.gather(dict(facts), no_timeout=True)
     for rank, theirs in enumerate(found):
         for name, value in found[0].items():
             if theirs[name] != value:

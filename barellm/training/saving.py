@@ -213,7 +213,7 @@ class SharedSaving(Saving):
         self.wait()
         begin = time.perf_counter()
         shards, snapshot = self._shards.snapshot(self._names(point), threads=self._threads)
-        if not all(self._ranks.gather(snapshot.fits(), patient=True)):
+        if not all(self._ranks.gather(snapshot.fits(), no_timeout=True)):
             self.now_or_warn(point)
             return
         self.writer = _Writer(point, snapshot, lambda: self._given(shards, lambda: self._write(shards, point)))

@@ -75,12 +75,12 @@ class Neighbours:
 
         return transfer
 
-    def places(self, sends):
+    def peer_addresses(self, sends):
         assert not sends
         return [(self.process, [array.ctypes.data for array in arrays]) for arrays in self._others()]
 
-    def meet(self, *, whole: bool = True) -> None:
-        self.met.append(whole)
+    def barrier(self, *, complete: bool = True) -> None:
+        self.met.append(complete)
 
 
 def shares(sizes: tuple[int, ...], count: int) -> list[list[np.ndarray]]:

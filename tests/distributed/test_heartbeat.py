@@ -109,7 +109,7 @@ def test_nobody_is_at_fault_while_all_are_heard_of(mpi, watched):
     found, said = watched
     time.sleep(0.6)
     assert not said and len(mpi.sent) > 10
-    with found.waiting(patient=True):
+    with found.waiting(no_timeout=True):
         time.sleep(0.5)
     assert not said
 

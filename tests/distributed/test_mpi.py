@@ -43,7 +43,7 @@ def test_what_is_sent_beside_the_run_is_waited_for_without_its_watch(monkeypatch
     answers = [None, None, SimpleNamespace(recv=lambda: "weights")]
     ranks = object.__new__(mpi.MpiRanks)
     ranks._world = SimpleNamespace(improbe=lambda rank, tag: answers.pop(0) if (rank, tag) == (1, mpi.BESIDE) else 0)
-    assert ranks.receive(1, beside=True) == "weights"
+    assert ranks.receive(1, background=True) == "weights"
     assert not answers and slept == [mpi.BESIDE_NAP_S] * 2
 
 

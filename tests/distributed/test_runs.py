@@ -312,7 +312,7 @@ def asks(ranks):
     ranks.receive(1 - ranks.rank)
 
 def serves(ranks):
-    ranks.receive(1 - ranks.rank, patient=True)
+    ranks.receive(1 - ranks.rank, no_timeout=True)
 
 work = [eval(name) for name in sys.argv[1:]]
 run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: work[ranks.rank](ranks) or 0)

@@ -69,17 +69,17 @@ class ThreadRanks:
             assert (found.size, found.dtype) == (array.size, array.dtype)
             array[...] = found.reshape(array.shape)
 
-    def places(self, sends):
+    def peer_addresses(self, sends):
         others = [rank for rank in range(self.count) if rank != self.rank]
         for rank in others:
             self._put("places", rank, [array.ctypes.data for to, array in sends if to == rank])
         return [(os.getpid(), self._get("places", rank)) for rank in others]
 
-    def meet(self, *, whole: bool = True) -> None:
-        assert whole
+    def barrier(self, *, complete: bool = True) -> None:
+        assert complete
         self.gather(None)
 
-    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+    def gather(self, value: Any, *, no_timeout: bool = False) -> list[Any]:
         for rank in range(self.count):
             self._put("gather", rank, value)
         return [self._get("gather", rank) for rank in range(self.count)]
@@ -87,11 +87,11 @@ class ThreadRanks:
     def abort(self, status: int) -> None:
         raise AssertionError(f"rank {self.rank} ends all with status {status}")
 
-    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
-        self._put("beside" if beside else "value", rank, value)
+    def send(self, rank: int, value: Any, *, background: bool = False) -> None:
+        self._put("background" if background else "value", rank, value)
 
-    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
-        return self._get("beside" if beside else "value", rank)
+    def receive(self, rank: int, *, no_timeout: bool = False, background: bool = False) -> Any:
+        return self._get("background" if background else "value", rank)
 
 
 def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = False) -> list[Any]:

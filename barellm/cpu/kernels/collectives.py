@@ -148,7 +148,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
 
     def begin(arrays: list[np.ndarray]):
         inputs = dict(zip(op.inputs, arrays, strict=False))
-        places = ranks.places(op.departing({name: [array] for name, array in inputs.items()}))  # (process, addresses)
+        places = ranks.peer_addresses(op.departing({name: [array] for name, array in inputs.items()}))  # (process, addresses)
         addresses = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
         processes = [process for process, _ in places]
         entries = np.array([process_vm_readv(), 0, *processes, *addresses.reshape(-1)], np.int64).view(np.uint8)
@@ -156,7 +156,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         def call() -> None:
             arrays[-1][: entries.size] = entries
             if op.meets[0]:
-                ranks.meet()
+                ranks.barrier()
 
         return call
 
@@ -164,7 +164,7 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         def call() -> None:
             failed = bool(arrays[-1].view(np.int64)[FAILED])
             if failed or op.meets[1]:
-                ranks.meet(whole=not failed)
+                ranks.barrier(complete=not failed)
 
         return call
 
