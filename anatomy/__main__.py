@@ -20,17 +20,11 @@ HEAD = ("rung", "", "threads", "GFLOP/s", "of peak", "FLOP/byte", "inner loop", 
 
 def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m anatomy", description=__doc__)
-    parser.add_argument(
-        "--size", type=int, help=f"rows, columns and depth of the product ({CPU_SIZE}; GPU: {GPU_SIZE})"
-    )
+    parser.add_argument("--size", type=int, help=f"rows, columns and depth of the product ({CPU_SIZE}; GPU: {GPU_SIZE})")
     parser.add_argument("--rounds", type=int, default=5, help="how often everything is measured (%(default)s)")
     parser.add_argument("--rungs", default="", help="only these, as 1,4-6 (all)")
-    parser.add_argument(
-        "--gpu", action="store_true", help="the GPU's rungs: run where there is one, compiled elsewhere"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/anatomy"), help="folder for JSON and pictures (%(default)s)"
-    )
+    parser.add_argument("--gpu", action="store_true", help="the GPU's rungs: run where there is one, compiled elsewhere")
+    parser.add_argument("--out", type=Path, default=Path("runs/anatomy"), help="folder for JSON and pictures (%(default)s)")
     options = parser.parse_args(words)
     for name in ("size", "rounds"):
         if (given := getattr(options, name)) is not None and given < 1:

@@ -60,11 +60,7 @@ def staircase(found: dict[str, Any], path: Path) -> None:
         slope = level["bytes_per_s"] / 1e9
         ridge = top / slope
         right.plot(
-            [0.05, ridge, 20],
-            [0.05 * slope, top, top],
-            color=LEVELS[name],
-            linewidth=1.2,
-            label=f"{name}: {slope:.0f} GB/s",
+            [0.05, ridge, 20], [0.05 * slope, top, top], color=LEVELS[name], linewidth=1.2, label=f"{name}: {slope:.0f} GB/s"
         )
     groups: dict[float, list[dict[str, Any]]] = {}
     for row in rows:
@@ -89,9 +85,7 @@ def hierarchy(found: dict[str, Any], path: Path) -> None:
         (2, "bytes_per_s", 1e9, "GB/s that one thread reads"),
     ):
         axes = axes_of(figure, (1, 2, place), title)
-        axes.plot(
-            sizes, [row[key] / scale for row in found["memory"]], color=BLUE, marker="o", markersize=3, linewidth=1.4
-        )
+        axes.plot(sizes, [row[key] / scale for row in found["memory"]], color=BLUE, marker="o", markersize=3, linewidth=1.4)
         axes.set(xscale="log", ylim=(0, None))
         if key == "latency_ns":
             axes.set(yscale="log", ylim=(0.8, 400))

@@ -21,9 +21,7 @@ def squares(axes: Any, at: tuple[float, float], shape: tuple[int, int], colours:
             where = at[0] + c, at[1] + r
             axes.add_patch(Rectangle(where, 1, 1, facecolor=colours(r, c), edgecolor="white", linewidth=1))
             if label:
-                axes.text(
-                    where[0] + 0.5, where[1] + 0.5, label(r, c), ha="center", va="center", fontsize=7.5, color=INK
-                )
+                axes.text(where[0] + 0.5, where[1] + 0.5, label(r, c), ha="center", va="center", fontsize=7.5, color=INK)
 
 
 def blank(figure: Any, place: tuple[int, int, int], title: str, width: float, height: float) -> Any:

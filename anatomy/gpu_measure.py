@@ -73,9 +73,7 @@ def facts(rungs: list[GpuRung], size: int) -> list[dict[str, Any]]:
 class OnGpu:
     """A rung with its operands in the memory of this machine's GPU."""
 
-    def __init__(
-        self, rung: GpuRung, size: tuple[int, int, int], device: driver.Device, context: driver.Context
-    ) -> None:
+    def __init__(self, rung: GpuRung, size: tuple[int, int, int], device: driver.Device, context: driver.Context) -> None:
         self.rung, self.context, self.dtype = rung, context, DTYPES[rung.dtype]
         self.product, launch = rung.product(*size, target=Target.of(device))
         rng, p = np.random.default_rng(0), self.product
@@ -119,9 +117,7 @@ def measured(rungs: list[GpuRung], size: int, rounds: int) -> dict[int, dict[str
     """By number of the rung: seconds of each round, FLOP/s and share of the peak, which is measured in the same rounds."""
     machine = bench.Bench()
     if machine.device.arch != HOPPER.arch:
-        raise UserError(
-            f"the GPU's rungs are for compute capability 9.0, {machine.device.name} has {machine.device.arch}"
-        )
+        raise UserError(f"the GPU's rungs are for compute capability 9.0, {machine.device.name} has {machine.device.arch}")
     timed = {r: OnGpu(r, (size, size, size), machine.device, machine.context) for r in rungs}
     for t in timed.values():
         t.check()

@@ -57,14 +57,10 @@ class Product:
         self.tables[tensor] = values
         return tensor
 
-    def launch(
-        self, function: Any, operands: dict[str, Any], blocks: tuple[int, ...], *, warps: int, **constants: Any
-    ) -> None:
+    def launch(self, function: Any, operands: dict[str, Any], blocks: tuple[int, ...], *, warps: int, **constants: Any) -> None:
         """Append the launch of a kernel on a grid of `blocks`."""
         sizes = {name: n for name, n in (("M", self.M), ("N", self.N), ("K", self.K)) if name in function.parameters}
-        self.lowering.launch(
-            function, operands, sizes | constants, grid=lambda s: blocks, writes="c c_map", warps=warps
-        )
+        self.lowering.launch(function, operands, sizes | constants, grid=lambda s: blocks, writes="c c_map", warps=warps)
 
 
 @dataclass(frozen=True)
@@ -114,15 +110,7 @@ def assembled(ptx: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [
-            knobs.nvidia.ptxas.path,
-            "-lineinfo",
-            "-suppress-debug-info",
-            "--gpu-name=sm_90a",
-            source,
-            "-o",
-            cubin,
-        ]
+        command = [knobs.nvidia.ptxas.path, "-lineinfo", "-suppress-debug-info", "--gpu-name=sm_90a", source, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return cubin.read_bytes()

@@ -112,9 +112,7 @@ def compiled_for(rung: Rung) -> ISA:
     """The host's instruction set, or the least of x86-64 that the rung needs."""
     if rung.needs(isas.host()):
         return isas.host()
-    return next(
-        isas.cross(name, "x86_64-unknown-linux-gnu") for name in reversed(isas.X86) if rung.needs(isas.X86[name])
-    )
+    return next(isas.cross(name, "x86_64-unknown-linux-gnu") for name in reversed(isas.X86) if rung.needs(isas.X86[name]))
 
 
 def ladder(rungs: list[Rung], size: int, rounds: int) -> dict[str, Any]:

@@ -50,10 +50,7 @@ def cpu_table(name: str) -> str:
 
 def machine_line(name: str) -> str:
     found = result(name)
-    m, peaks = (
-        found["machine"],
-        {p["threads"]: draw.peak(found, p["threads"]) for p in found["peaks"] if p["dtype"] == "fp32"},
-    )
+    m, peaks = (found["machine"], {p["threads"]: draw.peak(found, p["threads"]) for p in found["peaks"] if p["dtype"] == "fp32"})
     words = ", ".join(f"{rate:.0f} GFLOP/s on {n} thread{'s' * (n > 1)}" for n, rate in sorted(peaks.items()))
     where = f"{m['processor']}, {m['isa']}, {m['threads']} threads"
     what = f"fp32, {found['size']} rows, columns and depth, medians of {found['rounds']} rounds"
@@ -77,18 +74,7 @@ def gpu_table(name: str) -> str:
         rate = f"{row['flops'] / 1e12:.0f}" if "flops" in row else "not yet run"
         numbers = (row[key] for key in ("threads", "registers", "spills", "shared", "resident"))
         lines.append([str(row["number"]), row["name"], row["dtype"], *(f"{n:,}" for n in numbers), counts, rate])
-    names = (
-        "rung",
-        "",
-        "dtype",
-        "threads",
-        "registers",
-        "spills",
-        "shared bytes",
-        "blocks at a time",
-        "instructions",
-        "TFLOP/s",
-    )
+    names = ("rung", "", "dtype", "threads", "registers", "spills", "shared bytes", "blocks at a time", "instructions", "TFLOP/s")
     return rows(f"| {' | '.join(names)} |", lines)
 
 

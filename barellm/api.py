@@ -38,9 +38,7 @@ from barellm.models.training_schedule import on_step
 R = TypeVar("R")
 
 
-def load(
-    path: str | Path, *, device: str = "cpu", dtype: str | None = None, tokenizer: str | Path | None = None
-) -> Model:
+def load(path: str | Path, *, device: str = "cpu", dtype: str | None = None, tokenizer: str | Path | None = None) -> Model:
     """Open a trained model.
 
     `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
@@ -212,10 +210,7 @@ class Model:
         """The answer to a conversation: messages, each with a role and a content, by the model's chat template, whose own
         `variables` may be given. The `options` are those of `stream`, which gives an answer piece by piece for
         `model.tokenizer.chat(messages)`. It ends where the model ends a text, or the template a turn."""
-        ids, how = (
-            self.tokenizer.chat(messages, **(variables or {})),
-            sampling(self.tokenizer.conventions.sampling, **options),
-        )
+        ids, how = (self.tokenizer.chat(messages, **(variables or {})), sampling(self.tokenizer.conventions.sampling, **options))
         stops = [*([stop] if isinstance(stop, str) else stop), *self.tokenizer.turn_stops]
         _, pieces = self._text(ids, max_new_tokens, how=how, stop=stops, ends=self.tokenizer.turn_ends)
         return self._alone(lambda: "".join(pieces))
@@ -237,9 +232,7 @@ class Model:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
             raise UserError(f"stop is {shown(stop)}, expected a text or a list of texts")
-        fed = (
-            self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self._ids("prompt", prompt, axes="T").tolist()
-        )
+        fed = self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self._ids("prompt", prompt, axes="T").tolist()
         if warning := unseen(fed, self.config.model.max_seq):
             warnings.warn(warning, stacklevel=4)
         place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
@@ -265,9 +258,7 @@ class Model:
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It
         has no state of an optimizer: begin a run with `init_from`. Gives the folder of the checkpoint itself."""
-        return imported.save(
-            self._weights, path_of("path", path), config=self.config, step=self._step, total=self._total
-        )
+        return imported.save(self._weights, path_of("path", path), config=self.config, step=self._step, total=self._total)
 
     def close(self) -> None:
         """Give the memory back, once what other threads compute is done. A closed model computes nothing any more."""

@@ -87,16 +87,10 @@ class Run:
     def plot(self, y: str = "loss", *, axis: str = "steps", log: str = "") -> Figure:
         """The curve as a figure of matplotlib, which a notebook shows: `y` is loss, bits (per byte), lr, norm, speed or hellaswag,
         over steps, tokens or seconds; `log` names logarithmic axes: x, y or xy. UserError for a quantity that the run has not."""
-        for name, value, known in (
-            ("y", y, curve.QUANTITIES),
-            ("axis", axis, curve.AXES),
-            ("log", log, ("", "x", "y", "xy")),
-        ):
+        for name, value, known in (("y", y, curve.QUANTITIES), ("axis", axis, curve.AXES), ("log", log, ("", "x", "y", "xy"))):
             if value not in known:
                 raise UserError(f"{name} is {shown(value)}, expected {', '.join(map(repr, known))}")
-        found = curve.Curve(
-            str(self.folder), *curve.series(self.rows, axis=axis, y=y), y, curve.gzip_line(self.rows, y=y)
-        )
+        found = curve.Curve(str(self.folder), *curve.series(self.rows, axis=axis, y=y), y, curve.gzip_line(self.rows, y=y))
         if not (found.train or found.val):
             raise UserError(f"{self.folder} has no {curve.QUANTITIES[y].label}")
         figure = curve.picture([found], title=self.folder.name, axis=axis, log=log)

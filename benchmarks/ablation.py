@@ -78,9 +78,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
     train = replace(config.train, steps=steps, seed=seed)
     # All that counts steps goes with their number.
     optim = replace(config.optim, momentum_warmup=round(0.2 * steps), momentum_cooldown=round(0.04 * steps))
-    config = replace(
-        config, model=replace(config.model, extension=max(2, round(0.03 * steps))), optim=optim, train=train
-    )
+    config = replace(config, model=replace(config.model, extension=max(2, round(0.03 * steps))), optim=optim, train=train)
     with open_model(config, device="cpu") as compiled:
         session, training_schedule = compiled.session, model_schedule(compiled.config)
         assert training_schedule is not None
@@ -93,16 +91,12 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run(
-                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
-            )
+            session.run("forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
             for program, scalars in step.updates:
                 session.run(program, **scalars)
             training_schedule.on_step(session, index + 1, steps)
         seconds = time.process_time() - begin
-        result = Evaluator(Validation(data.val, seq=train.seq, max_tokens=max_tokens), batch=1, byte_lengths=None).run(
-            session
-        )
+        result = Evaluator(Validation(data.val, seq=train.seq, max_tokens=max_tokens), batch=1, byte_lengths=None).run(session)
     assert result is not None
     return result.nats, seconds
 
@@ -178,11 +172,7 @@ def summary(rows: list[dict[str, Any]], step_s: dict[str, list[float]], steps: i
     for part in PARTS:
         if part == WHOLE or not losses(part, True):
             continue
-        row: dict[str, Any] = {
-            "part": part,
-            "time": ratio(step_s, part),
-            "steps": mean(losses(part, True)) - mean(whole),
-        }
+        row: dict[str, Any] = {"part": part, "time": ratio(step_s, part), "steps": mean(losses(part, True)) - mean(whole)}
         row["p_steps"] = p_value(losses(part, True), whole)
         again = losses(part, False) or losses(part, True)
         row |= {"seconds": mean(again) - mean(whole), "p_seconds": p_value(again, whole)}
@@ -229,9 +219,7 @@ def draw(found: dict[str, Any]) -> None:
         figure, axes = plt.subplots(figsize=(9, 0.34 * len(bars) + 1.1))
         places = range(len(bars))
         axes.barh([y + 0.18 for y in places], [r["steps"] for r in bars], 0.34, color="#2f855a", label="at equal steps")
-        axes.barh(
-            [y - 0.18 for y in places], [r["seconds"] for r in bars], 0.34, color="#90aac6", label="at equal seconds"
-        )
+        axes.barh([y - 0.18 for y in places], [r["seconds"] for r in bars], 0.34, color="#90aac6", label="at equal seconds")
         axes.axvline(0, color="#1f2933", linewidth=0.8)
         axes.set_yticks(list(places), [f"without {r['part']}" for r in bars])
         axes.set_xlabel("loss gained by leaving it out, in nats per token (to the right: the part helps)")
@@ -244,10 +232,7 @@ def draw(found: dict[str, Any]) -> None:
 def write() -> None:
     found = json.loads(FILE.read_text())
     page = re.sub(
-        r"(<!-- ablation -->\n).*?(<!-- end -->)",
-        lambda m: f"{m[1]}{markdown(found)}\n{m[2]}",
-        PAGE.read_text(),
-        flags=re.DOTALL,
+        r"(<!-- ablation -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{markdown(found)}\n{m[2]}", PAGE.read_text(), flags=re.DOTALL
     )
     PAGE.write_text(page)
     draw(found)

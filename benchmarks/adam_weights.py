@@ -41,12 +41,7 @@ def main() -> None:
             loss, _ = ablation.trained(one, data, steps=args.steps, seed=seed, max_tokens=1 << 17)
             runs.append(key | {"loss": loss})
             print(json.dumps(runs[-1]), flush=True)
-            facts = {
-                "kind": "adam weights",
-                "preset": "speedrun-small",
-                "dtype": default_dtype(),
-                "machine": describe(),
-            }
+            facts = {"kind": "adam weights", "preset": "speedrun-small", "dtype": default_dtype(), "machine": describe()}
             FILE.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
     losses = {k: [row["loss"] for row in runs if row["adam_weights"] == k] for k in ("bf16", "fp32")}
     p = ablation.p_value(losses["bf16"], losses["fp32"])

@@ -130,10 +130,7 @@ def attention(B: int, T: int, H: int, D: int, *, causal: bool = True, dtype: str
         "into": lambda: kernels.attention(q, k, v, causal=causal, out=out),
         "torch": lambda: sdpa(tq, tk, tv, is_causal=causal),
     }
-    back: dict[str, Run] = {
-        "ours": lambda: vjp_fn(q),
-        "torch": lambda: torch.autograd.grad(y, leaves, tq, retain_graph=True),
-    }
+    back: dict[str, Run] = {"ours": lambda: vjp_fn(q), "torch": lambda: torch.autograd.grad(y, leaves, tq, retain_graph=True)}
     name = "attention" + ("" if causal else " over all keys") + ("" if dtype == "fp32" else f" {dtype}")
     shape, pairs = f"{B} x {T} x {H} x {D}", B * H * (T * (T + 1) // 2 if causal else T * T)
     return [

@@ -88,9 +88,7 @@ LAYERS = {
     "dilated by 2, 256, 28": Layer(256, 256, 28, dilation=2),
 }
 LARGE = {
-    f"{size} x {size}: {C}, {side}": Layer(C, C, side, size)
-    for size in (5, 7, 9, 11, 15, 21)
-    for C, side in ((32, 112), (128, 56))
+    f"{size} x {size}: {C}, {side}": Layer(C, C, side, size) for size in (5, 7, 9, 11, 15, 21) for C, side in ((32, 112), (128, 56))
 }
 # Layers that the choice among algorithms was not fitted to: channels in and out, pixels of a side
 UNSEEN = {f"{C} -> {K}, {side}": Layer(C, K, side) for C, K, side in (
@@ -152,8 +150,7 @@ def peers(which: str, layer: Layer, given: dict[str, np.ndarray], threads: int) 
     found = {}
     for name, form in (("torch", torch.contiguous_format), ("torch channels last", torch.channels_last)):
         x, w, dy = (
-            torch.from_numpy(given[n].astype(np.float32)).to(dtype).contiguous(memory_format=form)
-            for n in ("x", "w", "dy")
+            torch.from_numpy(given[n].astype(np.float32)).to(dtype).contiguous(memory_format=form) for n in ("x", "w", "dy")
         )
 
         def run(x: Any = x, w: Any = w, dy: Any = dy) -> None:
@@ -215,14 +212,7 @@ def errors(C: int, size: int = 3, algorithms: tuple[str, ...] = ALGORITHMS) -> d
     r = np.random.default_rng(C)
     x = r.standard_normal((60, C, size + 3, size + 3), dtype=np.float32)
     w = r.standard_normal((1, C, size, size), dtype=np.float32) / np.float32(size * np.sqrt(C))
-    attrs = {
-        "stride": (1, 1),
-        "padding": (0, 0),
-        "dilation": (1, 1),
-        "groups": 1,
-        "reflect": False,
-        "flip_kernel": False,
-    }
+    attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "flip_kernel": False}
     exact = Conv2d({}, attrs).reference(x.astype(np.float64), w.astype(np.float64))["y"]
     found = {}
     from barellm import kernels
@@ -254,9 +244,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layer", action="append", choices=EVERY, help="these only")
     parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="these only; all by default")
-    parser.add_argument(
-        "--large", action="store_true", help="layers of large filters, directly and by Fourier transforms"
-    )
+    parser.add_argument("--large", action="store_true", help="layers of large filters, directly and by Fourier transforms")
     parser.add_argument("--algorithm", action="append", choices=(*ALGORITHMS, "fft", "auto"), help="these only")
     parser.add_argument("--dtype", choices=NUMPY, default="fp32", help="of the images")
     parser.add_argument("--processor", default="", help="what to call the machine in the file")

@@ -53,9 +53,7 @@ def algorithms(rows: list[dict[str, Any]]) -> None:
             if (row["batch"], row["pass"]) == (batch, "forward"):
                 of, auto = shares(row), taken(row, "fp32")
                 each = (f"{of[a]:.2f}" if a in of else "" for a in ALGORITHMS)
-                print(
-                    f"| {row['layer']} | {' | '.join(each)} | {auto} | {of['peer']:.2f} | {of[auto] / of['peer']:.2f} |"
-                )
+                print(f"| {row['layer']} | {' | '.join(each)} | {auto} | {of['peer']:.2f} | {of[auto] / of['peer']:.2f} |")
 
 
 def passes(rows: list[dict[str, Any]], dtype: str) -> None:

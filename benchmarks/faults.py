@@ -53,25 +53,10 @@ EVALUATION_S, SLOW_S = 0.15, 6.0
 SEIZE, INTERRUPT = 0x4206, 0x4207  # requests of ptrace
 RUN = (
     *("train", "shakespeare-char", "--steps", str(STEPS), "--batch", "12", "--seq", "8", "--train.eval_tokens", "8192"),
-    *(
-        "--model.layers",
-        "1",
-        "--model.d_model",
-        "32",
-        "--model.heads",
-        "2",
-        "--model.max_seq",
-        "8",
-        "--optim.warmup",
-        "1",
-    ),
+    *("--model.layers", "1", "--model.d_model", "32", "--model.heads", "2", "--model.max_seq", "8", "--optim.warmup", "1"),
     *("--train.eval_every", str(EVERY), "--train.checkpoint_every", str(SAVES), "--train.save_total_limit", "99"),
 )
-SAID = (
-    "",
-    "barellm: interrupted",
-    "barellm: stopping after this step; once more to stop at once",
-)  # to a user's Ctrl-C
+SAID = ("", "barellm: interrupted", "barellm: stopping after this step; once more to stop at once")  # to a user's Ctrl-C
 Bytes = dict[str, bytes]
 
 
@@ -88,17 +73,7 @@ class Trials:
         self.reference = left(place / "reference")
 
     def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "barellm",
-            *RUN,
-            "--data",
-            str(self.place / "text.txt"),
-            "--out",
-            str(out),
-            *more,
-        ]
+        command = [sys.executable, "-m", "barellm", *RUN, "--data", str(self.place / "text.txt"), "--out", str(out), *more]
         command += ["--ranks", str(self.ranks)]
         own = os.environ | {"BARELLM_THREADS": "1", "BARELLM_MESSAGES": str(int(self.messages))}
         return subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -307,9 +282,7 @@ def main() -> int:
             if args.out:
                 args.out.write_text(json.dumps(about | {"trials": kept}, indent=1) + "\n")
     bad = sum(not row["well"] for row in kept)
-    print(
-        f"{len(kept)} trials, {bad} not as they should be, the slowest end {max(row['seconds'] for row in kept):.1f} s"
-    )
+    print(f"{len(kept)} trials, {bad} not as they should be, the slowest end {max(row['seconds'] for row in kept):.1f} s")
     return int(bad > 0)
 
 

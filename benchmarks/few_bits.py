@@ -72,9 +72,7 @@ class Peer:
         line = self._line()
         self.facts = json.loads(line.removeprefix("ready "))
         path = Path(folder) / f"gpt2-{model.layers}-{model.d_model}-{kind}.gguf"
-        self.nbytes = (
-            path.stat().st_size - 4 * 1024 * model.d_model
-        )  # without the positions, which no token reads as a whole
+        self.nbytes = path.stat().st_size - 4 * 1024 * model.d_model  # without the positions, which no token reads as a whole
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -141,16 +139,8 @@ def main() -> None:
                     prompts[name].append(v.prompt(args.prompt))
                 seconds[name].append(v.decode(FIRST, args.tokens) / args.tokens)
             if turn:
-                result = {
-                    "preset": args.preset,
-                    "processor": processor(),
-                    **facts,
-                    "prompt": args.prompt,
-                    "bandwidth": bandwidth,
-                }
-                result["rows"] = {
-                    name: row(v.nbytes, seconds[name], prompts[name], max(bandwidth)) for name, v in variants.items()
-                }
+                result = {"preset": args.preset, "processor": processor(), **facts, "prompt": args.prompt, "bandwidth": bandwidth}
+                result["rows"] = {name: row(v.nbytes, seconds[name], prompts[name], max(bandwidth)) for name, v in variants.items()}
                 if args.out:
                     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, found in result["rows"].items():

@@ -33,9 +33,7 @@ from barellm.evaluation.validation import Evaluator
 from barellm.program.compensation import compensated_codes
 from barellm.program.quantization import Scheme, dequantize, quantize, scheme
 
-Quantiser = Callable[
-    [np.ndarray, np.ndarray], np.ndarray
-]  # (matrix (N, K), moments (K, K)) -> what its codes stand for
+Quantiser = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (matrix (N, K), moments (K, K)) -> what its codes stand for
 
 
 def rounded(how: Scheme) -> Quantiser:
@@ -114,12 +112,7 @@ def main() -> None:
         losses[name] = result.nats
         more = losses[name] - losses["numbers"]
         print(f"{name:<34}{losses[name]:.5f} nats, {more:+.5f}, perplexity x {np.exp(more):.5f}", file=sys.stderr)
-    row = {
-        "run": config.preset,
-        "steps": read_meta(checkpoint.path)["step"],
-        "tokens": int(windows.targets),
-        "nats": losses,
-    }
+    row = {"run": config.preset, "steps": read_meta(checkpoint.path)["step"], "tokens": int(windows.targets), "nats": losses}
     if args.out:
         args.out.write_text(json.dumps(row, indent=1) + "\n")
 

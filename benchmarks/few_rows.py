@@ -122,9 +122,7 @@ def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
 def rate_of(result: dict[str, Any]) -> float:
     """Bytes/s of memory in the run of a file."""
     nbytes = itemsize(result["dtype"])
-    fastest = [
-        ROLES[row["role"]][0] * ROLES[row["role"]][1] * nbytes / median(row["seconds"]) for row in result["products"]
-    ]
+    fastest = [ROLES[row["role"]][0] * ROLES[row["role"]][1] * nbytes / median(row["seconds"]) for row in result["products"]]
     return max(median(result["reading"]), *fastest)
 
 
@@ -198,9 +196,7 @@ def main() -> None:
             cols, depth = ROLES[role]
             untuned = skinny_configs(bench.isa, a.dtype, cols, depth)[0]
             ways = {"few": untuned, "packed": default(bench.isa, "forward", a.dtype, cols, depth, FEW)}
-            ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | (
-                {"tuned": chosen[role]} if chosen else {}
-            )
+            ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | ({"tuned": chosen[role]} if chosen else {})
             for kind, way in ways.items():
                 emit = gemm.gemm if kind == "packed" else skinny_gemm
                 walks[role, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
@@ -224,9 +220,7 @@ def main() -> None:
     result |= {"dtype": a.dtype, "reading": reading, "peak": peaks, "products": products}
     result |= {"choices": {role: str(choice) for role, choice in chosen.items()}} if chosen else {}
     for (role, rows, kind), share in shares(result).items():
-        print(
-            f"{role:<7}{rows:>3} {kind:<7}{1e6 * median(seconds[role, rows, kind]):9.0f} us {share:5.0%} of the bound"
-        )
+        print(f"{role:<7}{rows:>3} {kind:<7}{1e6 * median(seconds[role, rows, kind]):9.0f} us {share:5.0%} of the bound")
     if a.out:
         a.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -69,9 +69,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run(
-                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
-            )
+            session.run("forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
             losses.append(round(float(session.read("loss")[0]) * step.shown, 5))
             for program, scalars in step.updates:
                 session.run(program, **scalars)
@@ -106,10 +104,7 @@ def run(path: Path, steps: int, seeds: int) -> None:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     of = {way: [r["loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["way"] == way] for way in WAYS}
-    lines = [
-        "| classifier | loss, mean of the seeds | deviation | beside `off`, same seeds | p |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| classifier | loss, mean of the seeds | deviation | beside `off`, same seeds | p |", "|---|---|---|---|---|"]
     for way, losses in of.items():
         gaps = [one - other for one, other in zip(losses, of["off"], strict=True)]
         beside = f"{mean(gaps):+.4f} ({', '.join(f'{g:+.4f}' for g in gaps)})" if way != "off" else ""
@@ -147,10 +142,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def write() -> None:
     rows = json.loads(FILE.read_text())["runs"]
     found = re.sub(
-        r"(<!-- fp8 -->\n).*?(<!-- end -->)",
-        lambda m: f"{m[1]}{markdown(rows)}\n{m[2]}",
-        PAGE.read_text(),
-        flags=re.DOTALL,
+        r"(<!-- fp8 -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{markdown(rows)}\n{m[2]}", PAGE.read_text(), flags=re.DOTALL
     )
     PAGE.write_text(found)
     draw(rows)

@@ -79,11 +79,7 @@ def main() -> None:
                 one["share"] = one["ms"] / step
             result["shapes"][preset] = {"batch": batch, "seq": seq, "step_ms": step, "orders": found}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(
-        json.dumps(
-            {k: {o: round(100 * v["share"], 3) for o, v in s["orders"].items()} for k, s in result["shapes"].items()}
-        )
-    )
+    print(json.dumps({k: {o: round(100 * v["share"], 3) for o, v in s["orders"].items()} for k, s in result["shapes"].items()}))
 
 
 if __name__ == "__main__":

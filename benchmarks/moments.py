@@ -96,10 +96,7 @@ def updates(config) -> dict[str, Program]:
         for i, param in enumerate(store.of_role("parameter")):
             packed = len(param.shape) == 2 and moments != "fp32"
             dtypes = ("e6m9", "ue6m10") if packed else ("fp32", "fp32")
-            state = {
-                k: p.state(f"{param.name}.{k}.{dtype}", param.shape, dtype)
-                for k, dtype in zip("mv", dtypes, strict=True)
-            }
+            state = {k: p.state(f"{param.name}.{k}.{dtype}", param.shape, dtype) for k, dtype in zip("mv", dtypes, strict=True)}
             stream = i if packed and moments == "16bit-stochastic" else None
             attrs = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "stream": stream}
             p.apply(ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip, **state, **attrs)

@@ -118,10 +118,7 @@ def main() -> None:
         if "touch_s" in row:
             print(f"{'':8}{row['touch_s']:8.2f} s of touching memory{row['start_s']:12.2f} s of all else", flush=True)
     a.out.write_text(
-        json.dumps(
-            {"processor": brand() or name(), "threads": thread_count(), "touch": a.touch, "sides": rows}, indent=1
-        )
-        + "\n"
+        json.dumps({"processor": brand() or name(), "threads": thread_count(), "touch": a.touch, "sides": rows}, indent=1) + "\n"
     )
 
 

@@ -52,13 +52,7 @@ def loss_of(config: Config, data: Dataset, seed: int) -> float:
     session = open_session(programs)
     session.run("init", seed=seed)
     batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-    shape = {
-        "batch": t.micro_batch_size,
-        "seq": t.seq,
-        "inv_targets": 1 / (t.micro_batch_size * t.seq),
-        "accumulate": 0,
-        "pos": 0,
-    }
+    shape = {"batch": t.micro_batch_size, "seq": t.seq, "inv_targets": 1 / (t.micro_batch_size * t.seq), "accumulate": 0, "pos": 0}
     for step in range(t.steps):
         inputs, targets = batches.batch(step * t.micro_batch_size, t.micro_batch_size)
         session.write("tokens", inputs)

@@ -53,10 +53,7 @@ def main() -> None:
             for kind in ("jsonl", "text"):
                 begin = time.perf_counter()
                 options = ["--separator", "<|endoftext|>"] if kind == "text" else []
-                assert (
-                    barellm(["prepare", str(folder / f"a.{kind}"), "--out", str(folder / "out"), "--json", *options])
-                    == 0
-                )
+                assert barellm(["prepare", str(folder / f"a.{kind}"), "--out", str(folder / "out"), "--json", *options]) == 0
                 samples[kind].append(time.perf_counter() - begin)
                 shutil.rmtree(folder / "out")
             begin = time.perf_counter()

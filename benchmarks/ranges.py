@@ -30,9 +30,7 @@ def micro(compiled: CompiledModel, program: str) -> float:
     for number, name in enumerate(("tokens", "targets")):
         session.write(name, np.random.default_rng(number).integers(0, vocab, (train.micro_batch_size, train.seq)))
     before = time.perf_counter()
-    session.run(
-        program, batch=train.micro_batch_size, seq=train.seq, accumulate=0, inv_targets=1.0, seed=1, step=1, sample=0
-    )
+    session.run(program, batch=train.micro_batch_size, seq=train.seq, accumulate=0, inv_targets=1.0, seed=1, step=1, sample=0)
     return time.perf_counter() - before
 
 
@@ -55,9 +53,7 @@ def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[st
     with ExitStack() as stack:
         compiled_models = {
             "": stack.enter_context(open_model(config, device="cpu")),
-            ", no biases": stack.enter_context(
-                open_model(overrides.changed(config, {"model.bias": False}), device="cpu")
-            ),
+            ", no biases": stack.enter_context(open_model(overrides.changed(config, {"model.bias": False}), device="cpu")),
             ", unit scaling": stack.enter_context(open_model(overrides.changed(config, UNIT), device="cpu")),
         }
         for compiled in compiled_models.values():

@@ -29,9 +29,7 @@ OURS, RANKS = "one process", "ranks"
 
 def config_of(args: argparse.Namespace) -> Config:
     preset = models.preset("gpt2-124m")
-    return resolved(
-        replace(preset, train=replace(preset.train, micro_batch_size=args.batch, seq=args.seq, dtype="bf16")), "cpu"
-    )
+    return resolved(replace(preset, train=replace(preset.train, micro_batch_size=args.batch, seq=args.seq, dtype="bf16")), "cpu")
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -63,9 +63,7 @@ def variants(config: Config) -> list[Variant]:
             words.append(f"--{key}={getattr(config.model, key)}")
         words += [f"--batch={config.train.micro_batch_size}", f"--seq={config.train.seq}"]
         script = [sys.executable, str(baselines.baseline_script("torch_chapters.py")), *words]
-        made.append(
-            Variant(f"PyTorch: {name}", script, baselines.environments()["tuned"]["set"], "memory kept, huge pages")
-        )
+        made.append(Variant(f"PyTorch: {name}", script, baselines.environments()["tuned"]["set"], "memory kept, huge pages"))
     for name, unfused, changes in RUNGS:
         variant = baselines.ours(overrides.changed(config, changes), name=f"barellm: {name}")
         if unfused:
@@ -112,9 +110,7 @@ def curve(run: Path) -> None:
             leaf.grad = None
         loss = 0.0
         for micro in range(t.gradient_accumulation_steps):
-            inputs, targets = batches.batch(
-                (step * t.gradient_accumulation_steps + micro) * t.micro_batch_size, t.micro_batch_size
-            )
+            inputs, targets = batches.batch((step * t.gradient_accumulation_steps + micro) * t.micro_batch_size, t.micro_batch_size)
             part = model.loss(inputs, targets, 1 / (targets.size * t.gradient_accumulation_steps))
             part.backward()
             loss += part.item()
@@ -175,9 +171,7 @@ def draw_steps(axes: Any, found: dict[str, Any]) -> None:
         mine = row["name"].startswith("barellm")
         axes.barh(i + 0.5 * mine, 1e3 * row["median_s"], color=OURS if mine else THEIRS, height=0.75)
         axes.text(1e3 * row["median_s"], i + 0.5 * mine, f" {1e3 * row['median_s']:,.0f}", va="center", color=INK)
-    axes.set_yticks(
-        [i + 0.5 * row["name"].startswith("barellm") for i, row in enumerate(rows)], [row["name"] for row in rows]
-    )
+    axes.set_yticks([i + 0.5 * row["name"].startswith("barellm") for i, row in enumerate(rows)], [row["name"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a step of 2,048 tokens")
 
@@ -212,9 +206,7 @@ def write() -> None:
             figure.savefig(IMG / f"{name}.svg", facecolor="white", metadata={"Date": None, "Title": name})
             plt.close(figure)
     rows = table(json.loads(STEPS.read_text()))
-    PAGE.write_text(
-        re.sub(r"(<!-- steps -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{rows}\n{m[2]}", text, flags=re.DOTALL)
-    )
+    PAGE.write_text(re.sub(r"(<!-- steps -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{rows}\n{m[2]}", text, flags=re.DOTALL))
 
 
 if __name__ == "__main__":

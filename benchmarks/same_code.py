@@ -89,9 +89,7 @@ def tests_of_kernels() -> list[str]:
     """The test files that import the check of kernels."""
     folders = [ROOT / "tests" / name for name in ("cpu", "cuda", "simulators/ptx")]
     files = [path for folder in folders for path in sorted(folder.glob("test_*.py"))]
-    return [
-        str(path.relative_to(ROOT)) for path in files if re.search(r"tests\.(\w+\.)?check import", path.read_text())
-    ]
+    return [str(path.relative_to(ROOT)) for path in files if re.search(r"tests\.(\w+\.)?check import", path.read_text())]
 
 
 def anonymous(code: str) -> str:
@@ -161,9 +159,7 @@ def outputs(files: list[str], processes: int) -> dict[str, list[str]]:
         lines = Path(folder) / "outputs"
         lines.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-n", f"{processes}", "--cases", "pairs", "-m", MARKS, *files]
-        subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"BARELLM_RECORD_OUTPUTS": str(lines)}, stdout=sys.stderr, check=False
-        )
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"BARELLM_RECORD_OUTPUTS": str(lines)}, stdout=sys.stderr, check=False)
         found: dict[str, list[str]] = {}
         for line in lines.read_text().splitlines():
             test, value = line.rsplit(" ", 1)
@@ -238,9 +234,7 @@ def differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> tuple[i
         a, b = old[key], there.pop(key)
         at = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
         how = (
-            "the same ones in another order"
-            if Counter(a) == Counter(b)
-            else f"{(Counter(a) - Counter(b)).total()} not found again"
+            "the same ones in another order" if Counter(a) == Counter(b) else f"{(Counter(a) - Counter(b)).total()} not found again"
         )
         lines.append(f"{key}: {len(a)} and {len(b)} entries, different from {at} on, {how}")
     return renamed, lines + [f"{key}: only after" for key in there]

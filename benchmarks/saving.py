@@ -47,15 +47,7 @@ class Steps:
         self.count += 1
         for micro in range(self.accumulate):
             self.saving.before("forward_backward")
-            run(
-                "forward_backward",
-                **self.shape,
-                accumulate=int(micro > 0),
-                inv_targets=1e-3,
-                step=self.count,
-                sample=0,
-                seed=1,
-            )
+            run("forward_backward", **self.shape, accumulate=int(micro > 0), inv_targets=1e-3, step=self.count, sample=0, seed=1)
         self.saving.before("optimizer_step")
         run("optimizer_step", lr=1e-4, step=self.count, seed=1)
         return time.perf_counter() - begin

@@ -40,9 +40,7 @@ def decoding(compiled: CompiledModel) -> dict[int, list[float]]:
     return found
 
 
-def scoring(
-    scored: CompiledModel, compiled: CompiledModel, texts: list[Text], shape: tuple[int, int]
-) -> dict[str, list[float]]:
+def scoring(scored: CompiledModel, compiled: CompiledModel, texts: list[Text], shape: tuple[int, int]) -> dict[str, list[float]]:
     """Tokens a second, those of padding not counted, of HellaSwag's texts and of full windows in the program "eval"."""
     session, r = compiled.session, np.random.default_rng(2)
     scorer, fed = Scorer(scored.session, batch=shape[0], seq=shape[1]), sum(len(text.ids) - 1 for text in texts)

@@ -115,9 +115,7 @@ def predict(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 def variants(powersgd: str, overlap: str, places: Sequence[str]) -> list[tuple[int, int, str]]:
     """The runs: columns of factors, whether gradients travel early, where. Early is only what goes by messages as it is."""
     found = itertools.product(map(int, powersgd.split(",")), map(int, overlap.split(",")), places)
-    return list(
-        dict.fromkeys((rank, int(early and not rank and where == "network"), where) for rank, early, where in found)
-    )
+    return list(dict.fromkeys((rank, int(early and not rank and where == "network"), where) for rank, early, where in found))
 
 
 def said(row: dict[str, Any]) -> str:
@@ -131,17 +129,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay-ms", type=float, default=1.0)
-    parser.add_argument(
-        "--predict", action="store_true", help="run nothing: say what was to be expected of the file's runs"
-    )
+    parser.add_argument("--predict", action="store_true", help="run nothing: say what was to be expected of the file's runs")
     parser.add_argument("--link", default="1gbit-1ms", help="what plans.scale calls this network")
     parser.add_argument("--powersgd", default="0,4", help="ranks of compression, with commas; 0: none")
     parser.add_argument("--overlap", default="1,0", help="with commas: 1 and 0, gradients that travel early or not")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each run")
-    parser.add_argument(
-        "--where", default="alone,memory,network", help="the runs that are done; the file keeps the others"
-    )
+    parser.add_argument("--where", default="alone,memory,network", help="the runs that are done; the file keeps the others")
     args, words = parser.parse_known_args()
     about = {
         "preset": words,
@@ -166,10 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         places = [where for where in args.where.split(",") if where]
         launcher = stack.enter_context(network.up()) if "network" in places else Path()
-        before_words = {
-            "memory": [mpiexec(), "-n", str(args.ranks)],
-            "network": command(launcher, network.names(), []),
-        }
+        before_words = {"memory": [mpiexec(), "-n", str(args.ranks)], "network": command(launcher, network.names(), [])}
         for rank, early, where in variants(args.powersgd, args.overlap, places):
             with tempfile.TemporaryDirectory(dir=scratch) as name:
                 folder = Path(name) / "run"

@@ -61,12 +61,7 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
                 ("tokens", "targets"), batches.batch(index * t.micro_batch_size, t.micro_batch_size), strict=True
             ):
                 session.write(name, array)
-            scalars = {
-                "seed": seed,
-                "step": index + 1,
-                "sample": index * t.micro_batch_size,
-                "inv_targets": plan.inv_targets,
-            }
+            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
             session.run("forward_backward", batch=t.micro_batch_size, seq=t.seq, accumulate=0, **scalars)
             for program, values in plan.updates:
                 session.run(program, **{**values, "seed": seed})

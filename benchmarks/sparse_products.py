@@ -55,10 +55,7 @@ def program(what: str, layout: BlockLayout | None, dtype: str, *, tokens: int, w
 
 
 def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
-    made, weight = (
-        CpuSession({"op": program(what, layout, dtype, tokens=TOKENS, width=WIDTH)}),
-        weight_shape(layout, WIDTH),
-    )
+    made, weight = (CpuSession({"op": program(what, layout, dtype, tokens=TOKENS, width=WIDTH)}), weight_shape(layout, WIDTH))
     r = np.random.default_rng(0)
     for name in NEEDS[what]:
         made.write(name, r.standard_normal(weight if name == "weight" else (1, TOKENS, WIDTH)))
@@ -126,13 +123,7 @@ def main() -> None:
         row["to_dense"] = {what: ms[what] / (1e3 * median(times["dense", what])) for what in DENSE}
         print(json.dumps(row), flush=True)
         rows.append(row)
-    about = {
-        "processor": a.processor,
-        "isa": host().name,
-        "threads": thread_count(),
-        "dtype": a.dtype,
-        "rounds": a.rounds,
-    }
+    about = {"processor": a.processor, "isa": host().name, "threads": thread_count(), "dtype": a.dtype, "rounds": a.rounds}
     a.out.write_text(json.dumps(about | {"tokens": TOKENS, "width": WIDTH, "rows": rows}, indent=1) + "\n")
 
 

@@ -136,11 +136,7 @@ def measure(T: int, heads: int, D: int, block: int, rounds: int, flexed: str, dt
         rows.append(row)
     whole = rows[0]
     for row in rows:
-        row |= {
-            f"{what}_to_dense": row[f"{what}_ms"] / whole[f"{what}_ms"]
-            for what in ("forward", "both")
-            if f"{what}_ms" in row
-        }
+        row |= {f"{what}_to_dense": row[f"{what}_ms"] / whole[f"{what}_ms"] for what in ("forward", "both") if f"{what}_ms" in row}
         print(json.dumps(row), flush=True)
     return rows
 
@@ -157,19 +153,8 @@ def main() -> None:
     parser.add_argument("--processor", required=True)
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
-    rows = [
-        row
-        for T in a.lengths
-        for block in a.blocks
-        for row in measure(T, a.heads, a.D, block, a.rounds, a.flex, a.dtype)
-    ]
-    about = {
-        "processor": a.processor,
-        "isa": host().name,
-        "threads": thread_count(),
-        "dtype": a.dtype,
-        "rounds": a.rounds,
-    }
+    rows = [row for T in a.lengths for block in a.blocks for row in measure(T, a.heads, a.D, block, a.rounds, a.flex, a.dtype)]
+    about = {"processor": a.processor, "isa": host().name, "threads": thread_count(), "dtype": a.dtype, "rounds": a.rounds}
     a.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -16,12 +16,7 @@ import chart
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SPEED, DETAILS = ROOT / "docs" / "speed.md", ROOT / "docs" / "results.md"
-PARTS = {
-    "to_first_step_s": "first step done",
-    "steps_s": "steps",
-    "evaluations_s": "evaluations",
-    "after_last_step_s": "end",
-}
+PARTS = {"to_first_step_s": "first step done", "steps_s": "steps", "evaluations_s": "evaluations", "after_last_step_s": "end"}
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 PROCESSORS = {"": "two cores of Zen 4", "xeon-amx": "two cores of an Intel Xeon with AMX"}  # by folder of RESULTS
 
@@ -49,15 +44,11 @@ def peers_table(results: dict[str, dict]) -> list[str]:
 def start_table(results: dict[str, dict]) -> list[str]:
     """Process start to the end of the first step, and peak memory, of ours and of each peer, in the same runs."""
     names = list(dict.fromkeys(v["name"] for r in results.values() for v in r["variants"]))
-    lines = [
-        "| first step from cold caches, s / peak memory, GB | " + " | ".join(names) + " |",
-        "|" + "---|" * (len(names) + 1),
-    ]
+    lines = ["| first step from cold caches, s / peak memory, GB | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
     for r in results.values():
         by_name = {v["name"]: v for v in r["variants"]}
         cells = [
-            f"{by_name[n]['first_step_s']:.1f} / {by_name[n]['peak_rss_bytes'] / 1e9:.2f}" if n in by_name else ""
-            for n in names
+            f"{by_name[n]['first_step_s']:.1f} / {by_name[n]['peak_rss_bytes'] / 1e9:.2f}" if n in by_name else "" for n in names
         ]
         lines.append(f"| {_what(r)} | " + " | ".join(cells) + " |")
     return lines
@@ -88,9 +79,7 @@ def facts(files: dict[str, dict]) -> list[str]:
         if r.get("kind") == "step":
             split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
             first = f"first step {r['first_step_s']:.2f} s after the process's start ({split})"
-            memory = (
-                f"plan {r['arena_bytes']:,} bytes, memory added {r['rss_added_bytes']:,}, peak {r['peak_rss_bytes']:,}"
-            )
+            memory = f"plan {r['arena_bytes']:,} bytes, memory added {r['rss_added_bytes']:,}, peak {r['peak_rss_bytes']:,}"
             warm = f"a warm step {r['median_s'] * 1e3:.1f} ms, {r['minor_faults']} page faults, {r['python_calls']} Python calls"
             lines.append(f"{_what(r)}: {first}; {warm}; {memory}. {file}")
         if r.get("kind") == "run":
@@ -103,9 +92,7 @@ def facts(files: dict[str, dict]) -> list[str]:
         if r.get("kind") == "scaling":
             lines.append(f"{_what(r)}: {'; '.join(map(scaling, r['cases']))}. {file}")
         if r.get("kind") == "loss":
-            ours, theirs = (
-                sum(run[side]["loss"] for run in r["runs"]) / len(r["runs"]) for side in ("barellm", "pytorch_fp32")
-            )
+            ours, theirs = (sum(run[side]["loss"] for run in r["runs"]) / len(r["runs"]) for side in ("barellm", "pytorch_fp32"))
             lines.append(
                 f"{r['preset']}, {r['steps']} steps of nanoGPT's recipe from the same weights and batches, mean of "
                 f"{len(r['runs'])} seeds: validation loss {ours:.4f} nats in {r['dtype']}, PyTorch's in fp32 {theirs:.4f}. {file}"
@@ -150,9 +137,7 @@ def attention(r: dict) -> str:
     each = f" ({shared[0]['heads'] // shared[0]['kv_heads']} of queries to one of keys)" if shared else ""
     longest = [case for case in r["cases"] if case["seq"] == max(lengths)]
     share = f"{min(c['percent_of_peak'] for c in longest):.0f} % of the peak or more"
-    square = (
-        f"{max(c['of_square'] for c in longest):.2f} of the time that the whole square would take at the peak, or less"
-    )
+    square = f"{max(c['of_square'] for c in longest):.2f} of the time that the whole square would take at the peak, or less"
     return (
         f"causal attention {r['dtype']}, T {min(lengths)} to {max(lengths)}, heads of {' and '.join(map(str, sorted(sizes)))}"
         f"{each}, against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; "
@@ -172,10 +157,7 @@ ROLES = {
 def gemm_table(files: dict[str, dict]) -> list[str]:
     """`bench gemm`: the least and the most of the layers, warm and cold. A character model's classifier is left out: a tile
     does 96 columns for its 65."""
-    lines = [
-        "| % of the peak, warm / cold | " + " | ".join(ROLES) + " | samples |",
-        "|---|" + "---|" * (len(ROLES) + 1),
-    ]
+    lines = ["| % of the peak, warm / cold | " + " | ".join(ROLES) + " | samples |", "|---|" + "---|" * (len(ROLES) + 1)]
     for file, r in files.items():
         if r.get("kind") != "gemm":
             continue
@@ -199,10 +181,7 @@ def optimizers_table(files: dict[str, dict]) -> list[str]:
         if r.get("kind") != "optimizers":
             continue
         for steps in sorted({run["steps"] for run in r["runs"]}):
-            cells = [
-                best_of([x for x in r["runs"] if (x["steps"], x["recipe"]) == (steps, name)])
-                for name in ("adamw", "muon")
-            ]
+            cells = [best_of([x for x in r["runs"] if (x["steps"], x["recipe"]) == (steps, name)]) for name in ("adamw", "muon")]
             lines.append(f"| {r['preset']}, {r['dtype']} | {steps} | {cells[0]} | {cells[1]} | {file} |")
     return lines if len(lines) > 2 else []
 
@@ -217,11 +196,7 @@ def best_of(runs: list[dict]) -> str:
     most = max(map(len, groups.values()))
     best = min((g for g in groups.values() if len(g) == most), key=lambda g: sum(run["loss"] for run in g))
     options = best[0]["options"]
-    rate = (
-        f"muon_lr {options['muon_lr']}"
-        if options.get("name") == "muon"
-        else f"lr {options.get('lr', 'as the preset has it')}"
-    )
+    rate = f"muon_lr {options['muon_lr']}" if options.get("name") == "muon" else f"lr {options.get('lr', 'as the preset has it')}"
     seeds, tried = _many(most, "seed"), _many(len(groups), "rate")
     return f"{sum(run['loss'] for run in best) / most:.4f} ({rate}, the best of {tried}, {seeds})"
 
@@ -235,9 +210,7 @@ def scaling(case: dict) -> str:
     """One case of `bench scaling`."""
     took = f"{case['name']} {case['median_s'] * 1e3:.1f} ms"
     if "rival_share" in case:
-        share = (
-            f"the rival had {100 * case['rival_share']:.0f} % of it, which is {case['slower_by_what_was_taken']:.2f}"
-        )
+        share = f"the rival had {100 * case['rival_share']:.0f} % of it, which is {case['slower_by_what_was_taken']:.2f}"
         return f"{took}, {case['slower']:.2f} times as long as without ({share})"
     if "slower_than_one_thread" in case:
         return f"{took}, {case['slower_than_one_thread']:.2f} times as long as one thread"

@@ -52,12 +52,7 @@ def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> floa
             ):
                 session.write(name, array)
             due = watch is not None and watch.due(index + 1)
-            scalars = {
-                "seed": seed,
-                "step": index + 1,
-                "sample": index * t.micro_batch_size,
-                "inv_targets": plan.inv_targets,
-            }
+            scalars = {"seed": seed, "step": index + 1, "sample": index * t.micro_batch_size, "inv_targets": plan.inv_targets}
             session.run(
                 "forward_backward_stats" if due else "forward_backward",
                 batch=t.micro_batch_size,

@@ -65,12 +65,7 @@ def main() -> int:
             warm = turn == args.turns
             cache = Path(name, f"cache-{turn - warm}")
             runs.append(one(command, Path(name, f"run-{turn}"), cache, "warm" if warm else "cold"))
-    facts = {
-        "kind": "run",
-        "preset": args.preset,
-        "options": more,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    facts = {"kind": "run", "preset": args.preset, "options": more, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     text = json.dumps(facts | {"load_before": load, "load_after": os.getloadavg(), "runs": runs})
     if args.out:
         args.out.write_text(text + "\n")

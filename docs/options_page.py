@@ -59,11 +59,7 @@ def commands() -> Iterator[str]:
         for action in parser._actions:
             if action.dest in keys:
                 action.help = "==SUPPRESS=="
-        more = (
-            "\n\nand the [configuration keys](#configuration-keys)."
-            if any(a.dest in keys for a in parser._actions)
-            else ""
-        )
+        more = "\n\nand the [configuration keys](#configuration-keys)." if any(a.dest in keys for a in parser._actions) else ""
         yield f"### barellm {name}\n\n{text[0].upper()}{text[1:]}.\n\n```text\n{help.page(parser, everything=True)}\n```{more}\n"
 
 

@@ -55,9 +55,7 @@ def collect(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         done.add(name)
         path, out = root / name, Path(app.outdir) / address(root, name)
         if path.is_dir():
-            inside = [
-                f"{name}/{c.name}" for c in sorted(path.iterdir()) if c.name[0] != "." and c.name != "__pycache__"
-            ]
+            inside = [f"{name}/{c.name}" for c in sorted(path.iterdir()) if c.name[0] != "." and c.name != "__pycache__"]
             left += inside
             links = ((os.path.relpath(address(root, i), Path(FOLDER, name).parent), i) for i in inside)
             body = "".join(f'<li><a href="{escape(to)}">{escape(Path(i).name)}</a></li>' for to, i in links)

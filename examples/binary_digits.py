@@ -54,9 +54,7 @@ def network(p: Program, x: Tensor, *, binary: bool) -> Tensor:
     """Pixels (N, 1, 64) -> features (N, 1, HIDDEN)."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return p.layernorm(
-            x, p.parameter(f"{name}.weight", (HIDDEN,), value=1.0), p.parameter(f"{name}.bias", (HIDDEN,))
-        )
+        return p.layernorm(x, p.parameter(f"{name}.weight", (HIDDEN,), value=1.0), p.parameter(f"{name}.bias", (HIDDEN,)))
 
     h = norm(p.linear(x, p.parameter("first", (HIDDEN, PIXELS), std=PIXELS**-0.5)), "norm")
     for i in range(LAYERS):
@@ -116,9 +114,7 @@ def main() -> None:
             run = train(seed, args.steps, binary=binary)
             runs.append(run)
             kind, last = "signs" if binary else "fp32", mean(run["loss"][-50:])
-            print(
-                f"seed {seed}, {kind}: {100 * run['accuracy']:.1f} % of the test images, loss {last:.4f}, {run['s']:.1f} s"
-            )
+            print(f"seed {seed}, {kind}: {100 * run['accuracy']:.1f} % of the test images, loss {last:.4f}, {run['s']:.1f} s")
     for binary in (True, False):
         shares = [100 * run["accuracy"] for run in runs if run["binary"] == binary]
         print(f"{'signs' if binary else 'fp32'}: {mean(shares):.1f} % on average")

@@ -25,9 +25,7 @@ LAYOUTS = {
 }
 
 
-def block_case(
-    op_type: type, layout: BlockLayout, dtype: str, *, batch: int = 2, seq: int = 37, mode: str = "store"
-) -> dict:
+def block_case(op_type: type, layout: BlockLayout, dtype: str, *, batch: int = 2, seq: int = 37, mode: str = "store") -> dict:
     """What `check_op` wants for a product over batch x seq tokens."""
     b, (rows, columns) = layout.block, layout.shape
     x, dy = normal(batch, seq, rows * b), normal(batch, seq, columns * b, seed=2)
@@ -38,12 +36,7 @@ def block_case(
     needed, read, out, bound = {
         ops.BlockMatmul: (("x", "weight"), layout.tables, "y", chain_bound(given["x"].values, whole)),
         ops.BlockMatmulDx: (("dy", "weight"), ("rows",), "dx", chain_bound(given["dy"].values, whole.T)),
-        ops.BlockMatmulDw: (
-            ("x", "dy"),
-            ("places",),
-            "dweight",
-            layout.blocks_of(chain_bound(flat["x"].T, flat["dy"])),
-        ),
+        ops.BlockMatmulDw: (("x", "dy"), ("places",), "dweight", layout.blocks_of(chain_bound(flat["x"].T, flat["dy"]))),
     }[op_type]
     tables = {name: persistent(layout.tables[name], "i32", "constant") for name in read}
     added = 2**-23 * (3 + np.abs(bound)) if mode != "store" else 0.0

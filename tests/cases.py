@@ -111,9 +111,7 @@ def network(p: Program, *, bias: bool, C: int, F: int, V: int, activation: str =
     wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
 
     def affine(name: str, N: int, K: int):
-        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(
-            f"{name}.bias", (N,), value=0.5
-        ) if bias else None
+        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(f"{name}.bias", (N,), value=0.5) if bias else None
 
     x = p.embedding(token, wte, wpe)
     h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))
@@ -198,9 +196,7 @@ class Exact:
         bound = self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
         return bound.reshape(self.saved.shape)
 
-    def gradient_bounds(
-        self, dtype: str, dout: np.ndarray, out: np.ndarray, layout: Layout | None = None
-    ) -> dict[str, np.ndarray]:
+    def gradient_bounds(self, dtype: str, dout: np.ndarray, out: np.ndarray, layout: Layout | None = None) -> dict[str, np.ndarray]:
         T, op = self.p.shape[2], self.op
         do, o = op.split(dout, op.heads), op.split(out, op.heads)
         relative = self.p_error + POLYNOMIAL[dtype]
@@ -211,10 +207,7 @@ class Exact:
         ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
         pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
         dq = ds_error @ np.abs(self.k) * self.scale
-        dk, dv = (
-            ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * self.scale,
-            pm_error.transpose(0, 1, 3, 2) @ np.abs(do),
-        )
+        dk, dv = (ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * self.scale, pm_error.transpose(0, 1, 3, 2) @ np.abs(do))
         found = {}
         if layout is not None and self.relative is not None:
             drelative = []
@@ -234,9 +227,7 @@ def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") 
     return {prefix + name: (tensor, firsts[name], widths[name]) for name in widths}
 
 
-def attention_operands(
-    B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, size: float = 1.0, below: float = 0.0
-):
+def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, size: float = 1.0, below: float = 0.0):
     """(q, k, v), `check_op`'s operands and views of them. Scores are some `below` 0."""
     qkv = size * normal(B, T, (H + 2 * G) * D)
     if below:
@@ -250,9 +241,7 @@ def attention_operands(
     return tuple(three.values()), {name: tokens(x.copy(), dtype) for name, x in three.items()}, {}
 
 
-def bounded(
-    window: int | None = None, *, scale: float | None = None, starts: Sequence[int] = (), paired: bool = False
-) -> dict:
+def bounded(window: int | None = None, *, scale: float | None = None, starts: Sequence[int] = (), paired: bool = False) -> dict:
     """Attributes of an attention with a window and a scale, which are run-time scalars; `starts` are those of its documents."""
     for name, kind, value in (("reach", "i64", window), ("heat", "fp64", scale)):
         declare(name, kind)
@@ -307,15 +296,7 @@ def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, below=0.0, **mo
 
 
 def attention_both(
-    p: Program,
-    dims: tuple[Dim, Dim],
-    *,
-    heads: int,
-    D: int,
-    kv_heads: int = 0,
-    rate: float = 0.0,
-    dtype: str = "bf16",
-    **more,
+    p: Program, dims: tuple[Dim, Dim], *, heads: int, D: int, kv_heads: int = 0, rate: float = 0.0, dtype: str = "bf16", **more
 ):
     """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv). `more`: as
     `bounded` gives it."""
@@ -438,11 +419,7 @@ def check_network(
     """`check_model` of `network`."""
     C, F, V = sizes
     return check_model(
-        open_session,
-        partial(network, bias=bias, C=C, F=F, V=V, activation=activation),
-        compute=compute,
-        limit=limit,
-        ids=V - 2,
+        open_session, partial(network, bias=bias, C=C, F=F, V=V, activation=activation), compute=compute, limit=limit, ids=V - 2
     )
 
 
@@ -621,11 +598,7 @@ def network_of_views(p: Program, *, C: int, V: int) -> None:
     p.output("loss", loss)
 
 
-MOMENTS = {
-    "fp32": ("fp32", "fp32", None),
-    "16bit": ("e6m9", "ue6m10", None),
-    "16bit-stochastic": ("e6m9", "ue6m10", 65536),
-}
+MOMENTS = {"fp32": ("fp32", "fp32", None), "16bit": ("e6m9", "ue6m10", None), "16bit-stochastic": ("e6m9", "ue6m10", 65536)}
 each_moments = pytest.mark.parametrize("moments", MOMENTS)
 
 
@@ -707,12 +680,7 @@ def elementwise_cases(dtype: str) -> dict[str, tuple]:
         "bias": (ops.Bias, {"x": a, "bias": bias}, {}, {"y": 2 * EPS * (abs(x) + 8)}),
         "last_row": (ops.LastRow, {"x": a}, {}, {"y": 2 * EPS * (abs(x[:, -1:]) + 4)}),
         "dropout": (ops.Dropout, {"x": a}, random, {"y": 4 * EPS * (abs(x) + 4)}),
-        "dropout_backward": (
-            ops.DropoutBackward,
-            {"dy": b},
-            random | {"dtype": dtype},
-            {"dx": 4 * EPS * (abs(other) + 4)},
-        ),
+        "dropout_backward": (ops.DropoutBackward, {"dy": b}, random | {"dtype": dtype}, {"dx": 4 * EPS * (abs(other) + 4)}),
         "layernorm_dx": (ops.LayerNormDx, norm_gradient(x, other, dtype), {}, {"dx": 1e-4}),
     }
 
@@ -729,12 +697,7 @@ STREAM_CASES = [
 def stream_case(case: tuple[str, tuple[int, ...], str], dtype: str) -> tuple[type[ops.Dropout], dict[str, Given], dict]:
     """The op, its operands and what else `check_op` wants: the forward op where it stores, else the backward one."""
     bits, shape, mode = case
-    attrs = {
-        "rate": 0.3,
-        "stream": 3,
-        "bits": bits,
-        "scalars": {"seed": (1 << 40) + 11, "step": 3, "sample": (1 << 33) + 5},
-    }
+    attrs = {"rate": 0.3, "stream": 3, "bits": bits, "scalars": {"seed": (1 << 40) + 11, "step": 3, "sample": (1 << 33) + 5}}
     x = tokens(normal(*shape), dtype)
     if mode == "store":
         return ops.TauswortheDropout, {"x": x}, attrs | {"bounds": {"y": EPS * abs(x.values)}}

@@ -18,9 +18,7 @@ from tests import leftovers, selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
-if (
-    sys.dont_write_bytecode
-):  # some hundred processes of the tests would compile each module again: elsewhere than in the tree
+if sys.dont_write_bytecode:  # some hundred processes of the tests would compile each module again: elsewhere than in the tree
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(cache_folder("bytecode"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix

@@ -24,11 +24,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "strided past some columns": ((1, 3, 5, 23), (3, 2, 3), {"stride": (1, 4), "padding": (1, 2)}),
     "dilated": ((2, 4, 10, 13), (3, 3, 2), {"dilation": (2, 5), "padding": (1, 4)}),
     "reflected": ((2, 3, 5, 9), (6, 3, 5), {"padding": (2, 3), "reflect": True, "stride": (1, 2)}),
-    "flip_kernel": (
-        (1, 2, 6, 19),
-        (5, 2, 4),
-        {"flip_kernel": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)},
-    ),
+    "flip_kernel": ((1, 2, 6, 19), (5, 2, 4), {"flip_kernel": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),
     "grouped": ((2, 6, 5, 7), (15, 3, 3), {"groups": 3, "padding": (1, 1)}),
     "depthwise": ((2, 5, 9, 6), (10, 3, 3), {"groups": 5, "padding": (1, 1), "stride": (2, 1)}),
     "of many channels to few": ((2, 70, 5, 4), (9, 3, 3), {"padding": (1, 1)}),
@@ -78,11 +74,7 @@ def case(name: str, form: tuple[Any, ...], dtype: str = "fp32", mode: str = "sto
     return {"op_type": op, "given": given, "bounds": bounds, "modes": modes, "plan": (N + 1, 1), **attrs}
 
 
-NORMS = {
-    "one group": ((2, 6, 3, 5), 1),
-    "a group for each channel": ((3, 5, 7, 7), 5),
-    "long rows": ((1, 4, 13, 41), 2),
-}
+NORMS = {"one group": ((2, 6, 3, 5), 1), "a group for each channel": ((3, 5, 7, 7), 5), "long rows": ((1, 4, 13, 41), 2)}
 
 
 def norm_case(name: str, form: tuple[Any, ...], dtype: str = "fp32", mode: str = "store") -> dict[str, Any]:
@@ -99,14 +91,7 @@ def norm_case(name: str, form: tuple[Any, ...], dtype: str = "fp32", mode: str =
     if name == "group_norm":
         given |= {"weight": persistent(weight), "bias": persistent(bias)}
         bounds: dict[str, Any] = {"mean": size * 5, "rstd": size * 5 * rstd**2, "y": size * 12 * rstd}
-        return {
-            "op_type": ops.GroupNorm,
-            "given": given,
-            "bounds": bounds,
-            "groups": groups,
-            "eps": 1e-3,
-            "plan": (N + 2, 1),
-        }
+        return {"op_type": ops.GroupNorm, "given": given, "bounds": bounds, "groups": groups, "eps": 1e-3, "plan": (N + 2, 1)}
     given |= {"dy": images(dy, dtype), **{n: images(v) for n, v in saved.items()}}
     if name == "group_norm_dx":
         given["weight"] = persistent(weight)
@@ -131,11 +116,7 @@ def mean_case(shape: tuple[int, ...], dtype: str = "fp32", mode: str = "store", 
             "bounds": {"dx": 8 * EPS},
         }
     else:
-        more = {
-            "op_type": ops.MeanPixels,
-            "given": {"x": images(normal(*shape), dtype)},
-            "bounds": {"y": 8 * EPS + added},
-        }
+        more = {"op_type": ops.MeanPixels, "given": {"x": images(normal(*shape), dtype)}, "bounds": {"y": 8 * EPS + added}}
     return {**more, "modes": modes, "plan": (shape[0] + 1, 1)}
 
 
@@ -153,9 +134,7 @@ LARGE = {
 GROWN = {"fft": 3.0, "winograd2": 3.0, "winograd4": 8.0}  # the errors of these algorithms, beside those of direct sums
 
 
-def winograd_case(
-    name: str, form: tuple[Any, ...], algorithm: str, dtype: str = "fp32", mode: str = "store"
-) -> dict[str, Any]:
+def winograd_case(name: str, form: tuple[Any, ...], algorithm: str, dtype: str = "fp32", mode: str = "store") -> dict[str, Any]:
     """As `case`. Errors are as large as the largest sum of a result's neighbours makes them."""
     found = case(name, form, dtype, mode, algorithm=algorithm)
     for out, bound in found["bounds"].items():

@@ -27,9 +27,6 @@ def boundary_case(shape: tuple[int, int]) -> dict:
 
 def document_case(seqlens: list[list[int]], T: int) -> dict:
     """`seqlens`: where the documents of each row begin, padded with T."""
-    given = {
-        "tokens": tokens(np.zeros((len(seqlens), T)), "i32"),
-        "cu_seqlens": Given(np.array(seqlens), "i32", "sequences"),
-    }
+    given = {"tokens": tokens(np.zeros((len(seqlens), T)), "i32"), "cu_seqlens": Given(np.array(seqlens), "i32", "sequences")}
     plan = len(seqlens) + 1, T + 2
     return {"op_type": ops.DocumentStarts, "given": given, "plan": plan}

@@ -13,11 +13,7 @@ from tests.cases import chain_bound, normal
 from tests.check import EPS, persistent, tokens
 
 STATIC = Static("head", x=5 / 448, weight=1.6 / 448, dy=0.75 / 448)
-WAYS = {
-    "static": STATIC,
-    "delayed": Delayed("head", (5 / 448, 1.6 / 448, 0.75 / 448)),
-    "floating": Floating("head"),
-}
+WAYS = {"static": STATIC, "delayed": Delayed("head", (5 / 448, 1.6 / 448, 0.75 / 448)), "floating": Floating("head")}
 # What a backend does of a network with a classifier in each way.
 USED = {
     "static": {"quantise", "softcap_codes", "scaled_matmul", "scaled_matmul_dx", "scaled_matmul_dw"},

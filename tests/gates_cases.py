@@ -176,9 +176,7 @@ def small_model(compute: str, dims: tuple[int, int] = (2, 7), C: int = 16, heads
     a = p.attention(q, k, p.gated(ve, z_values, base=v, scale=2.0), heads=heads)
     a = p.gated(a, p.gate_logits(h, p.parameter("gates", (heads, 12))))
     x = p.mix((x0, p.element(r, 2)), (p.linear(a, p.parameter("out", (C, C))), 1.0), (h, p.element(r, 4)), (e, -0.5))
-    x = p.gated(
-        e, p.gate_logits(x0, p.parameter("skip", (1, 5))), base=x, scale=2.0, factor=p.element(r, 0), squash=True
-    )
+    x = p.gated(e, p.gate_logits(x0, p.parameter("skip", (1, 5))), base=x, scale=2.0, factor=p.element(r, 0), squash=True)
     targets = p.input("targets", rows)
     p.output("loss", p.classifier(p.rmsnorm(x), p.parameter("head", (11, C)), targets, valid_vocab=11))
     p.backward(p.named["loss"])

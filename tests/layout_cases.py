@@ -16,9 +16,7 @@ from tests.check import operand_of, persistent, stored, tokens
 STORED = {"fp32": "fp32", "bf16": "bf16_i16"}  # vectors of relative terms, as a program of a dtype has its parameters
 
 
-def layout_operands(
-    shape: tuple[int, int, int, int], dtype: str, layout: Layout, groups: int, packed: bool, distances: int
-):
+def layout_operands(shape: tuple[int, int, int, int], dtype: str, layout: Layout, groups: int, packed: bool, distances: int):
     """(q, k, v), `check_op`'s operands, views of them, the op's attributes, and exact values. `distances` have a relative term."""
     B, T, H, D = shape
     (q, k, v), given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed)
@@ -42,18 +40,14 @@ def made(text: str, shape: tuple[int, int, int, int], *, length: int = 0, block:
     return layouts.parse(text, length=length or shape[1], block=block, heads=shape[2], causal=causal)
 
 
-def forward_case(
-    shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0
-) -> dict[str, Any]:
+def forward_case(shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0) -> dict[str, Any]:
     """What `check_op` wants for an attention of (batch, length, heads, head size)."""
     given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or shape[2], packed, distances)
     bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
     return {"given": given, "views": views, "bounds": bounds, "plan": (shape[0], layout.length), **attrs}
 
 
-def backward_case(
-    shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0
-) -> dict[str, Any]:
+def backward_case(shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0) -> dict[str, Any]:
     B, T, H, D = shape
     given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or H, packed, distances)
     dout = stored(normal(B, T, H * D, seed=2), dtype)
@@ -65,9 +59,7 @@ def backward_case(
     return {"given": given, "views": views, "bounds": bounds, "plan": (B, layout.length), **attrs}
 
 
-def layout_both(
-    p: Program, dims: tuple[Dim, Dim], layout: Layout, *, D: int, dtype: str, distances: int = 0
-) -> tuple[Op, Tensor]:
+def layout_both(p: Program, dims: tuple[Dim, Dim], layout: Layout, *, D: int, dtype: str, distances: int = 0) -> tuple[Op, Tensor]:
     """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv)."""
     C = layout.heads * D
     qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)

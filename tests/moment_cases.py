@@ -18,9 +18,7 @@ STREAM = 1 << 16
 class Update:
     """One AdamW op of n elements whose moments are given and read as codes."""
 
-    def __init__(
-        self, open_session: Callable[..., Any], n: int, *, beta1: float, beta2: float, stream: int | None
-    ) -> None:
+    def __init__(self, open_session: Callable[..., Any], n: int, *, beta1: float, beta2: float, stream: int | None) -> None:
         store = Store()
         p = Program(store)
         tensors = {"param": "fp32", "grad": "fp32", "m": "e6m9", "v": "ue6m10"}
@@ -46,9 +44,7 @@ class Update:
 def check_rounding(open_session: Callable[..., Any], *, stream: int | None, every: int = 1) -> None:
     """Betas of 0: m is the gradient and v its square. At every boundary between two codes of m (or `every` so many), its neighbours
     in fp32, the same for roots of v's boundaries, and what is too large or too small; bit for bit."""
-    signed, unsigned = (
-        decode(np.arange(1, 1 << bits), name).astype(np.float64) for name, bits in (("e6m9", 15), ("ue6m10", 16))
-    )
+    signed, unsigned = (decode(np.arange(1, 1 << bits), name).astype(np.float64) for name, bits in (("e6m9", 15), ("ue6m10", 16)))
     edges = [((t[:-1] + t[1:]) / 2).astype(np.float32) for t in (signed, unsigned)]
     edges[1] = np.sqrt(edges[1], dtype=np.float32)
     near = [np.nextafter(e, np.float32(to)) for e in edges for to in (0, np.inf)]
@@ -71,6 +67,4 @@ def check_rounding(open_session: Callable[..., Any], *, stream: int | None, ever
     ):
         want = encode(x, dtype, dither)
         wrong = np.flatnonzero(got != want)
-        assert not wrong.size, (
-            f"{dtype} of {x[wrong[0]]!r}: {got[wrong[0]]:#x}, expected {want[wrong[0]]:#x} ({wrong.size} wrong)"
-        )
+        assert not wrong.size, f"{dtype} of {x[wrong[0]]!r}: {got[wrong[0]]:#x}, expected {want[wrong[0]]:#x} ({wrong.size} wrong)"

@@ -15,19 +15,7 @@ from tests.check import EPS, Given, persistent, stored
 
 MATRICES = [(1, 1), (1, 70), (70, 1), (33, 131), (131, 33), (259, 257)]
 # Deeper than a part of the depth in fp32, odd, one row, wider than a block of rows.
-SQUARES = [
-    (1, 1),
-    (1, 37),
-    (37, 1),
-    (48, 48),
-    (65, 130),
-    (131, 65),
-    (97, 1701),
-    (1701, 50),
-    (401, 33),
-    (33, 401),
-    (401, 401),
-]
+SQUARES = [(1, 1), (1, 37), (37, 1), (48, 48), (65, 130), (131, 65), (97, 1701), (1701, 50), (401, 33), (33, 401), (401, 401)]
 APPLIED = [(1, 1), (1, 37), (37, 1), (64, 64), (65, 130), (131, 65), (50, 403), (403, 50)]
 STEP = {"scalars": {"lr": 0.03, "momentum": 0.95}}
 
@@ -85,10 +73,7 @@ def normalize_case(shape, dtype, size=3.0, seed=1) -> dict:
 def scales_case(shape, dtype, scale, size=0.1, seed=1) -> dict:
     x = stored(seed * size * normal(*shape, seed=seed), dtype)
     n = max(shape)
-    given = {
-        "x": persistent(x, dtype, "state"),
-        "second": persistent(0.01 * normal(n, seed=seed + 2) ** 2, role="state"),
-    }
+    given = {"x": persistent(x, dtype, "state"), "second": persistent(0.01 * normal(n, seed=seed + 2) ** 2, role="state")}
     given["clip"] = clip(scale)
     op = ops.NorMuonScales(dict.fromkeys(["x"]), {"beta2": 0.9})
     with np.errstate(all="ignore"):

@@ -11,7 +11,5 @@ def planned() -> list[str]:
     for name in presets():
         config = preset(name)
         train, optim = config.train, config.optim
-        found.setdefault(
-            (config.model, train.micro_batch_size, train.seq, optim.name, optim.moments, optim.skips), name
-        )
+        found.setdefault((config.model, train.micro_batch_size, train.seq, optim.name, optim.moments, optim.skips), name)
     return list(found.values())

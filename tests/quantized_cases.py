@@ -30,9 +30,7 @@ CASES = [
 MAGNITUDES = {"fp32": (1, 1e-6, 1e30, 0, 1e-30, 1), "bf16": (1, 1e-6, 1e30, 0, 1e-30, 1), "fp16": (1, 2.0**-6)}
 
 
-def case(
-    weights: str, dtype: str, shape: tuple[int, int, int, int], magnitudes: tuple[float, ...] = ()
-) -> dict[str, Any]:
+def case(weights: str, dtype: str, shape: tuple[int, int, int, int], magnitudes: tuple[float, ...] = ()) -> dict[str, Any]:
     """What `check_op` wants: `given`, `bounds` and attributes."""
     batch, seq, N, K = shape
     how = scheme(weights)

@@ -27,13 +27,9 @@ BETWEEN = {"avx512": {"avx512_bf16", "avx2"}}  # an instruction set, and those o
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--quick", action="store_true", help="this machine's instruction set, one case of each kernel's tests"
-    )
+    parser.addoption("--quick", action="store_true", help="this machine's instruction set, one case of each kernel's tests")
     parser.addoption("--part", metavar="K/N", help="of all tests the K-th of N parts, drawn by their names")
-    parser.addoption(
-        "--cases", choices=("pairs", "all"), help="of a test's parameters (default: all where tests are named)"
-    )
+    parser.addoption("--cases", choices=("pairs", "all"), help="of a test's parameters (default: all where tests are named)")
 
 
 def lacks_mark(path: Path, expression: str) -> bool:

@@ -43,9 +43,7 @@ def softcap_gradient_case(case, dtype, mode) -> dict:
     given = loss_operands((B, T, V, valid), dtype)
     x, targets = given["logits"].values[..., :valid], given["targets"].values
     attrs = {"valid_vocab": valid, "cap": cap, "predict": predict}
-    given["lse"] = tokens(
-        ops.SoftcapCrossEntropy({}, attrs).reference(given["logits"].values, targets, **SCALARS)["lse"]
-    )
+    given["lse"] = tokens(ops.SoftcapCrossEntropy({}, attrs).reference(given["logits"].values, targets, **SCALARS)["lse"])
     # Roundings of the sigmoid's argument, of z - lse, and of what is subtracted at the targets.
     z, steep = capped(x, cap), slope(x, cap) * np.ones_like(x)
     u = 0.0 if cap is None else np.abs((x + cap[1]) / cap[2])
@@ -61,16 +59,7 @@ def softcap_gradient_case(case, dtype, mode) -> dict:
 
 
 def transposed_network(
-    p: Program,
-    *,
-    C: int,
-    F: int,
-    V: int,
-    activation: str,
-    cap=SPEEDRUN,
-    predict: int = 3,
-    sizes=(3, 11),
-    scaling=None,
+    p: Program, *, C: int, F: int, V: int, activation: str, cap=SPEEDRUN, predict: int = 3, sizes=(3, 11), scaling=None
 ) -> None:
     """A model whose second weight of the block and head are stored (in, out), with the rows that go with them. `sizes`: batch and
     length, at most."""

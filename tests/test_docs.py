@@ -127,9 +127,7 @@ def test_each_decision_has_its_parts_and_its_row_in_the_index():
             f"## {part}" for part in ("Context", "Tried", "Numbers", "Verdict")
         ], page.name
         assert len(text.split()) <= 300, page.name
-        rows.append(
-            f"| {page.name[:3]} | [{match['title']}]({page.name}) | {match['verdict'].lower()} | {match['date']} |"
-        )
+        rows.append(f"| {page.name[:3]} | [{match['title']}]({page.name}) | {match['verdict'].lower()} | {match['date']} |")
     index = (DECISIONS[0].parent / "README.md").read_text()
     assert [line for line in index.splitlines() if re.match(r"\| \d", line)] == rows
     assert [row[2:5] for row in rows] == [f"{number:03}" for number in range(1, len(rows) + 1)]
@@ -177,10 +175,7 @@ def test_the_picture_of_the_default_run_shows_what_a_prompt_gives(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "img")
     run = import_module("run")
     sample = run.rows_of(ROOT / run.SAMPLE)[0]
-    assert (
-        sample["prompt"] == "def main("
-        and f"step-{run.rows_of(ROOT / run.RUN)[-1]['steps']:06d}" in sample["checkpoint"]
-    )
+    assert sample["prompt"] == "def main(" and f"step-{run.rows_of(ROOT / run.RUN)[-1]['steps']:06d}" in sample["checkpoint"]
 
 
 def test_the_end_of_a_run_is_as_the_page_for_newcomers_shows_it(monkeypatch):
@@ -208,10 +203,7 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
         programs = build_programs(config)
         stored = sum(t.size for t in programs["init"].store.of_role("parameter"))
         assert count == pytest.approx(stored, rel=0.04), name
-        step = (
-            programs["forward_backward"].flops * config.train.gradient_accumulation_steps
-            + programs["optimizer_step"].flops
-        )
+        step = programs["forward_backward"].flops * config.train.gradient_accumulation_steps + programs["optimizer_step"].flops
         assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 

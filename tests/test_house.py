@@ -32,8 +32,7 @@ MAY = {
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
-    "interop": STEP
-    | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "interop": STEP | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
     "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
     "tools.plan": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "tools.inspect": BUILT | {"cpu", "cuda", "tools.plan"},
@@ -125,7 +124,7 @@ def circles(graph: dict[Path, set[Path]]) -> list[set[str]]:
 
 
 WAIVED = [
-    {"cpu/lang/emit.py", "cpu/lang/values.py"},  # values and their builder: `a + b` emits an instruction
+    {"cpu/lang/emit.py", "cpu/lang/values.py"}  # values and their builder: `a + b` emits an instruction
     # To go:
 ]
 
@@ -155,9 +154,7 @@ for name in sys.argv[1:]:
         print(f"{name}: {error}")
 """
     folders = ("program", "models", "optim", "data", "assembly", "checkpoint")
-    paths = [
-        path.relative_to(PACKAGE.parent) for folder in folders for path in sorted((PACKAGE / folder).rglob("*.py"))
-    ]
+    paths = [path.relative_to(PACKAGE.parent) for folder in folders for path in sorted((PACKAGE / folder).rglob("*.py"))]
     names = [".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"]
     done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr

@@ -20,9 +20,7 @@ BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[
 
 
 def built(kind: str, source: Path, into: Path) -> Path:
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, kind, str(into)], cwd=source, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", BUILD, kind, str(into)], cwd=source, capture_output=True, text=True, check=True)
     return into / done.stdout.split()[-1]
 
 

@@ -45,15 +45,7 @@ from barellm.program.quantization import scheme
 from barellm.runtime.tuner.database import Database
 from barellm.training import curve, metrics, resume, trackers
 from tests.data.llama import llama_json
-from tests.interop.models import (
-    TINY,
-    checkpoint_of,
-    hugging_face,
-    llmc_file,
-    random_arrays,
-    their_tensors,
-    weights_of,
-)
+from tests.interop.models import TINY, checkpoint_of, hugging_face, llmc_file, random_arrays, their_tensors, weights_of
 
 ROOM = 64 << 20  # bytes that reading any small file may take
 CPU_SECONDS = 30  # of a case: a reader that needs more would go on for ever
@@ -144,9 +136,7 @@ def change_text(content: bytes, draw: random.Random) -> bytes:
     if kind == 2:
         return content.decode(errors="replace").encode(draw.choice(("utf-16", "utf-32", "utf-16-le", "utf-8-sig")))
     at = draw.randrange(len(content))
-    piece = draw.choice(
-        (b"\0", b"\xff", b"\xed\xa0\x80", b'"', b"\r", b"\n\n", b",", b"a" * 5000, b"#version: 9\n", b"[" * DEEP)
-    )
+    piece = draw.choice((b"\0", b"\xff", b"\xed\xa0\x80", b'"', b"\r", b"\n\n", b",", b"a" * 5000, b"#version: 9\n", b"[" * DEEP))
     return content[:at] + piece + content[at:]
 
 
@@ -232,13 +222,7 @@ def a_checkpoint(file: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         step = checkpoint_of(folder / "run", TINY, random_arrays(TINY))
         meta = json.loads((step / "meta.json").read_text())
-        more: dict[str, Any] = {
-            "samples": 8,
-            "tokens": 64,
-            "seconds": 1.5,
-            "machine": {"isa": "avx2"},
-            "milestone": False,
-        }
+        more: dict[str, Any] = {"samples": 8, "tokens": 64, "seconds": 1.5, "machine": {"isa": "avx2"}, "milestone": False}
         detector = {"values": [0.5] * 3, "next": 0}
         more |= {"data": {"hash": "a", "name": "b"}, "spikes": {"skipped": 1, "loss": detector, "norm": detector}}
         more |= {"llmc": {"processes": 1, "shuffled": True, "shard": 0, "sample": 1, "shards": [0]}}
@@ -470,11 +454,7 @@ def _(path: Path, draw: random.Random) -> None:
 # Texts.
 
 RECORDS = [{"text": f"{i} {WORDS[:90]}", "prompt": "a b", "answer": "c"} for i in range(8)]
-TURNS = [
-    {"role": "system", "content": "a"},
-    {"role": "user", "content": "b"},
-    {"role": "assistant", "content": "c", "weight": 1},
-]
+TURNS = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c", "weight": 1}]
 CHATS = [{"messages": TURNS, "tools": None} for _ in range(3)] + [{"prompt": "a", "answer": "b", "weight": 1}]
 
 
@@ -593,9 +573,7 @@ def read_all(weights: Any) -> None:
 
 @reader("llm.c's state", llmc_training, *BYTES)
 def _(path: Path, draw: random.Random) -> None:
-    llmc_state.read(
-        llmc_state.beside(path.parent / "model_00000007.bin"), llmc.read(path.parent / "model_00000007.bin")
-    )
+    llmc_state.read(llmc_state.beside(path.parent / "model_00000007.bin"), llmc.read(path.parent / "model_00000007.bin"))
 
 
 def gpt2_folder(file: str, *, shards: int = 0) -> Callable[[Path], Path]:
@@ -646,9 +624,7 @@ def problem(read: Callable[[], object], path: Path) -> str:
         if isinstance(error, KeyboardInterrupt):
             raise
         frame = error.__traceback__
-        while (
-            frame is not None and frame.tb_next is not None and "barellm/" in frame.tb_next.tb_frame.f_code.co_filename
-        ):
+        while frame is not None and frame.tb_next is not None and "barellm/" in frame.tb_next.tb_frame.f_code.co_filename:
             frame = frame.tb_next
         assert frame is not None
         where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"

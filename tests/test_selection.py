@@ -46,9 +46,7 @@ def test_fp32_kernels_are_tested_on_one_of_those_with_equal_code():
 def test_the_code_of_fp32_kernels_is_equal_there(other, monkeypatch):
     """Name by name, of a model with everything: what `same_code` leaves out would show nothing new. Which way a product of few rows
     takes is a choice, and processors with tiles take another one: tests/cpu/test_tuner.py runs them."""
-    monkeypatch.setattr(
-        linear, "select_skinny_config", lambda isa, role, dtype, cols, depth, threads: SkinnyGemmConfig(1, 8, 2)
-    )
+    monkeypatch.setattr(linear, "select_skinny_config", lambda isa, role, dtype, cols, depth, threads: SkinnyGemmConfig(1, 8, 2))
     config = changed(preset("shakespeare-char"), {"train.dtype": "fp32", "model.dropout": 0.1})
     first, second = (isas.cross(name, kernels.X86_TRIPLE) for name in ("avx512_bf16", other))
     ours, theirs = ({u.spec.key: u.spec.ir(isa) for u in kernels.used_by(config, isa)} for isa in (first, second))
@@ -56,12 +54,7 @@ def test_the_code_of_fp32_kernels_is_equal_there(other, monkeypatch):
 
 
 def test_of_a_product_those_cases_stay_in_which_each_two_values_meet():
-    values = {
-        "isa": "abcd",
-        "shape": [(1, 1), (2, 3), (1, 37), (5, 5), (7, 1)],
-        "dtype": ["fp32", "bf16"],
-        "mode": ["s", "a"],
-    }
+    values = {"isa": "abcd", "shape": [(1, 1), (2, 3), (1, 37), (5, 5), (7, 1)], "dtype": ["fp32", "bf16"], "mode": ["s", "a"]}
     cases = [
         item(f"tests/cpu/test_x.py::test_y[{n}]", **dict(zip(values, case, strict=True)))
         for n, case in enumerate(product(*values.values()))
@@ -131,16 +124,11 @@ def test_files_without_the_mark_that_is_asked_for_are_not_read(tmp_path, express
 def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
     each = product(("best", "other"), ("fp32", "bf16"), (1, 2))
     cases = [
-        item(f"tests/cpu/test_x.py::test_y[{n}]", isa=isa, dtype=dtype, shape=shape)
-        for n, (isa, dtype, shape) in enumerate(each)
+        item(f"tests/cpu/test_x.py::test_y[{n}]", isa=isa, dtype=dtype, shape=shape) for n, (isa, dtype, shape) in enumerate(each)
     ]
     cases += [item("tests/cuda/test_z.py::test_slow", slow=True), item("tests/test_plain.py::test_plain")]
     kept = [c.nodeid for c in selection.quick(cases, "best")]  # pyright: ignore
-    assert kept == [
-        "tests/cpu/test_x.py::test_y[0]",
-        "tests/cpu/test_x.py::test_y[2]",
-        "tests/test_plain.py::test_plain",
-    ]
+    assert kept == ["tests/cpu/test_x.py::test_y[0]", "tests/cpu/test_x.py::test_y[2]", "tests/test_plain.py::test_plain"]
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -26,13 +26,7 @@ HELP = (
     "products?", "matrix products?", "few bits", "how bold", "side by side", "held back", "go(es)? on", "anew", "at best", "turns?",
     "company", "rival", "whole one", "for ever",
 )  # fmt: skip
-PAGES = (
-    "accumulate the gradients anew",
-    "how bold",
-    "times this text",
-    "to learn from and",
-    *map(re.escape, aliases.RENAMED),
-)
+PAGES = ("accumulate the gradients anew", "how bold", "times this text", "to learn from and", *map(re.escape, aliases.RENAMED))
 
 
 def parts(name: str) -> set[str]:

@@ -16,13 +16,7 @@ def scratch(isa, N, K):
     return 2 * amx.padded(K) * amx.NR + amx.padded_a_bytes(K)
 
 
-@rung(
-    "AMX tiles",
-    step=lambda isa: (4 * 16384, 4 * amx.TILE_BYTES),
-    dtype="bf16",
-    scratch=scratch,
-    needs=lambda isa: isa.tiles,
-)
+@rung("AMX tiles", step=lambda isa: (4 * 16384, 4 * amx.TILE_BYTES), dtype="bf16", scratch=scratch, needs=lambda isa: isa.tiles)
 def amx_tiles(k, c, a, b, *, M, N, K):
     amx.configure(k)
     sums = Pointer(k, k.alloca("float", amx.MR * amx.NR), "fp32")

@@ -22,9 +22,7 @@ def tiled(
     """Rungs 4 to 7 are this kernel with other numbers. VECTOR: numbers of one load from memory; A_ORDER: the axis of A's tile that
     is contiguous in shared memory; B_WARPS: warps that load different rows of B."""
     WARPS: gl.constexpr = WARP_ROWS * WARP_COLS
-    THREADS: gl.constexpr = gl.BlockedLayout(
-        [EACH_ROWS, EACH_COLS], [LANE_ROWS, LANE_COLS], [WARP_ROWS, WARP_COLS], [1, 0]
-    )
+    THREADS: gl.constexpr = gl.BlockedLayout([EACH_ROWS, EACH_COLS], [LANE_ROWS, LANE_COLS], [WARP_ROWS, WARP_COLS], [1, 0])
     A_LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // DEPTH, DEPTH // VECTOR], [WARPS, 1], [1, 0])
     B_LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [B_WARPS, WARPS // B_WARPS], [1, 0])
     A_SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [A_ORDER, 1 - A_ORDER])

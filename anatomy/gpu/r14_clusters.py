@@ -44,9 +44,7 @@ def paired(ptx):
     # Barriers are made before the other block arrives at them, and no block ends while the other may still write into it.
     made = f"\n fence.mbarrier_init.release.cluster;\n {MEET}"
     change(r"fence\.proxy\.async\.shared::cta;(?=\s+// end inline asm\s+st\.shared)", rf"\g<0>{made}")
-    (idle,) = re.findall(
-        r"(setmaxnreg\.dec\S+\s+\d+;)\s+barrier\.sync\s+1;\s+ld\.shared\.b8", ptx
-    )  # for the first four warps
+    (idle,) = re.findall(r"(setmaxnreg\.dec\S+\s+\d+;)\s+barrier\.sync\s+1;\s+ld\.shared\.b8", ptx)  # for the first four warps
     change(r"(@%p\d+ bra\s+\S+;\s+)(bra\.uni)(?=.*\n\S+:.*\n\s*setmaxnreg\.inc)", rf"\1{idle}\n {MEET}\n \2")
     change(r"\n\s*ret;", f"\n {MEET}\\g<0>")
 

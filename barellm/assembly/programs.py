@@ -98,14 +98,10 @@ def build(
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
         p.output("logits", _decode(p, model, tokens))
     if others := [t.name for t in store.of_role("parameter") if t not in declared]:
-        raise UserError(
-            f"{place(architecture.forward)}: the parameter {others[0]} is not in declare: nothing initialises it"
-        )
+        raise UserError(f"{place(architecture.forward)}: the parameter {others[0]} is not in declare: nothing initialises it")
     for name, p in programs.items():
         if both := sorted(p.named.keys() & store.tensors.keys()):
-            raise ValueError(
-                f"{both[0]} is an input or output of {name} and a {store.tensors[both[0]].role}: rename one"
-            )
+            raise ValueError(f"{both[0]} is an input or output of {name} and a {store.tensors[both[0]].role}: rename one")
     return store, programs
 
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     from barellm.runtime.session import Session
 
-HEAD = (
-    "int8"  # the classifier's matrix: a few percent of a model's bytes, and the one whose errors reach the loss unmixed
-)
+HEAD = "int8"  # the classifier's matrix: a few percent of a model's bytes, and the one whose errors reach the loss unmixed
 
 TOGETHER = 16 * TILE  # rows that are quantised at a time: what is made of them on the way stays in the caches
 

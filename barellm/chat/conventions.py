@@ -61,9 +61,7 @@ def _object(where: Path | str, content: bytes | None = None) -> dict[str, Any]:
     return found
 
 
-def read(
-    files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int | None, leading: int | None = None
-) -> Conventions:
+def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int | None, leading: int | None = None) -> Conventions:
     """`token_ids`: of tokens by name. `eot` stands before a document. `leading`: the id that the tokenizer itself puts before a
     text. UserError for a file that is damaged."""
     found = {name: _object(name, files[name]) for name in files if name.endswith(".json")}

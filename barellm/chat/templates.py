@@ -51,11 +51,7 @@ class _Worker:
                 words = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
                 # A session of its own: Ctrl-C in a terminal is for its parent.
                 self._process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
+                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
                 )
             assert self._process.stdin is not None and self._process.stdout is not None
             late = threading.Timer(SECONDS, self._process.kill)
@@ -133,11 +129,7 @@ def control_tokens(template: str, special: frozenset[str], added: frozenset[str]
 
 
 def pieces(
-    template: str,
-    conversations: Sequence[Any],
-    variables: Mapping[str, Any],
-    control: Sequence[str],
-    special: AbstractSet[str],
+    template: str, conversations: Sequence[Any], variables: Mapping[str, Any], control: Sequence[str], special: AbstractSet[str]
 ) -> list[list[Piece]]:
     """The text of each conversation in pieces, so that no control token which anybody said, in however many parts, is one.
 

@@ -70,9 +70,7 @@ def compiled(template: str) -> Any:
         def fromkeys(self, *args: Any) -> dict:
             return dict.fromkeys(*args)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= {
         "raise_exception": raise_exception,

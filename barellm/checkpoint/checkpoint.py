@@ -239,9 +239,7 @@ def need_numbers(path: Path) -> None:
     """Raise a UserError for a step folder whose matrices have few bits."""
     meta = read_meta(path)
     if few := meta.get("weights"):
-        made_of = (
-            f"use {meta['source']}, of which it was made" if "source" in meta else "use the run that it was made of"
-        )
+        made_of = f"use {meta['source']}, of which it was made" if "source" in meta else "use the run that it was made of"
         raise UserError(f"{path} has weights of few bits ({few}), which only sample and eval read: {made_of}")
 
 

@@ -100,9 +100,7 @@ class Quantized:
         return stored(codes[lo:hi], self.schemes[matrix]) if part == "codes" else scales[lo:hi]
 
 
-def expected(
-    parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme], wide: Collection[str]
-) -> dict[str, Tensor]:
+def expected(parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme], wide: Collection[str]) -> dict[str, Tensor]:
     """The tensors of such a checkpoint's file, for a model with these parameters. The matrices `wide` have scales of fp32."""
     found: dict[str, Tensor] = {}
     for name, t in parameters.items():

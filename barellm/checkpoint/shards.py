@@ -72,9 +72,7 @@ class ShardedState:
         if a < b:
             own = self._session.tensors[name]
             width = _width(own)
-            self._session.write_rows(
-                name, (a - first) // width, flat[a - begin : b - begin].reshape(-1, *own.shape[1:])
-            )
+            self._session.write_rows(name, (a - first) // width, flat[a - begin : b - begin].reshape(-1, *own.shape[1:]))
 
     # --- saving: rank 0 reads, and the others serve ---
 

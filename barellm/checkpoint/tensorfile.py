@@ -31,17 +31,7 @@ NEAR = 1 << 19  # bytes read from a file at a time: what is made of them stays i
 EXCHANGE = {"fp32": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16", "fp16": "F16", "i8": "I8"}
 CODES = {name: EXCHANGE[f.exchange] for name, f in FORMATS.items() if f.exchange in EXCHANGE}
 # Other programs' files may hold the others beside their weights.
-NUMPY = {
-    "F32": "<f4",
-    "F64": "<f8",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U8": "u1",
-    "BOOL": "?",
-}
+NUMPY = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"}
 ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 MOST_HEADER, MOST_AXES = 100 << 20, 32  # bytes, as everywhere; axes of an array in every NumPy
 
@@ -117,9 +107,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MOST_HEADER, size - 8):
-            raise UserError(
-                f"{path} is not a safetensors file: its header would have {length} bytes, the file has {size}"
-            )
+            raise UserError(f"{path} is not a safetensors file: its header would have {length} bytes, the file has {size}")
         text = file.read(length)
     try:
         entries = json.loads(text.decode(), object_pairs_hook=_object)
@@ -138,9 +126,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     end, have = 0, size - 8 - length
     for lo, hi, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
         if lo != end:
-            raise UserError(
-                f"{path}: {name!r:.80} begins at byte {lo} of the data, expected {end}, where the one before ends"
-            )
+            raise UserError(f"{path}: {name!r:.80} begins at byte {lo} of the data, expected {end}, where the one before ends")
         end = hi
     if end != have:
         raise UserError(f"{path}: the data of its tensors has {end} bytes, the file has {have}")

@@ -40,15 +40,10 @@ def configure(parser: Parser) -> None:
         "on a GPU cublaslt",
     )
     rare.add_argument(
-        "--interleave",
-        type=int,
-        metavar="N",
-        help="step --peers, gemm, attention, scaling: interleaved rounds (default: 7)",
+        "--interleave", type=int, metavar="N", help="step --peers, gemm, attention, scaling: interleaved rounds (default: 7)"
     )
     parser.add_argument(
-        "--out",
-        metavar="FILE.json",
-        help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)",
+        "--out", metavar="FILE.json", help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)"
     )
     rare.add_argument(
         "--publish",
@@ -62,12 +57,8 @@ def configure(parser: Parser) -> None:
         metavar="N",
         help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
     )
-    rare.add_argument(
-        "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
-    )
-    rare.add_argument(
-        "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
-    )
+    rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
+    rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     add_device(parser)
     add_stage(parser)
@@ -237,17 +228,9 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
         return ["attention", *on_gpu, r["dtype"], *([f"share-{args.share}"] if (args.share or 1) > 1 else [])]
     train, moments = config.train, config.optim.moments
     changed = ["changed"] * (config.model != models.preset(config.preset).model)
-    parts = ["scaling"] * (r["kind"] == "scaling") + [
-        config.preset,
-        *changed,
-        f"{train.micro_batch_size}x{train.seq}",
-        train.dtype,
-    ]
+    parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, *changed, f"{train.micro_batch_size}x{train.seq}", train.dtype]
     parts += (
-        on_gpu
-        + ["recompute"] * train.recompute
-        + [train.gemm_backend] * (train.gemm_backend != "barellm")
-        + ["tf32"] * train.tf32
+        on_gpu + ["recompute"] * train.recompute + [train.gemm_backend] * (train.gemm_backend != "barellm") + ["tf32"] * train.tf32
     )
     return parts + [f"moments-{moments}"] * (moments != "fp32")
 
@@ -274,9 +257,7 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
     name = f"{r['layer']:<13}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    baseline = (
-        f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the baseline" if "times_peer_cold" in r else ""
-    )
+    baseline = f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the baseline" if "times_peer_cold" in r else ""
     return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{baseline}"
 
 
@@ -332,12 +313,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
     columns |= {"alone ms": 9} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}
     head = f"{'op':<30}" + "".join(f"{name:>{width}}" for name, width in columns.items())
-    lines = [
-        title_line(r),
-        ceiling_line(r),
-        "",
-        head,
-    ]
+    lines = [title_line(r), ceiling_line(r), "", head]
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         rates = f"{row['flops'] / row['s'] / 1e9:>8.1f}{row['bytes'] / row['s'] / 1e9:>6.1f}"
         share = f"{row['s'] * 1e3:>9.3f}{100 * row['s'] / r['ops_s']:>7.1f}"
@@ -366,9 +342,7 @@ def _scaling_lines(r: dict[str, Any]) -> list[str]:
     lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}"]
     for case in r["cases"]:
         if "rival_share" in case:
-            fair = (
-                f"{case['slower_by_what_was_taken']:.2f} is what it took ({100 * case['rival_share']:.0f} % of a core)"
-            )
+            fair = f"{case['slower_by_what_was_taken']:.2f} is what it took ({100 * case['rival_share']:.0f} % of a core)"
             words = f"{case['slower']:.2f} times as long as without; {fair}"
         elif "slower_than_one_thread" in case:
             words = f"{case['slower_than_one_thread']:.2f} times as long as on 1 thread"

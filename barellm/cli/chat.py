@@ -33,20 +33,14 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN")
-    parser.add_argument(
-        "--system", type=escaped, metavar="TEXT", help="the system message (default: the template's own)"
-    )
+    parser.add_argument("--system", type=escaped, metavar="TEXT", help="the system message (default: the template's own)")
     parser.add_argument(
         "-n", "--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)"
     )
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
-    parser.add_argument(
-        "--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)"
-    )
-    parser.add_argument(
-        "--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey"
-    )
+    parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
+    parser.add_argument("--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey")
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
     add_weights(parser)

@@ -32,9 +32,7 @@ class Found:
     stored: bool = False  # whether the checkpoint has them so
 
     @contextmanager
-    def opened(
-        self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None
-    ) -> Iterator[CompiledModel]:
+    def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[CompiledModel]:
         """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
         is written with, or evaluated; `scoring` is as in `assembly.build.build_programs`."""
         run = "decode" if positions else "score" if scoring else "eval"

@@ -19,9 +19,7 @@ PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "tokenizers", "tiktoken", "xxhash"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure the rates of this machine again; rooflines and MFU follow from them",
+        "--measure", action="store_true", help="measure the rates of this machine again; rooflines and MFU follow from them"
     )
     add_device(parser, "with --measure: cpu or cuda")
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -23,16 +23,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
     )
     parser.add_argument(
-        "--data",
-        metavar="SOURCE",
-        help="another dataset, of which the validation split is used (default: the run's own)",
+        "--data", metavar="SOURCE", help="another dataset, of which the validation split is used (default: the run's own)"
     )
     parser.add_argument(
         "--split", choices=("val", "all"), default="val", help="the validation split, or all of the text (default: val)"
     )
-    parser.add_argument(
-        "--whole", action="store_const", const="all", dest="split", help=argparse.SUPPRESS
-    )  # its old name
+    parser.add_argument("--whole", action="store_const", const="all", dest="split", help=argparse.SUPPRESS)  # its old name
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="evaluate on about N tokens, evenly spread (default: all)"
     )
@@ -44,9 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
     )
     parser.add_argument(
-        "--hellaswag",
-        metavar="FILE",
-        help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin",
+        "--hellaswag", metavar="FILE", help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin"
     )
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="only its first N examples (default: all)")
     parser.add_argument(

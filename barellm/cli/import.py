@@ -13,9 +13,7 @@ from barellm.cli.options import Parser, add_configuration
 
 def configure(parser: Parser) -> None:
     parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a Hugging Face folder with config.json and model.safetensors, or an llm.c file",
+        "source", metavar="SOURCE", help="a Hugging Face folder with config.json and model.safetensors, or an llm.c file"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
     parser.add_argument(
@@ -48,11 +46,7 @@ def run(args: argparse.Namespace) -> int:
     saved = imported.save(weights, Path(args.out), config=config, state=state)
     model, tokenizer = weights.model, weights.tokenizer
     count = sum(t.size for t in weights.tensors.values())
-    has = (
-        f"tokenizer {tokenizer.name}"
-        if tokenizer
-        else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
-    )
+    has = f"tokenizer {tokenizer.name}" if tokenizer else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
     print(f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, {has}")
     if tokenizer and (missing := tokenizer.vocab_size - model.vocab_size):
         what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"

@@ -14,10 +14,7 @@ STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sas
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a kernel, an op, or a symbol of the list")
     parser.add_argument(
-        "--preset",
-        default="gpt2-124m",
-        metavar="PRESET",
-        help="the preset whose kernels are meant (default: gpt2-124m)",
+        "--preset", default="gpt2-124m", metavar="PRESET", help="the preset whose kernels are meant (default: gpt2-124m)"
     )
     parser.add_argument(
         "--dtype",
@@ -28,9 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(
-        "--isa",
-        metavar="NAME",
-        help="amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)",
+        "--isa", metavar="NAME", help="amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)"
     )
     parser.add_argument("--target", metavar="TRIPLE", help="another machine, e.g. aarch64-apple-darwin, with --isa")
     parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80 to sm_120 (default: as used here)")
@@ -145,9 +140,7 @@ def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) 
     if not counts:
         return []
     instructions, weights = min(counts, key=lambda count: count[1])
-    return [
-        f"one row              {instructions} instructions for {weights} weights: {instructions / weights:.2f} each"
-    ]
+    return [f"one row              {instructions} instructions for {weights} weights: {instructions / weights:.2f} each"]
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:

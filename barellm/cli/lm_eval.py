@@ -103,10 +103,7 @@ class Barellm(TemplateLM):
         owners: list[int] = []
         for i, (string,) in enumerate(request.args for request in requests):
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(string),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
+                token_list=self.tok_encode(string), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
             for context, end in map(make_disjoint_window, windows):
                 texts.append(Text([*context, *end], len(end)))
@@ -137,9 +134,7 @@ class Barellm(TemplateLM):
         if unknown := sorted(requested.keys() - KNOWN - IGNORED):
             raise UserError(f"a task asks for {unknown[0]} in its generation_kwargs, which barellm does not have")
         if int(requested.get("num_beams") or 1) > 1:
-            raise UserError(
-                f"a task asks for num_beams {requested['num_beams']}, and barellm has no beam search, expected 1"
-            )
+            raise UserError(f"a task asks for num_beams {requested['num_beams']}, and barellm has no beam search, expected 1")
         count = requested["max_gen_toks"]
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")

@@ -35,29 +35,12 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine has and what barellm will use",
 }
 # Commands that take a model of one's own, --model FILE.py.
-WITH_MODELS = (
-    "train",
-    "presets",
-    "build",
-    "sample",
-    "chat",
-    "eval",
-    "quantize",
-    "plan",
-    "bench",
-    "profile",
-    "tune",
-    "inspect",
-)
+WITH_MODELS = ("train", "presets", "build", "sample", "chat", "eval", "quantize", "plan", "bench", "profile", "tune", "inspect")
 SECTIONS = {"train": "train", "sample": "use a model", "plan": "examine"}  # from this command on
 
 
 def help_text() -> str:
-    lines = [
-        "usage: barellm COMMAND [options]",
-        "",
-        "GPT training from Python: hand-written kernels, compiled for this machine.",
-    ]
+    lines = ["usage: barellm COMMAND [options]", "", "GPT training from Python: hand-written kernels, compiled for this machine."]
     for name, text in COMMANDS.items():
         lines += ["", f"{SECTIONS[name]}:"] if name in SECTIONS else []
         lines.append(f"  {name:<11} {text}")
@@ -129,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:  # a Python into which nothing was installed, where another has it
         if (error.name or "barellm").startswith("barellm"):
             raise
-        return fail(
-            f"{sys.executable} lacks the package {error.name}: pip install -e . where barellm's pyproject.toml is"
-        )
+        return fail(f"{sys.executable} lacks the package {error.name}: pip install -e . where barellm's pyproject.toml is")
     except OSError as error:
         where = error.filename
         try:

@@ -36,9 +36,7 @@ def escaped(words: str) -> str:
             return _CHARACTERS[found[1]]
         if digits := found[2] or found[3] or found[4]:
             return chr(int(digits, 16))
-        raise argparse.ArgumentTypeError(
-            f"{words!r} ends in the middle of an escape at {found[0]!r}, expected {ESCAPES}"
-        )
+        raise argparse.ArgumentTypeError(f"{words!r} ends in the middle of an escape at {found[0]!r}, expected {ESCAPES}")
 
     try:
         return _ESCAPE.sub(meant, words).encode("utf-16", "surrogatepass").decode("utf-16")
@@ -149,15 +147,10 @@ def add_configuration(parser: Parser, common: str = STEP) -> None:
     known, values = overrides.known_keys(config), overrides.flat(config)
     chosen = help.group(parser, "model")
     chosen.add_argument(
-        "preset",
-        nargs="?",
-        metavar="PRESET",
-        help=f"name of a preset (default: {models.usual()}); barellm presets lists them",
+        "preset", nargs="?", metavar="PRESET", help=f"name of a preset (default: {models.usual()}); barellm presets lists them"
     )
     chosen.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]",
+        "--config", metavar="FILE", help="TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]"
     )
     for key, owners in overrides.every_key().items():
         entry, section = known.get(key), key.partition(".")[0]
@@ -186,9 +179,7 @@ def dtype(text: str) -> str:
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """--dtype of commands that read a checkpoint."""
-    parser.add_argument(
-        "--dtype", type=dtype, metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)"
-    )
+    parser.add_argument("--dtype", type=dtype, metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -254,10 +245,7 @@ def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> No
 
 
 RATES = (overrides.MUON_LR, overrides.MUON_LR_RATIO)
-SUPERSEDES = {
-    **{key: overrides.LIMITS for key in overrides.LIMITS},
-    **dict.fromkeys((overrides.LR, *RATES), RATES),
-}
+SUPERSEDES = {**{key: overrides.LIMITS for key in overrides.LIMITS}, **dict.fromkeys((overrides.LR, *RATES), RATES)}
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ def configure(parser: Parser) -> None:
         action="store_true",
         help="show the roofline of a step; an estimate by the rates of this machine, which are measured once",
     )
-    parser.add_argument(
-        "--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200"
-    )
+    parser.add_argument("--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200")
     rare.add_argument(
         "--gemm",
         type=int,
@@ -40,9 +38,7 @@ def configure(parser: Parser) -> None:
         action="store_true",
         help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)",
     )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)")
     rare.add_argument(
         "--interconnect",
         metavar="NAME",
@@ -211,10 +207,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         for name, row in n["families"].items()
     ]
     timed = "expected_s" in n
-    lines += [
-        "",
-        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else ""),
-    ]
+    lines += ["", f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else "")]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
         tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said")
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)",
+        "--out", metavar="FILE", help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)"
     )
     parser.add_argument("--x", choices=AXES, help="what it is drawn over (default: steps)")
     parser.add_argument(
@@ -39,9 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "by the mean loss of a token) (default: loss)",
     )
     parser.add_argument("--log", choices=("x", "y", "xy"), help="which axes are logarithmic (default: none)")
-    parser.add_argument(
-        "--exponent-stats", action="store_true", help="exponent histograms of one run, in the place of losses"
-    )
+    parser.add_argument("--exponent-stats", action="store_true", help="exponent histograms of one run, in the place of losses")
     parser.add_argument(
         "--json", action="store_true", help="with --exponent-stats: print the numbers of every step, and nothing else"
     )
@@ -96,9 +90,7 @@ def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
             exponent_stats_chart.image(Path(args.out), exponent_stats_chart.chosen(rows), title=name)
             console.line(f"exponents {args.out}")
         else:
-            console.line(
-                exponent_stats_chart.terminal(rows[-1], ascii_only=not console.can_show(exponent_stats_chart.SHADES))
-            )
+            console.line(exponent_stats_chart.terminal(rows[-1], ascii_only=not console.can_show(exponent_stats_chart.SHADES)))
     except UserError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError):

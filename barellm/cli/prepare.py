@@ -57,15 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--val-fraction", type=float, metavar="F", help="last share of the characters, for validation (default: 0.1)"
     )
     parser.add_argument(
-        "--val-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="instead: the first N tokens are for validation, as in llm.c",
+        "--val-tokens", type=int, default=0, metavar="N", help="instead: the first N tokens are for validation, as in llm.c"
     )
-    parser.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a shard (default: 100000000)"
-    )
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a shard (default: 100000000)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
@@ -123,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
         empty = f" ({result['empty_documents']:,} empty ones left out)" if result["empty_documents"] else ""
         plural = "s" * (result["documents"] != 1)
         print(f"{args.out}: {result['documents']:,} document{plural}{empty}, {result['text_bytes']:,} bytes of text")
-        print(
-            f"{args.out}: {result['shards']} shards, {counts['train']:,} training and {counts['val']:,} validation tokens"
-        )
+        print(f"{args.out}: {result['shards']} shards, {counts['train']:,} training and {counts['val']:,} validation tokens")
     return 0
 
 
@@ -171,15 +163,11 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     for source in filter(is_named, args.source):
         path = Path(source)
         if path.exists() and path.resolve() != Path(args.out).resolve():
-            raise UserError(
-                f"{source} is the name of a set, and of what lies here: that is ./{source}; rename it for the set"
-            )
+            raise UserError(f"{source} is the name of a set, and of what lies here: that is ./{source}; rename it for the set")
     named = [source for source in args.source if is_named(source) and source != "tinyshakespeare"]
     _check_used(args, [*named, *(["stdlib"] if "stdlib" in args.source else [])], kind)
     if named and len(args.source) > 1:
-        raise UserError(
-            f"the set {named[0]} stands alone, found with it: {', '.join(s for s in args.source if s != named[0])}"
-        )
+        raise UserError(f"the set {named[0]} stands alone, found with it: {', '.join(s for s in args.source if s != named[0])}")
     if named and args.val_fraction is not None:
         raise UserError(f"--val-fraction needs all of a text first, which the set {named[0]} is not: pass --val-tokens")
     if named and args.val_tokens and hub_sets()[named[0]].val:
@@ -200,6 +188,4 @@ def _check_used(args: argparse.Namespace, sets: list[str], kind: str) -> None:
     if args.source == ["-"]:
         for option, given in (of_records if kind == "text" else of_text).items():
             if given:
-                raise UserError(
-                    f"{option} does not go with standard input as {kind}: another --format, or leave it out"
-                )
+                raise UserError(f"{option} does not go with standard input as {kind}: another --format, or leave it out")

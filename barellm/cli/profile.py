@@ -54,9 +54,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     train = config.train
     several = f"-{ranks.count}-ranks" * (ranks.count > 1)
     gpu = "-cuda" * (args.device == "cuda")
-    out = Path(
-        args.out or f"runs/profile-{config.preset}-{train.micro_batch_size}x{train.seq}-{train.dtype}{gpu}{several}"
-    )
+    out = Path(args.out or f"runs/profile-{config.preset}-{train.micro_batch_size}x{train.seq}-{train.dtype}{gpu}{several}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     new = ranks.rank == 0 and not out.exists()
@@ -113,10 +111,7 @@ def _of_gpu(r: dict[str, Any]) -> list[str]:
 
 def _of_threads(r: dict[str, Any]) -> list[str]:
     step, low_high = r["step_s"], "{:+.2f} to {:+.2f}".format(*r["tracing_quartiles_percent"])
-    found = [
-        "",
-        f"{'thread':<10}" + "".join(f"{name:>14}" for name in ("work ms", "barriers ms", "idle ms", "missed %")),
-    ]
+    found = ["", f"{'thread':<10}" + "".join(f"{name:>14}" for name in ("work ms", "barriers ms", "idle ms", "missed %"))]
     for t in r["by_thread"]:
         parts = "".join(f"{t[name] * 1e3:>14.3f}" for name in ("work_s", "barrier_s", "idle_s"))
         found.append(f"{t['thread']:<10}{parts}{t['residual_percent']:>14.3f}")

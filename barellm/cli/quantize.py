@@ -119,9 +119,7 @@ def _how(calibration: dict | None) -> str:
     return f"calibrated on {calibration['tokens']:,} tokens of {calibration['data']}"
 
 
-def _moments(
-    checkpoint: Found, weights: Weights, source: str | None, tokens: int
-) -> tuple[dict[str, np.ndarray], dict]:
+def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: int) -> tuple[dict[str, np.ndarray], dict]:
     """Gives the moments of what each product but the classifier reads, and what they were measured on."""
     from dataclasses import replace
 
@@ -142,9 +140,7 @@ def _moments(
     console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
     with opened(programs, checkpoint.device) as session:
         weights.load(session)
-        calibration.measure(
-            session, windows, batch=config.train.micro_batch_size, report=console.evaluating(windows.windows)
-        )
+        calibration.measure(session, windows, batch=config.train.micro_batch_size, report=console.evaluating(windows.windows))
         console.clear()
         moments = {name: calibration.read(session, name) for name in calibration.moments}
     return moments, {"data": data.name, "tokens": windows.targets}

@@ -16,9 +16,7 @@ CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder of runs (default: runs)")
-    parser.add_argument(
-        "--sort", choices=("date", "loss"), default="date", help="the last first, or the best (default: date)"
-    )
+    parser.add_argument("--sort", choices=("date", "loss"), default="date", help="the last first, or the best (default: date)")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each run")
 
 
@@ -84,11 +82,7 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     for f in found:
         rate, time = f["tokens_per_s"], f["seconds"]
         mark = "*" if f["val_nats"] is not None and f["val_nats"] == best else " "
-        numbers = [
-            f"{f['step']:>7,}",
-            f"{number(f['train_loss'], '.4f'):>10}",
-            f"{number(f['val_nats'], '.4f'):>8}{mark}",
-        ]
+        numbers = [f"{f['step']:>7,}", f"{number(f['train_loss'], '.4f'):>10}", f"{number(f['val_nats'], '.4f'):>8}{mark}"]
         numbers += [f"{number(f['val_bits_per_byte'], '.4f'):>9}", f"{'-' if rate is None else short(rate):>6}"]
         numbers += [f"{'-' if time is None else duration(time):>8}"]
         lines.append(f"{' '.join(numbers)}  {Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")

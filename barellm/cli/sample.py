@@ -36,32 +36,18 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("--prompt", type=escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {ESCAPES}")
     parser.add_argument(
-        "--prompt", type=escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {ESCAPES}"
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)',
+        "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
     )
     parser.add_argument(
         "--special", action="store_true", help="names of special tokens in prompts, as <|im_end|>, are those tokens"
     )
-    parser.add_argument(
-        "--prompt-ids", metavar="IDS", help="ids that the text begins with, as they are: 1,29,3 (default: none)"
-    )
-    parser.add_argument(
-        "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
-    )
+    parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with, as they are: 1,29,3 (default: none)")
+    parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, each after the text so far")
     add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=16,
-        metavar="N",
-        help="batch size of the generation, up to 64 (default: 16)",
-    )
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
     parser.add_argument(
         "-n",
         "--max-new-tokens",
@@ -79,16 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=rf"end before this text; may be given several times; {ESCAPES}",
     )
     add_sampling(parser)
-    parser.add_argument(
-        "--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)"
-    )
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
     add_weights(parser)
     parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth",
+        "--measure", action="store_true", help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth"
     )
     parser.add_argument("--json", action="store_true", help="print one line with a JSON object for each text")
 
@@ -127,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
     for ids in fed.values():
         if warning := unseen(ids, most):
             print(f"barellm: warning: {warning}", file=sys.stderr)
-    works = [
-        Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)
-    ]
+    works = [Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)]
     positions = cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows) as compiled:
@@ -172,12 +152,7 @@ def _prompts(name: str) -> list[str]:
 
 
 def _group(
-    args: argparse.Namespace,
-    checkpoint: Found,
-    compiled: CompiledModel,
-    decoder: Decoder,
-    works: Sequence[Work],
-    these: range,
+    args: argparse.Namespace, checkpoint: Found, compiled: CompiledModel, decoder: Decoder, works: Sequence[Work], these: range
 ) -> None:
     """Generate a batch of texts. The first of them is streamed, the others are shown when it is complete."""
     from barellm.generation.decode import kept
@@ -235,9 +210,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         history = history[-max(1, most - len(begins) - min(args.max_new_tokens, most // 2)) :]
         text = Written(tokenizer, stops=args.stop, emit=_write)
         seeded = replace(how, seed=how.seed + turn)
-        for _ in write(
-            decoder, [begins + history or [tokenizer.start]], [text], count=args.max_new_tokens, hows=[seeded]
-        ):
+        for _ in write(decoder, [begins + history or [tokenizer.start]], [text], count=args.max_new_tokens, hows=[seeded]):
             pass
         _write("\n")
         history += text.shown

@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 def configure(parser: Parser) -> None:
     training, output = group(parser, "training"), group(parser, "output")
-    training.add_argument(
-        "--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint"
-    )
+    training.add_argument("--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint")
     add_device(training, "cpu, cuda or reference; NumPy, small models only")
     training.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)",
+        "--ranks", type=int, metavar="N", help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)"
     )
     Rare(training).add_argument(
         "--find-lr",
@@ -38,9 +33,7 @@ def configure(parser: Parser) -> None:
         help="learning rate range test: --steps steps (default: 200) of a growing rate until they diverge, and a suggestion",
     )
     output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
-    output.add_argument(
-        "--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else"
-    )
+    output.add_argument("--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else")
     add_configuration(parser, TRAINED)
 
 
@@ -84,15 +77,11 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     if args.find_lr and ranks.count > 1:
         raise UserError("--find-lr tests with one process: leave --ranks out")
     if args.resume and args.find_lr:
-        raise UserError(
-            "--find-lr is a test from the start: it cannot --resume (--init-from begins with a run's weights)"
-        )
+        raise UserError("--find-lr is a test from the start: it cannot --resume (--init-from begins with a run's weights)")
     if args.resume:
         out = Path(args.out) if args.out is not None else resume.newest_run(root, wanted)
         if out is None:
-            raise UserError(
-                f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)"
-            )
+            raise UserError(f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)")
         config, changes, start = resume.resume_from(out, preset=name, requested=requested.changes, console=console)
         if start is None:
             config, weights = with_weights(config, overrides.flat(config))

@@ -57,15 +57,11 @@ class OptimConfig(Section, section="optim"):
         "adamw, muon or speedrun; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as "
         "modded-nanogpt has them",
     )
-    lr: float = at_least(
-        0, 6e-4, "highest learning rate; after the warmup; with muon that of AdamW, and muon_lr follows it"
-    )
+    lr: float = at_least(0, 6e-4, "highest learning rate; after the warmup; with muon that of AdamW, and muon_lr follows it")
     min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant decay")
     warmup: int = at_least(0, 0, "steps of linear warmup")
     schedule: str = one_of(
-        SCHEDULES,
-        "cosine",
-        "cosine, linear, constant or wsd; of the learning rate, after the warmup; wsd: warmup-stable-decay",
+        SCHEDULES, "cosine", "cosine, linear, constant or wsd; of the learning rate, after the warmup; wsd: warmup-stable-decay"
     )
     decay_fraction: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate decays")
     beta1: float = below_one(0.9, "decay rate of AdamW's first moment")
@@ -87,13 +83,10 @@ class OptimConfig(Section, section="optim"):
     )
     muon_lr_ratio: float = at_least(0, 0.0, "of muon: muon_lr / lr, another way to give muon_lr", init=False)
     powersgd: int = at_least(
-        0,
-        0,
-        "PowerSGD: ranks exchange each matrix's gradient as two factors of this rank (docs/ranks.md); 0: the gradient itself",
+        0, 0, "PowerSGD: ranks exchange each matrix's gradient as two factors of this rank (docs/ranks.md); 0: the gradient itself"
     )
     overlap: bool = value(
-        True,
-        "with message passing: overlap communication with the backward pass; receive buffers are preallocated (docs/ranks.md)",
+        True, "with message passing: overlap communication with the backward pass; receive buffers are preallocated (docs/ranks.md)"
     )
     momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
@@ -104,9 +97,7 @@ class OptimConfig(Section, section="optim"):
         "polar-express",
         "of muon: coefficients of the Newton-Schulz iteration that orthogonalizes the update: polar-express or jordan",
     )
-    ns_steps: int = between(
-        1, MOST_NS_STEPS, MOST_NS_STEPS, "of muon: Newton-Schulz steps, at most 5; fewer are faster"
-    )
+    ns_steps: int = between(1, MOST_NS_STEPS, MOST_NS_STEPS, "of muon: Newton-Schulz steps, at most 5; fewer are faster")
     step_scale: str = one_of(
         STEP_SCALES,
         "jordan",
@@ -150,8 +141,7 @@ class DataConfig(Section, section="data"):
     "sequential" goes through the text from its beginning, as build-nanogpt does; "llmc" shuffles as llm.c does."""
 
     source: str = value(
-        "stdlib",
-        "text file, folder, shards or stdlib; also a pattern (docs/data.md); stdlib: the source of Python's library",
+        "stdlib", "text file, folder, shards or stdlib; also a pattern (docs/data.md); stdlib: the source of Python's library"
     )
     tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder; one with tokenizer.json")
     bpe_vocab: int = value(2048, "vocabulary size where a BPE is trained on the text")
@@ -179,31 +169,21 @@ class TrainConfig(Section, section="train"):
     seq: int = at_least(1, 256, "sequence length; tokens in a sequence")
     gradient_accumulation_steps: int = at_least(1, 1, "micro-batches in an optimizer step")
     batch_rampup_from: int = at_least(
-        0,
-        0,
-        "batch-size warmup: micro-batches in the first step, which rise to train.gradient_accumulation_steps; 0: none",
+        0, 0, "batch-size warmup: micro-batches in the first step, which rise to train.gradient_accumulation_steps; 0: none"
     )
-    batch_rampup_tokens: int = at_least(
-        0, 0, "batch-size warmup: tokens over which the number of micro-batches rises linearly"
-    )
+    batch_rampup_tokens: int = at_least(0, 0, "batch-size warmup: tokens over which the number of micro-batches rises linearly")
     steps: int = at_least(
         0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
     )
     epochs: float = at_least(0, 0.0, "passes over the training tokens; in the place of train.steps; 0: train.steps")
     minutes: float = at_least(
-        0,
-        0.0,
-        "time limit; as many steps as fit, at most train.steps; 0: none. For tune: nothing new is tried after it",
+        0, 0.0, "time limit; as many steps as fit, at most train.steps; 0: none. For tune: nothing new is tried after it"
     )
     overfit: int = at_least(
-        0,
-        0,
-        "train on the first N micro-batches again and again, to see that the loss goes to 0; 0: on all of the text",
+        0, 0, "train on the first N micro-batches again and again, to see that the loss goes to 0; 0: on all of the text"
     )
     eval_every: int = at_least(0, 100, "steps between evaluations; 0: only one at the end")
-    eval_tokens: int = at_least(
-        0, 65536, "tokens in an evaluation, of the validation text as train.eval_from says; 0: all of it"
-    )
+    eval_tokens: int = at_least(0, 65536, "tokens in an evaluation, of the validation text as train.eval_from says; 0: all of it")
     eval_from: str = one_of(
         EVALUATED,
         "spread",
@@ -223,9 +203,7 @@ class TrainConfig(Section, section="train"):
     keep_best: bool = value(
         False, "keep the best checkpoint; that of the lowest validation loss on the way, in the folder best of the run"
     )
-    hellaswag: str = value(
-        "", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none"
-    )
+    hellaswag: str = value("", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none")
     hellaswag_every: int = at_least(0, 250, "steps between evaluations on train.hellaswag; 0: only one at the end")
     checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
     save_total_limit: int = at_least(1, 2, "how many of the newest checkpoints are kept, besides train.keep_every's")
@@ -235,9 +213,7 @@ class TrainConfig(Section, section="train"):
         0.0,
         "preemption: seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
     )
-    seed: int = between(
-        0, (1 << 32) - 1, 1337, "random seed; of weights, order of the data, dropout and samples"
-    )  # 32-bit words
+    seed: int = between(0, (1 << 32) - 1, 1337, "random seed; of weights, order of the data, dropout and samples")  # 32-bit words
     track: str = some_of(TRACKERS, "loggers: tensorboard, wandb, trackio, with commas between them")
     init_from: str = value(
         "", "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"

@@ -35,12 +35,7 @@ class Entry:
 
 
 def value(
-    default: Any,
-    help: str,
-    *,
-    check: Check = lambda key, found, config: None,
-    of_run: bool = False,
-    init: bool = True,
+    default: Any, help: str, *, check: Check = lambda key, found, config: None, of_run: bool = False, init: bool = True
 ) -> Any:
     """A field of any value of its type. Not `init`: it follows from others, and `overrides.changed` takes it for them."""
     return field(default=default, init=init, metadata={"help": help, "check": check, "of_run": of_run})
@@ -128,9 +123,7 @@ def divides(other: str, default: int, help: str, *, even: bool = False, unless: 
         if whole % found:
             return f"{key} {found} does not divide {section}.{other} {whole}"
         if even and whole // found % 2:
-            return (
-                f"{key} {found} divides {section}.{other} {whole} into parts of {whole // found}, expected an even size"
-            )
+            return f"{key} {found} divides {section}.{other} {whole} into parts of {whole // found}, expected an even size"
         return None
 
     return value(default, help, check=check, **more)

@@ -82,11 +82,7 @@ def every_key() -> dict[str, dict[str, Entry]]:
 
 def known_keys(config: Config) -> dict[str, Entry]:
     """Every key of this configuration, in the order of its sections."""
-    return {
-        f"{section}.{name}": entry
-        for section in SECTIONS
-        for name, entry in entries(type(getattr(config, section))).items()
-    }
+    return {f"{section}.{name}": entry for section in SECTIONS for name, entry in entries(type(getattr(config, section))).items()}
 
 
 def _convert(key: str, value: Any, kind: type) -> Any:
@@ -200,9 +196,7 @@ class File:
         """The keys of the file, checked as changes of `config`."""
         have = models.name_of(config.model)
         if self.architecture not in (None, have):
-            raise UserError(
-                f"{self.origin}: architecture is {self.architecture!r}, the preset {config.preset!r} is {have}"
-            )
+            raise UserError(f"{self.origin}: architecture is {self.architecture!r}, the preset {config.preset!r} is {have}")
         try:
             return checked(self.keys, config)
         except UserError as error:

@@ -92,9 +92,7 @@ class Bench:
         best = min(
             min(self.timed(spec, [out.ctypes.data, *addresses, turns], repeats=5))
             for spec in (
-                Specialisation(
-                    machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past))
-                )
+                Specialisation(machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past)))
                 for past in ((False, True) if write else (False,))
             )
         )

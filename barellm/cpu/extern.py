@@ -41,9 +41,7 @@ def callback(prepare: Prepare, regions: Sequence[Region]) -> tuple[int, object]:
                 found = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(places, sizes, strict=True)]
                 calls.append(prepare([np.ctypeslib.as_array(one) for one in found]))
             calls[0]()
-        except (
-            BaseException
-        ):  # nothing can pass through native code, and the step cannot go on without what was to come
+        except BaseException:  # nothing can pass through native code, and the step cannot go on without what was to come
             traceback.print_exc()
             os._exit(1)
 

@@ -21,9 +21,7 @@ ORDERS = ("rows", "columns")
 OVERLAPS = ("prefetch", "pack", "none")
 PREFETCH_LEVELS = (0, 1, 2)  # cache levels of a SkinnyGemmConfig's prefetches
 MC, LONG_MC = 384, 1152  # multiples of every tile's MR
-ITEMS_PER_THREAD = (
-    8  # of LONG_MC rows, half as many where an item is several panels: dynamic scheduling evens out disturbances
-)
+ITEMS_PER_THREAD = 8  # of LONG_MC rows, half as many where an item is several panels: dynamic scheduling evens out disturbances
 ACCUMULATOR_BYTES = 3 << 18  # of a LONG_MC block's fp32 sums, kept between two KC blocks
 AMX_MC, AMX_PANELS = 512, 12  # of a work item on AMX: its sums and a KC block of A fill half of an L2 of 2 MiB
 # KC blocks that follow each other for one panel of a row-major (N, K) weight: so much of a row is one piece of memory, which the
@@ -32,19 +30,12 @@ AMX_K_GROUP = 3
 AMX_ITEMS_PER_THREAD = 1  # at least: each item reads all of A
 PACKED_A_BYTES = 3 << 18  # of a weight gradient's packed block of dy: with two panels it nearly fits the L2
 MIN_ITEMS = 16  # work items of a weight gradient: enough for many threads, few enough to pack little
-SMALL_FMAS = (
-    1 << 26
-)  # half as many items below so many multiply-adds, and where several chunks of tokens make items longer
+SMALL_FMAS = 1 << 26  # half as many items below so many multiply-adds, and where several chunks of tokens make items longer
 KC_BYTES = 1536  # of a packed column: longer depths are cut into even KC blocks of about as many bytes,
 NARROW_KC_BYTES = 4096  # where 16 registers make panels narrow: as much in the caches, and sums go to memory less often
 KC_UNIT = 32  # KC is a multiple of it
-ONE_BLOCK_BYTES = (
-    3328  # but VNNI pairs of bf16 up to so many stay one block; fp32 would start cold with twice as much to pack
-)
-TOKEN_CHUNKS = {
-    32: 2048,
-    16: 512,
-}  # tokens of a weight gradient's chunk, by register count: `token_chunk` has the reason
+ONE_BLOCK_BYTES = 3328  # but VNNI pairs of bf16 up to so many stay one block; fp32 would start cold with twice as much to pack
+TOKEN_CHUNKS = {32: 2048, 16: 512}  # tokens of a weight gradient's chunk, by register count: `token_chunk` has the reason
 SHORT_CHUNK = 1024  # tokens: a packed block of dy with fewer stays in the L2 from one item to the next
 
 MIN_CHAINS, FULL_CHAINS = 6, 8  # independent multiply-adds that nearly hide, and fully hide, the latency of one

@@ -153,9 +153,7 @@ def _host(name: str) -> ISA:
     found = host_features()
     features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(found.items()))
     counts = "words" if isa.masked and found.get("avx512vpopcntdq") else isa.popcount
-    return replace(
-        isa, cpu=llvm.get_host_cpu_name(), features=features, popcount=counts
-    )  # tuned for the very processor
+    return replace(isa, cpu=llvm.get_host_cpu_name(), features=features, popcount=counts)  # tuned for the very processor
 
 
 def host() -> ISA:

@@ -45,9 +45,7 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
     if isa.triple:
         _initialise_all()
         # For a linker, which may put it anywhere.
-        return llvm.Target.from_triple(isa.triple).create_target_machine(
-            cpu=isa.cpu, features=isa.features, opt=2, reloc="pic"
-        )
+        return llvm.Target.from_triple(isa.triple).create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, reloc="pic")
     _initialise()
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
@@ -81,9 +79,7 @@ def compile_object(ir: str, isa: ISA) -> bytes:
     code = target_machine(isa).emit_object(module(ir, isa))
     missing = undefined_symbols(code) - ALLOWED
     if missing:
-        raise RuntimeError(
-            f"generated code calls {', '.join(sorted(missing))}, which nothing provides (ISA {isa.name})"
-        )
+        raise RuntimeError(f"generated code calls {', '.join(sorted(missing))}, which nothing provides (ISA {isa.name})")
     return code
 
 
@@ -140,9 +136,7 @@ class Library:
     def __init__(self, objects: list[bytes], isa: ISA) -> None:
         _initialise()
         # The engine takes ownership of its target machine, so it gets one of its own.
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=isa.cpu, features=isa.features, opt=2, jit=True
-        )
+        machine = llvm.Target.from_default_triple().create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
         self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for code in objects:
             self.engine.add_object_file(llvm.ObjectFileRef.from_data(code))

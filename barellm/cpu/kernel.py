@@ -24,18 +24,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part
 from barellm.runtime.registry import Registry
 
-__all__ = [
-    "REGISTRY",
-    "Call",
-    "Emit",
-    "KernelBuilder",
-    "Lowering",
-    "Specialisation",
-    "dims_of",
-    "kernel",
-    "lowering",
-    "positional",
-]
+__all__ = ["REGISTRY", "Call", "Emit", "KernelBuilder", "Lowering", "Specialisation", "dims_of", "kernel", "lowering", "positional"]
 
 
 @dataclass
@@ -74,9 +63,7 @@ class Lowering:
         """Bytes of each thread's own scratch, at `k.private()`."""
         self.thread_scratch_bytes = max(self.thread_scratch_bytes, nbytes)
 
-    def call(
-        self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str
-    ) -> None:
+    def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str) -> None:
         """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None. `writes` names the written ones."""
         written = set(writes.split())
         kinds: list[str | None] = []
@@ -122,9 +109,7 @@ def constant_names(emit: Emit) -> tuple[str, ...]:
 REGISTRY: Registry[Lowering] = Registry("cpu", floats=("fp32", "bf16", "fp16"), replaced=sources.forget)
 
 
-def lowering(
-    *op_names: str, **takes: Any
-) -> Callable[[Callable[[Op, Lowering], None]], Callable[[Op, Lowering], None]]:
+def lowering(*op_names: str, **takes: Any) -> Callable[[Callable[[Op, Lowering], None]], Callable[[Op, Lowering], None]]:
     """Register how ops become calls, where one kernel call is not enough. `takes`: as `Registry.add` has it."""
 
     def register(lower: Callable[[Op, Lowering], None]) -> Callable[[Op, Lowering], None]:
@@ -135,9 +120,7 @@ def lowering(
     return register
 
 
-def kernel(
-    op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any
-) -> Callable[[Emit], Emit]:
+def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[[Emit], Emit]:
     """Register a kernel that is the whole of `op_name`. Constants `mode_<output>` are filled in from the op: an output that has one
     can be added to and started. `takes`: what else `Registry.add` wants to know."""
 

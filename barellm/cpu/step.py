@@ -40,16 +40,12 @@ RECOMPUTE_SQUARES = "squares"  # the program that sums the squares of gradients 
 class Lowered(LoweredProgram[Lowering]):
     """A program's ops after fusion, each with its calls and scratch."""
 
-    def __init__(
-        self, program: Program, isa: ISA, threads: int, *, skinny_gemm: bool | None = None, config: Any = None
-    ) -> None:
+    def __init__(self, program: Program, isa: ISA, threads: int, *, skinny_gemm: bool | None = None, config: Any = None) -> None:
         """`skinny_gemm`: GEMMs may have few rows; None: they may where text is written a token at a time."""
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
         few = decodes(program) if skinny_gemm is None else skinny_gemm
-        super().__init__(
-            program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few, config)
-        )
+        super().__init__(program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few, config))
 
     @property
     def calls(self) -> list[Call]:
@@ -133,10 +129,7 @@ def lower_and_plan(
     made = plan_lowered(lowered, store, guard=poison.GUARD if poison.requested() else 0)
     calls = {name: low.calls for name, low in lowered.items()}
     if poison.requested():
-        calls = {
-            name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
-            for name, low in lowered.items()
-        }
+        calls = {name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name) for name, low in lowered.items()}
     return LoweredPrograms(isa, threads, programs, kept, lowered, made, calls, thread_scratch)
 
 
@@ -175,9 +168,7 @@ class CpuSession(ArenaSession):
         self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self.pool = Pool(self.threads, self.isa)
         memory = (self.arena, self.code, self._keep, self._block)
-        self.pool.bind(
-            self._block.address, self.base + self.plan.offsets[thread_scratch], self.thread_scratch_bytes, memory=memory
-        )
+        self.pool.bind(self._block.address, self.base + self.plan.offsets[thread_scratch], self.thread_scratch_bytes, memory=memory)
         self.trace(None)
         # A session that is dropped without close() must not leave threads behind; at exit nobody waits for a step.
         weakref.finalize(self, self.pool.release).atexit = False

@@ -75,9 +75,7 @@ def _native(isa: ISA) -> Library:
 @cache
 def _loaded(isa: ISA, futex: bool) -> Library:
     """The loaded code, once for all pools of a process: loading it costs more than starting two threads."""
-    code = cached_object(
-        f"sync|{sources.digest(sync.__name__)}|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex)
-    )
+    code = cached_object(f"sync|{sources.digest(sync.__name__)}|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex))
     return Library([code], isa)
 
 
@@ -111,18 +109,14 @@ class Pool:
         cpus = allowed_cpus()
         pin = os.environ.get("BARELLM_PIN", "1") != "0" and hasattr(os, "sched_setaffinity")
         masks = [{cpus[i % len(cpus)]} if pin else None for i in range(threads)]
-        self._workers = [
-            threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)
-        ]
+        self._workers = [threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)]
         self._leader = threading.Thread(target=self._serve, args=(masks[0],), daemon=True)
         try:
             for t in [*self._workers, self._leader]:
                 t.start()
         except RuntimeError as error:  # a limit on processes or memory
             self._stop(self.shared)
-            raise UserError(
-                f"this machine starts no {threads} threads ({error}): set a lower BARELLM_THREADS"
-            ) from error
+            raise UserError(f"this machine starts no {threads} threads ({error}): set a lower BARELLM_THREADS") from error
 
     def rt(self, thread: int) -> int:
         """Address of a thread's block."""

@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from barellm.cpu import jit, processor, sources
-from barellm.cpu.gemm_config import (
-    KC_UNIT,
-    ORDERS,
-    OVERLAPS,
-    SKINNY_KIND,
-    GemmConfig,
-    SkinnyGemmConfig,
-    Tile,
-    default,
-    tiles,
-)
+from barellm.cpu.gemm_config import KC_UNIT, ORDERS, OVERLAPS, SKINNY_KIND, GemmConfig, SkinnyGemmConfig, Tile, default, tiles
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuner.database import Database, Entry, requested
 from barellm.runtime.tuner.problem import given_config
@@ -26,11 +16,7 @@ from barellm.runtime.tuner.problem import given_config
 if TYPE_CHECKING:
     from barellm.cpu.kernel import Lowering
 
-TUNED = (
-    "barellm.cpu.kernels.gemm.gemm",
-    "barellm.cpu.kernels.gemm.weight_gradient",
-    "barellm.cpu.kernels.gemm.skinny_gemm",
-)
+TUNED = ("barellm.cpu.kernels.gemm.gemm", "barellm.cpu.kernels.gemm.weight_gradient", "barellm.cpu.kernels.gemm.skinny_gemm")
 
 
 def version() -> str:

@@ -150,9 +150,7 @@ class MemoryComparison:
         kinds = {"found": "*i32", "a": "*i16", "b": "*i16", "n": "i32", "blocks": "i32"}
         return opless_kernel(microbenchmarks.differences, kinds, {"BLOCK": cls.BLOCK})
 
-    def first(
-        self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any
-    ) -> int | None:
+    def first(self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any) -> int | None:
         """The first byte of [start, stop), two even numbers, in which b differs from a, where the same bytes are `shift` further
         on; None where all are equal."""
         for at in range(start, stop, self.MOST):

@@ -139,9 +139,7 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
         check_compiler()
         service = Service("barellm.cuda.compile", None)
         jobs = {key: _job(spec, arch) for key, spec in missing.items()}
-        results = compile_all(
-            {k: lambda job=job: job for k, job in jobs.items()}, service, processes=processes, share=SHARE
-        )
+        results = compile_all({k: lambda job=job: job for k, job in jobs.items()}, service, processes=processes, share=SHARE)
         for key, spec in missing.items():
             artefacts.keep(paths[spec], results[key])
             found[spec] = Code.unpacked(results[key])
@@ -171,9 +169,7 @@ def ptxas_variable(arch: int) -> str:
 
 def digest_of(spec: Specialisation, arch: int) -> str:
     """A digest of everything outside this file that decides the code of a specialisation, in hexadecimal digits."""
-    h = hashlib.sha256(
-        f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get(ptxas_variable(arch), '')}|{arch}|{spec.key}".encode()
-    )
+    h = hashlib.sha256(f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get(ptxas_variable(arch), '')}|{arch}|{spec.key}".encode())
     for module in modules_of(spec.function):
         h.update(_digest(module))
     return h.hexdigest()
@@ -193,9 +189,7 @@ def _digest(module: str) -> bytes:
 def _job(spec: Specialisation, arch: int) -> str:
     """A specialisation as text, for another process."""
     function = spec.function
-    return json.dumps(
-        [function.module, function.name, spec.signature, spec.constants, spec.options, spec.aligned, arch]
-    )
+    return json.dumps([function.module, function.name, spec.signature, spec.constants, spec.options, spec.aligned, arch])
 
 
 def compiler(argument: None) -> Compile:
@@ -306,8 +300,7 @@ def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     params = _params(ptx)
     assert len(params) == sum(5 if a == "map" else 1 for a in arguments) + 2, (spec, params)
     descriptors = tuple(
-        Descriptor(tuple(d["block_size"]), d["swizzle"], d["elem_size"], d["elem_type"])
-        for d in (meta.tensordesc_meta or ())
+        Descriptor(tuple(d["block_size"]), d["swizzle"], d["elem_size"], d["elem_type"]) for d in (meta.tensordesc_meta or ())
     )
     assert len(descriptors) == arguments.count("map"), (spec, descriptors)
     return Code(meta.name, arch, 32 * meta.num_warps, meta.shared, arguments, params, descriptors, kernel.asm["cubin"])

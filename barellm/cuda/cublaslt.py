@@ -47,13 +47,7 @@ class Algorithm(ctypes.Structure):
 class Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
-    _fields_ = [
-        ("algorithm", Algorithm),
-        ("workspace", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    ]
+    _fields_ = [("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4)]
 
 
 _MADE, _ATTRIBUTE = POINTER(c_void_p), (c_void_p, c_int, c_void_p, c_size_t)
@@ -172,9 +166,7 @@ class Made:
 class BoundGemm:
     """A GEMM for the sizes of a run. `run` is one call; a graph that captures it keeps the kernels that it launches."""
 
-    def __init__(
-        self, gemm: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool
-    ) -> None:
+    def __init__(self, gemm: LibraryGemm, cublas: Cublas, sizes: Sizes, address: Callable[[Region], int], accumulate: bool) -> None:
         """`address`: the device address of operands; `accumulate`: whether results of mode "start" are added to what is there. All
         arguments of cublasLtMatmul are prepared here: operands in its column-major order (see the module's docstring)."""
         spec = gemm.spec

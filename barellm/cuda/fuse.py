@@ -10,15 +10,7 @@ from barellm.cuda.kernels.common import matrix_unit, unit_of
 from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
-from barellm.runtime.fusions import (
-    CLASSIFIER,
-    CODED,
-    NORMS_BACKWARD,
-    RMSNORMS_BACKWARD,
-    layernorm_backward,
-    products,
-    quantized,
-)
+from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_BACKWARD, layernorm_backward, products, quantized
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
 

@@ -17,11 +17,7 @@ from barellm.runtime.lowering import Region
 FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
 MAP_BYTES, MAP_ALIGN = 128, 128  # of a CUtensorMap; the compiler aligns it to 64, cuda.h 13 asks for 128
 MOST_GRID = (2**31 - 1, 65535, 65535)  # blocks along each axis
-INTERLEAVE_NONE, PROMOTION_128B, FILL_ZEROS = (
-    0,
-    2,
-    0,
-)  # CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+INTERLEAVE_NONE, PROMOTION_128B, FILL_ZEROS = (0, 2, 0)  # CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
 # CUtensorMapDataType of fp16, fp32 and bf16 by Triton's element types, which are the device's numbers; others are equal.
 HOST_TYPE = {8: 10, 9: 8, 10: 9}
 SCALAR = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "*": ctypes.c_uint64}
@@ -84,9 +80,7 @@ class BoundLaunch:
             SCALAR[kind].from_address(next(slot)).value = value
 
         for kind, argument in zip(code.arguments, launch.args, strict=True):
-            if isinstance(
-                argument, TensorMap
-            ):  # five parameters: the map, then sizes and strides, which Triton passes too
+            if isinstance(argument, TensorMap):  # five parameters: the map, then sizes and strides, which Triton passes too
                 rows = argument.rows if isinstance(argument.rows, int) else argument.rows(sizes)
                 encode_tensor_map(next(slot), argument, rows, address(argument.region), next(descriptors))
                 for name, value in (("i32", rows), ("i32", argument.columns), ("i64", argument.stride), ("i64", 1)):

@@ -133,9 +133,7 @@ class BoundCollective:
     """A collective of a program, by addresses. An overlapped one starts only where `last` says that the run is of a step's last
     micro-batch."""
 
-    def __init__(
-        self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool
-    ) -> None:
+    def __init__(self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool) -> None:
         """`address`: the device address of a region. The op decides which bytes of its operands go to and come from which rank, on
         views of device memory."""
         self.op, self._overlapped, self._communicator = call.op, call.overlapped, communicator

@@ -71,9 +71,7 @@ class Lowered(LoweredProgram[Lowering]):
         import barellm.cuda.kernels  # noqa: F401  (fills the registry)
 
         cached = decodes(program)
-        super().__init__(
-            program, table=FUSIONS, registry=REGISTRY, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached)
-        )
+        super().__init__(program, table=FUSIONS, registry=REGISTRY, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached))
 
     @property
     def launches(self) -> list[Call]:

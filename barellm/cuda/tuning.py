@@ -94,9 +94,7 @@ class AttentionProblem:
         """Its name in an entry of the database."""
         rest = ", dropout" if self.dropout else ""
         heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
-        return (
-            f"attention {self.operation} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
-        )
+        return f"attention {self.operation} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
 
     @property
     def flops(self) -> int:

@@ -27,9 +27,7 @@ class Chats:
         """Of a tokenizer."""
         raise NotImplementedError
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> np.ndarray:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> np.ndarray:
         """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template. `variables` are
         the template's, such as enable_thinking. A special token's name in a message is text.
 
@@ -38,9 +36,7 @@ class Chats:
         given = {"add_generation_prompt": add_generation_prompt, **variables}
         return np.concatenate([ids for ids, _ in self.chats([messages], given)[0]])
 
-    def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of which `chat` gives the ids. UserError as there."""
         given = {"add_generation_prompt": add_generation_prompt, **variables}
         if not (template := self._template(given)):

@@ -53,9 +53,7 @@ def _parts(
     for number, prompt in prompts:
         begins = "".join(text for text, _ in prompt)
         if not whole.startswith(begins) or len(begins) < cuts[-1]:
-            raise UserError(
-                f"{one.where}: the chat template does not write message {number + 1} behind those before it"
-            )
+            raise UserError(f"{one.where}: the chat template does not write message {number + 1} behind those before it")
         cuts += [len(begins), _end(pieces, len(begins), tokenizer)]
         losses += [False, one.losses[number]]
     cuts.append(len(whole))

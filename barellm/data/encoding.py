@@ -86,9 +86,7 @@ def _encode(tokenizer: Tokenizer, group: Group) -> Group:
     texts = [block.text for block in group.blocks]
     parts = []
     for block, ids in zip(group.blocks, tokenizer.encode_many(texts), strict=True):
-        parts += (
-            [before, ids] if block.begins else [tokenizer.encode_continued(block.text) if tokenizer.prefixed else ids]
-        )
+        parts += [before, ids] if block.begins else [tokenizer.encode_continued(block.text) if tokenizer.prefixed else ids]
     group.tokens = np.concatenate(parts) if parts else group.tokens
     group.bytes = sum(len(text.encode()) for text in texts)
     group.blocks = []

@@ -28,9 +28,7 @@ OTHERS = {  # keys that other programs obey and barellm does not: of a record, a
     "record": ("weight", "train", "tools", "functions", "system", "history", "loss_mask"),
     "message": ("tool_calls", "function_call", "tool_call_id", "train_detail", "reasoning_content"),
 }
-Parts = list[
-    tuple[str, bool | None]
-]  # of an example: text, and whether it is an answer; None: an answer without a loss
+Parts = list[tuple[str, bool | None]]  # of an example: text, and whether it is an answer; None: an answer without a loss
 
 
 class Lines(list):
@@ -99,9 +97,7 @@ def parts(record: Any, where: str) -> Parts:
             raise UserError(f"{where} has an empty answer")
         return [(prompt, False), (answer, True)]
     has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise UserError(
-        f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{instead(record)}"
-    )
+    raise UserError(f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{instead(record)}")
 
 
 def _check_obeyed(found: dict, what: str, where: str) -> None:
@@ -132,9 +128,7 @@ def _conversation(messages: Any, where: str) -> Parts:
             and isinstance(message.get("content"), str)
         ):
             known = ", ".join(LINES)
-            raise UserError(
-                f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content"
-            )
+            raise UserError(f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content")
         role, text = message["role"], message["content"]
         _check_obeyed(message, "message", where)
         loss = _has_loss(message, where)
@@ -156,9 +150,7 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
     that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
     talks = [one.conversation for one in found if isinstance(one, Lines)] if tokenizer.conventions.templates else []
     written = conversations.encode(talks, tokenizer)
-    ids = iter(
-        tokenizer.encode_many([text for one in found if not (talks and isinstance(one, Lines)) for text, _ in one])
-    )
+    ids = iter(tokenizer.encode_many([text for one in found if not (talks and isinstance(one, Lines)) for text, _ in one]))
     known = tokenizer.conventions
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
@@ -179,9 +171,7 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
             )
         sizes.append(len(counted))
     text_bytes = [sum(len(text.encode()) for text, answers in one if answers) for one in found]
-    return Examples(
-        np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64)
-    )
+    return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64))
 
 
 class Packed:
@@ -294,9 +284,7 @@ def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator
     if len(found) < 2 and val_fraction < 1:
         raise UserError(f"{path} has 1 example, expected at least 2: one for validation")
     if held >= len(found) and val_fraction < 1:
-        raise UserError(
-            f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {path} for validation"
-        )
+        raise UserError(f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {path} for validation")
     tokenizer = make(lambda: (text for one in found for text, _ in one))
     examples = encode_examples(found, tokenizer, name=str(path))
     cut = max(0, len(found) - held)

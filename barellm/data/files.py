@@ -153,7 +153,5 @@ def has_text(folder: Path) -> bool:
     def refuse(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    found = (
-        suffix for _, _, names in os.walk(folder, onerror=refuse) for name in names for suffix in Path(name).suffixes
-    )
+    found = (suffix for _, _, names in os.walk(folder, onerror=refuse) for name in names for suffix in Path(name).suffixes)
     return any(suffix in DATA for suffix in found)

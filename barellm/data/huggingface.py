@@ -46,9 +46,7 @@ class HuggingFace(Tokenizer):
         self.unused = sorted(set(range(self._count)) - self.name_of.keys())
         self.changes = changes(found)
         self.exact = not self.changes
-        self.prefixed = _spaces(
-            steps(found.get("normalizer"), "normalizers") + steps(found["pre_tokenizer"], "pretokenizers")
-        )
+        self.prefixed = _spaces(steps(found.get("normalizer"), "normalizers") + steps(found["pre_tokenizer"], "pretokenizers"))
         decoder = [step for step in steps(found.get("decoder"), "decoders") if step["type"] != "ByteLevel"]
         self.strips = _spaces(decoder)
         self.byte_fallback = "ByteFallback" in {step["type"] for step in steps(found.get("decoder"), "decoders")}
@@ -146,9 +144,7 @@ class HuggingFace(Tokenizer):
         for ids in arrays if self.rows is not None and self._count > self.rows else ():
             if len(ids) and (i := int(ids.max())) >= self.rows:  # pyright: ignore[reportOperatorIssue]
                 name = self.name_of.get(i)
-                raise UserError(
-                    f"the text has the token {name!r}, id {i}, and the model has {self.rows} rows: it has none for it"
-                )
+                raise UserError(f"the text has the token {name!r}, id {i}, and the model has {self.rows} rows: it has none for it")
         return arrays
 
     def encode_piece(self, piece: Piece, *, first: bool) -> np.ndarray:
@@ -156,9 +152,7 @@ class HuggingFace(Tokenizer):
         kind = "letters" if letters else "special"
         ids = self._encode([text], kind)[0] if first else self.encode_continued(text, kind)
         if letters and self._special.get(text, -1) in ids:
-            raise UserError(
-                f"a message has {text!r}, which this tokenizer cannot write as letters: it is a token in any text"
-            )
+            raise UserError(f"a message has {text!r}, which this tokenizer cannot write as letters: it is a token in any text")
         return ids
 
     def save(self, folder: Path) -> None:
@@ -182,9 +176,7 @@ def _check_ids(path: Path, found: list[tuple[str, Any]], *, most: int) -> None:
     large table."""
     for name, i in found:
         if type(i) is not int or not 0 <= i < most:
-            raise UserError(
-                f"{path}: the token {name!r} has the id {i!r}, expected a whole number from 0 to {most - 1}"
-            )
+            raise UserError(f"{path}: the token {name!r} has the id {i!r}, expected a whole number from 0 to {most - 1}")
 
 
 def changes(found: dict[str, Any]) -> str:
@@ -200,8 +192,7 @@ def changes(found: dict[str, Any]) -> str:
         "it puts a space before the text": any(part.get("add_prefix_space") for part in kinds),
         "it drops what it cuts at": any(part.get("behavior") == "Removed" for part in kinds),
         "an added token swallows white space": any(t.get("lstrip") or t.get("rstrip") for t in found["added_tokens"]),
-        "it lacks some of the 256 bytes": model["type"] == "BPE"
-        and not model["vocab"].keys() >= printable_bytes().keys(),
+        "it lacks some of the 256 bytes": model["type"] == "BPE" and not model["vocab"].keys() >= printable_bytes().keys(),
     }
     return next((reason for reason, holds in wrong.items() if holds), "")
 

@@ -71,9 +71,7 @@ class LlmcOrder(Rows):
         self.start(sample)
         assert self._order is not None
         state: Any = self._random.get_state()
-        return DataPosition(
-            self._shards.tolist(), self._place, self._order.tolist(), sample - self._first, state[1], state[2]
-        )
+        return DataPosition(self._shards.tolist(), self._place, self._order.tolist(), sample - self._first, state[1], state[2])
 
     def check(self, sample: int, found: Mapping[str, Any]) -> None:
         """Compare with where llm.c's loader stood before the same sample: at the place "shard" of the list "shards", after so many

@@ -110,8 +110,7 @@ class Batches(Rows):
         assert order in ("epoch", "random", "sequential") and seq >= 1
         if len(tokens) < seq + 1:
             raise UserError(
-                f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: "
-                "more text, or a smaller train.seq"
+                f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: more text, or a smaller train.seq"
             )
         self.tokens, self.seq, self.seed, self.order = tokens, seq, seed, order
         self.windows = (len(tokens) - 1) // seq  # side by side: the samples of an epoch

@@ -38,16 +38,12 @@ class LostFile(UserError):
 class _Action(ctypes.Structure):
     """struct sigaction of glibc, musl and macOS."""
 
-    _fields_ = [
-        ("handler", ctypes.c_void_p),
-        ("mask", ctypes.c_byte * (4 if MAC else 128)),
-        ("flags", ctypes.c_int),
-    ] + ([] if MAC else [("restorer", ctypes.c_void_p)])
+    _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_byte * (4 if MAC else 128)), ("flags", ctypes.c_int)] + (
+        [] if MAC else [("restorer", ctypes.c_void_p)]
+    )
 
 
-def mapped(
-    path: Path, dtype: Any = np.uint8, *, offset: int = 0, shape: int | tuple[int, ...] | None = None
-) -> np.ndarray:
+def mapped(path: Path, dtype: Any = np.uint8, *, offset: int = 0, shape: int | tuple[int, ...] | None = None) -> np.ndarray:
     """The numbers in a file from byte `offset` on, read when they are used: read-only, all of it unless `shape` says less."""
     _listen()
     found = np.memmap(path, dtype, "r", offset=offset, shape=shape)

@@ -65,9 +65,7 @@ def tinyshakespeare() -> Path:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise UserError(f"cannot download {SHAKESPEARE}: {error!r}; put the file at {path}") from error
         if (found := hashlib.sha256(content).hexdigest()) != SHAKESPEARE_SHA256:
-            raise UserError(
-                f"{SHAKESPEARE} has sha256 {found[:16]} ({len(content)} bytes), expected {SHAKESPEARE_SHA256[:16]}"
-            )
+            raise UserError(f"{SHAKESPEARE} has sha256 {found[:16]} ({len(content)} bytes), expected {SHAKESPEARE_SHA256[:16]}")
         with new_file(path) as file:
             file.write(content)
     return path
@@ -101,18 +99,14 @@ def list_files(source: HubSet) -> tuple[str, list[Remote]]:
     files = sorted((Remote(f.path, f.size, f.lfs.sha256) for f in stored), key=lambda f: f.path)
     parts = [[f for f in files if prefix and f.path.startswith(prefix)] for prefix in (source.val, source.train)]
     if not parts[1] or (source.val and not parts[0]):
-        raise UserError(
-            f"{source.repo} on the hub has no files {source.train}*: it was changed since barellm was written"
-        )
+        raise UserError(f"{source.repo} on the hub has no files {source.train}*: it was changed since barellm was written")
     return revision, parts[0] + parts[1]
 
 
 class Fetcher:
     """Brings files into a folder, one ahead of the one that is read."""
 
-    def __init__(
-        self, source: HubSet, revision: str, files: list[Remote], folder: Path, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, source: HubSet, revision: str, files: list[Remote], folder: Path, report: Callable[[str], None]) -> None:
         self.source, self.revision, self.folder, self.report = source, revision, folder, report
         self.files = {folder / one.path: one for one in files}
         self._ahead: dict[Path, tuple[threading.Thread, list[BaseException]]] = {}

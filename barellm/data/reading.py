@@ -70,9 +70,7 @@ def reading_of(path: Path, layout: Layout) -> str:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def blocks(
-    path: Path, layout: Layout, *, start: int = 0, stop: int | None = None, begins: bool = True
-) -> Iterator[Block]:
+def blocks(path: Path, layout: Layout, *, start: int = 0, stop: int | None = None, begins: bool = True) -> Iterator[Block]:
     """The blocks of [start, stop) of a file. `begins`: whether a document begins at `start`. Documents without text have one
     empty block."""
     kind = format_of(path, layout)

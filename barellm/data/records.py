@@ -18,9 +18,7 @@ from barellm.errors import UserError
 from barellm.jsontext import TOO_DEEP, loads
 
 ROWS = 1024  # rows of a Parquet file that are in memory at once
-LONGEST = (
-    1 << 26
-)  # bytes of a record in a compressed file, which could claim to hold one of any length; and of a field of CSV
+LONGEST = 1 << 26  # bytes of a record in a compressed file, which could claim to hold one of any length; and of a field of CSV
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 DECODER = json.JSONDecoder()
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -84,9 +82,7 @@ def need_characters(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise UserError(
-            f"{where} has {half} alone in its text, which is half of a character: expected both halves"
-        ) from error
+        raise UserError(f"{where} has {half} alone in its text, which is half of a character: expected both halves") from error
 
 
 def _json_lines(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str, Any, int]]:

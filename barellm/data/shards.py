@@ -97,9 +97,7 @@ def remembered(path: Path, compute: Callable[[], dict], *, about: str = "") -> d
     stat = path.stat()
     if stat.st_size < MEMO_BYTES:
         return compute()
-    key = xxhash.xxh3_128_hexdigest(
-        f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{about}".encode()
-    )
+    key = xxhash.xxh3_128_hexdigest(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{about}".encode())
     memo = cache_folder("inspected") / f"{key}.json"
     try:
         return json.loads(memo.read_text())

@@ -46,9 +46,7 @@ class Dataset:
     val: TokenStream
     hash: str
     text_bytes: tuple[int, int] | None = None  # of the text that `train` and `val` are made of, where it is known
-    examples: tuple[Examples, Examples] | None = (
-        None  # of prompts and answers, whose tokens are those of `train` and `val`
-    )
+    examples: tuple[Examples, Examples] | None = None  # of prompts and answers, whose tokens are those of `train` and `val`
 
     def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> Validation | ExampleValidation:
         """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
@@ -80,8 +78,7 @@ class Dataset:
             return None
         if self.examples is None:
             counted = sum(
-                int(lengths[self.val.array(at, min(at + BLOCK, len(self.val)))].sum())
-                for at in range(0, len(self.val), BLOCK)
+                int(lengths[self.val.array(at, min(at + BLOCK, len(self.val)))].sum()) for at in range(0, len(self.val), BLOCK)
             )
         else:
             counted = int(lengths[self.examples[1].tokens[self.examples[1].answer]].sum())
@@ -127,9 +124,7 @@ def prepare(
 def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -> Dataset:
     """Prompts and answers: small enough to be tokenized anew each time."""
     if data.order not in ("epoch", "random"):
-        raise UserError(
-            f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random"
-        )
+        raise UserError(f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random")
     path = existing(data.source)
 
     def made(texts: Callable[[], Iterator[str]]) -> Tokenizer:

@@ -41,9 +41,7 @@ class StagingDir:
                 raise UserError(f"another barellm process is preparing {self.out}") from None
             if self._is_ours():
                 break
-            os.close(
-                self._lock
-            )  # of a folder that another process has removed meanwhile: a lock on it keeps nobody out
+            os.close(self._lock)  # of a folder that another process has removed meanwhile: a lock on it keeps nobody out
         for path in self.folder.rglob(".*.tmp"):  # of a process that was killed: nobody else writes here
             with contextlib.suppress(OSError):  # it costs no more than its room
                 path.unlink()
@@ -104,9 +102,7 @@ class StagingDir:
 
 def _advice(part: str, job: Job, manifest: dict[str, Any]) -> str:
     if job.val_tokens:
-        return (
-            f"it has {sum(manifest['tokens'].values())} tokens, of which --val-tokens takes the first {job.val_tokens}"
-        )
+        return f"it has {sum(manifest['tokens'].values())} tokens, of which --val-tokens takes the first {job.val_tokens}"
     return (
         f"it has {manifest['documents']} documents, and none begins in the last share --val-fraction of its characters"
         if part == "val"

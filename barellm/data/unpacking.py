@@ -13,13 +13,9 @@ from barellm.errors import UserError
 
 CHUNK = 1 << 20  # bytes read at once
 PACKED = (".gz", ".zst", ".zstd")
-FED = (
-    1 << 9
-)  # bytes that a zstd decompressor gets at once: a block of 4 bytes can hold 128 KB, so they become 16 MB at most
+FED = 1 << 9  # bytes that a zstd decompressor gets at once: a block of 4 bytes can hold 128 KB, so they become 16 MB at most
 WINDOW = 1 << 27  # bytes of a zstd window that any file may ask for: the limit of the program zstd without --long
-LARGE_WINDOW = (
-    16  # a larger window is for files whose size times this reaches it, so that memory follows the file's size
-)
+LARGE_WINDOW = 16  # a larger window is for files whose size times this reaches it, so that memory follows the file's size
 MARK = b"\xef\xbb\xbf"  # U+FEFF in UTF-8, which some editors write before a text
 WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32"}
 

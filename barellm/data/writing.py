@@ -43,9 +43,7 @@ class ShardWriter:
         for path, tokens in self._expected().items():
             size = HEADER_BYTES + tokens * self.dtype.itemsize
             if not path.is_file() or path.stat().st_size < size:
-                raise UserError(
-                    f"{path} is shorter than {STATE} beside it says: remove {folder.parent} and begin again"
-                )
+                raise UserError(f"{path} is shorter than {STATE} beside it says: remove {folder.parent} and begin again")
             os.truncate(path, size)
         for path in set(folder.glob(f"{glob.escape(stem)}_*.bin")) - set(self._expected()):
             path.unlink()
@@ -137,20 +135,14 @@ class State:
 
 
 def write_split(
-    folder: Path,
-    job: Job,
-    *,
-    state: Path | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path, job: Job, *, state: Path | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
     """Fills a folder and returns the content of its manifest. `state`: a file in which the work done so far is noted, to go on from
     there; UserError if it is another job's. `progress` hears of bytes of text: done, and in all or 0 where nobody knows."""
     corpus, tokenizer = job.corpus, job.tokenizer
     at = _read_state(state, job) if state and state.exists() else State(job.identity)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(
-        folder, job.stem, magic=magic_for(tokenizer.vocab_size), shard_tokens=job.shard_tokens, counts=at.counts
-    )
+    writer = ShardWriter(folder, job.stem, magic=magic_for(tokenizer.vocab_size), shard_tokens=job.shard_tokens, counts=at.counts)
     pieces = [*corpus.val, *corpus.train]
 
     def note() -> None:
@@ -231,9 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = loads(path.read_bytes())
         if content["format"] != FORMAT:
-            raise UserError(
-                f"{path} has format {content['format']}, this version reads {FORMAT}: prepare the text again"
-            )
+            raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}: prepare the text again")
         digests = [content["tokenizer"]["hash"], content["made_from"]]
         for one in content["shards"].values():
             digests.append(one["xxh3_128"])
@@ -263,11 +253,7 @@ def check_manifest(folder: Path, digests: dict[Path, tuple[int, str]], tokenizer
         if expected["tokens"] != count:
             raise UserError(f"{shard} has {count} tokens, {MANIFEST} lists {expected['tokens']}")
         if expected["xxh3_128"] != digest:
-            raise UserError(
-                f"{shard} is damaged: its tokens have xxh3_128 {digest}, {MANIFEST} lists {expected['xxh3_128']}"
-            )
+            raise UserError(f"{shard} is damaged: its tokens have xxh3_128 {digest}, {MANIFEST} lists {expected['xxh3_128']}")
     if content["tokenizer"]["hash"] != tokenizer.hash:
         listed_hash = content["tokenizer"]["hash"][:16]
-        raise UserError(
-            f"{path} lists a tokenizer with hash {listed_hash}, used is {tokenizer.name} ({tokenizer.hash[:16]})"
-        )
+        raise UserError(f"{path} lists a tokenizer with hash {listed_hash}, used is {tokenizer.name} ({tokenizer.hash[:16]})")

@@ -185,9 +185,7 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     return "\n".join(own), reported
 
 
-def _killed(
-    banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None, count: int = 0
-) -> str:
+def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None, count: int = 0) -> str:
     """Which rank was killed by what, from `first`, the process that has ended before the others, and how; where that is not known
     from the launcher's words. "" if none was. Where less than `count` ranks have been seen, one may have ended before that."""
     reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)

@@ -26,12 +26,7 @@ class Calibration:
             p.apply(ops.MatmulDw, into={"dweight": (t, "add")}, dy=op.x, x=op.x)
 
     def measure(
-        self,
-        session: Session,
-        windows: Validation,
-        *,
-        batch: int,
-        report: Callable[[int], None] = lambda windows: None,
+        self, session: Session, windows: Validation, *, batch: int, report: Callable[[int], None] = lambda windows: None
     ) -> None:
         """Run the windows."""
         for t in self.moments.values():

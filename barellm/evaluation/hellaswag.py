@@ -73,9 +73,7 @@ class Result:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One object for each example."""
-        for example, losses, means, lengths in zip(
-            self.examples, self.losses, self._means(), self.lengths, strict=True
-        ):
+        for example, losses, means, lengths in zip(self.examples, self.losses, self._means(), self.lengths, strict=True):
             row = {"index": example.index, "label": example.label, "acc": least(losses), "acc_norm": least(means)}
             yield row | {"losses": list(losses), "tokens": list(lengths)}
 
@@ -108,9 +106,7 @@ def _of_records(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
         try:
             context, endings = row["ctx"], row["endings"]
             label, index = _integer(row["label"]), _integer(row.get("ind", number))
-            if not (
-                isinstance(context, str) and isinstance(endings, list) and all(isinstance(x, str) for x in endings)
-            ):
+            if not (isinstance(context, str) and isinstance(endings, list) and all(isinstance(x, str) for x in endings)):
                 raise TypeError
         except (ValueError, TypeError, LookupError, AttributeError):
             expected = "a text ctx, a list of texts endings, and integers label and, if it is there, ind"

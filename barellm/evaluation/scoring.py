@@ -52,11 +52,7 @@ class Scorer:
         self.session, self.batch, self.seq = session, batch, seq
 
     def run(
-        self,
-        texts: Sequence[Text],
-        *,
-        stop: Callable[[], bool] = bool,
-        report: Callable[[int], None] = lambda done: None,
+        self, texts: Sequence[Text], *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda done: None
     ) -> list[Score] | None:
         """The scores of the texts, in their order. They are computed from the longest to the shortest, so that there is little
         padding. None if `stop()` became true on the way. `report` gets the number of texts that are done, after each batch."""

@@ -35,12 +35,7 @@ class Evaluator:
     these batches, and their losses are added in the order of the batches."""
 
     def __init__(
-        self,
-        windows: Validation | ExampleValidation,
-        *,
-        batch: int,
-        byte_lengths: np.ndarray | None,
-        ranks: Ranks = ALONE,
+        self, windows: Validation | ExampleValidation, *, batch: int, byte_lengths: np.ndarray | None, ranks: Ranks = ALONE
     ) -> None:
         self.windows, self.batch, self.ranks = windows, batch, ranks
         self.bytes = 0 if byte_lengths is None else windows.text_bytes(byte_lengths)

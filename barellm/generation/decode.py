@@ -142,8 +142,6 @@ class Decoder:
 def open_decoder(session: Session, model: ModelConfig, tokenizer: Tokenizer, *, positions: int) -> Decoder:
     """A model's decoder. `positions`: those that the session's "decode" was planned for. A row of the model that is no id of the
     tokenizer is never drawn."""
-    decoder = Decoder(
-        session, max_seq=positions, vocab_size=min(model.vocab_size, tokenizer.vocab_size), whole=models.whole(model)
-    )
+    decoder = Decoder(session, max_seq=positions, vocab_size=min(model.vocab_size, tokenizer.vocab_size), whole=models.whole(model))
     decoder.unused = [i for i in tokenizer.unused if i < decoder.vocab_size]
     return decoder

@@ -37,9 +37,7 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p}, expected 0 (off) up to 1")
         if self.repetition_penalty <= 0:
-            raise UserError(
-                f"repetition_penalty is {self.repetition_penalty}, expected a number above 0 (1: no penalty)"
-            )
+            raise UserError(f"repetition_penalty is {self.repetition_penalty}, expected a number above 0 (1: no penalty)")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
 

@@ -68,12 +68,7 @@ def unseen(prompt: Sequence[int], positions: int) -> str:
 
 
 def write(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Written],
-    *,
-    count: int,
-    hows: Sequence[Sampling],
+    decoder: Decoder, prompts: Sequence[Sequence[int]], texts: Sequence[Written], *, count: int, hows: Sequence[Sampling]
 ) -> Iterator[int]:
     """Batched generation: up to `count` tokens of each text; gives the number of the text after each token."""
     ended: set[int] = set()

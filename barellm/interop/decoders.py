@@ -159,11 +159,7 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
     heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads, "q_norm": cfg.heads, "k_norm": cfg.kv_heads}.get(kind, 0)
     if not heads or cfg.rotated == D:
         return None
-    return [
-        head * D + row
-        for head in range(1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads)
-        for row in halves
-    ]
+    return [head * D + row for head in range(1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads) for row in halves]
 
 
 # --- families ---
@@ -188,9 +184,7 @@ def hugging_face(f: Family) -> HuggingFace:
         _, layer, name = name.split(".", 2)
         rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
         theirs = of_block[name]
-        return {
-            f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)
-        }
+        return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)}
 
     def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         place, rope = _rope(config, f.theta, f.old_rope)
@@ -204,11 +198,7 @@ def hugging_face(f: Family) -> HuggingFace:
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
-        if (
-            width is not None
-            and f.own_head
-            and not (isinstance(H, int) and isinstance(C, int) and H > 0 and width * H == C)
-        ):
+        if width is not None and f.own_head and not (isinstance(H, int) and isinstance(C, int) and H > 0 and width * H == C):
             found["head_dim"] = ("head_dim", width)
         turned = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
         if f.partial is not None:

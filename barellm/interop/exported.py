@@ -42,9 +42,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     if kind == "gguf" and (why := gguf.refused(weights.model)):
         raise UserError(f"{weights.path}: {why}")
     if out.exists():
-        raise UserError(
-            f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', TRAINING) else 'file'}"
-        )
+        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', TRAINING) else 'file'}")
     tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
     if kind == "gguf":
         gguf.package()

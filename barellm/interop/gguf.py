@@ -48,9 +48,7 @@ def refused(model: Any) -> str | None:
     kind = hugging_face(model).model_type
     if kind not in ARCHITECTURES:
         return f"model.family is {kind!r}, --format gguf has {' and '.join(ARCHITECTURES)}: export it as huggingface"
-    plain = (
-        {"attention_bias": "none", "mlp_bias": False, "head_dim": 0, "activation": "silu"} if kind == "llama" else {}
-    )
+    plain = {"attention_bias": "none", "mlp_bias": False, "head_dim": 0, "activation": "silu"} if kind == "llama" else {}
     for name, one in plain.items():
         if getattr(model, name) != one:
             return f"model.{name} is {getattr(model, name)!r}, --format gguf has {one!r}: export it as huggingface"
@@ -173,11 +171,7 @@ def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | No
     writer.add_token_merges(merges)
     ids, texts = vocabulary.ids_of_config(tokenizer), tokenizer.conventions
     begin = next((i for i in (texts.begin, ids.get("bos_token_id")) if isinstance(i, int)), None)
-    for i, add in (
-        (begin, writer.add_bos_token_id),
-        (texts.end, writer.add_eos_token_id),
-        (texts.pad, writer.add_pad_token_id),
-    ):
+    for i, add in ((begin, writer.add_bos_token_id), (texts.end, writer.add_eos_token_id), (texts.pad, writer.add_pad_token_id)):
         if i is not None:
             add(i)
     writer.add_add_bos_token(isinstance(tokenizer, HuggingFace) and texts.begin is not None)

@@ -57,10 +57,7 @@ def save(
     }
     source: checkpoint.Source = weights
     if state is not None:
-        source, step = (
-            Training(weights if not state.master else replace(weights, arrays=state.master), state),
-            state.step,
-        )
+        source, step = (Training(weights if not state.master else replace(weights, arrays=state.master), state), state.step)
         meta |= _training(config, state)
     with RunFolder(out, resume=None) as folder:
         folder.need_space(checkpoint.checkpoint_bytes(source))

@@ -188,9 +188,7 @@ class _File:
         return {"shards": lists[0].tolist()} if self.size == at + TWISTER.itemsize else None
 
 
-def write(
-    weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, data_position: DataPosition | None
-) -> list[str]:
+def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, data_position: DataPosition | None) -> list[str]:
     """The new folder `out` with a whole checkpoint for one process of llm.c; returns the names of its files. `moments`: the file of
     a checkpoint that has them. `standing`: where the data stands; None: at its beginning, in its order."""
     model = weights.model
@@ -209,9 +207,7 @@ def write(
         left = 625 - data_position.drawn  # llm.c counts what is left, and one more
         tail += np.array((0, left, data_position.drawn, data_position.key, MATRIX), TWISTER).tobytes()
     padding = llmc.pad(model)
-    sizes = [
-        (t.valid_rows + (padding if name == "wte" else 0)) * prod(t.shape[1:]) for name, t in weights.tensors.items()
-    ]
+    sizes = [(t.valid_rows + (padding if name == "wte" else 0)) * prod(t.shape[1:]) for name, t in weights.tensors.items()]
     with storage.new_folder(out) as folder:
         llmc.write(weights, folder / names[0], dtype=dtype)
         with storage.new_file(folder / names[1], size=llmc.HEADER + 12 * sum(sizes) + len(tail)) as file:

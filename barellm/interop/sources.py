@@ -28,12 +28,7 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
         weights = llmc.read(path)
     elif huggingface.is_folder(path):
         weights = huggingface.read(path)
-        if tokenizer in (
-            "",
-            "bpe",
-            "gpt2",
-            "huggingface",
-        ):  # of other kinds such a folder has none, and its files do not matter
+        if tokenizer in ("", "bpe", "gpt2", "huggingface"):  # of other kinds such a folder has none, and its files do not matter
             weights = replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
     else:
         if not checkpoint.holds_any(path):
@@ -50,13 +45,7 @@ def _elsewhere(path: Path) -> str:
     name = str(path)
     preset = PRESETS.get(name, name)
     public = [other for other, ours in PRESETS.items() if ours == preset]  # GPT-2's sizes, as the hub calls them
-    hub = (
-        public[0]
-        if public
-        else name
-        if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists()
-        else ""
-    )
+    hub = public[0] if public else name if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists() else ""
     words = [f"{name} is a preset, whose weights barellm.train({name!r}) makes"] * (preset in models.presets())
     words += [f"those on the hub are a folder after: hf download {hub} --local-dir DIR"] * bool(hub)
     return "".join(f"; {word}" for word in words)
@@ -87,8 +76,6 @@ def _with_tokenizer(weights: Weights, name: str) -> Weights:
     if own is not None and own.name != Ids.name and is_checkpoint(weights):
         raise UserError(f"data.tokenizer is {own.name!r} in {weights.path}, the command line says {name!r}")
     if name in ("bpe", "chars"):
-        raise UserError(
-            f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has"
-        )
+        raise UserError(f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has")
     made = llmc_tokenizer.read(Path(name)) if from_llmc else make_tokenizer(name, list)
     return replace(weights, tokenizer=fitting(made, size, name))

@@ -44,9 +44,7 @@ def check_array(name: str, argument: str, array: Any) -> np.ndarray:
     if type(array) is np.ndarray:
         return array
     if isinstance(array, np.ma.MaskedArray):
-        raise WrongType(
-            f"{name} expects arrays without a mask, {argument} has one: fill it with {argument}.filled(...)"
-        )
+        raise WrongType(f"{name} expects arrays without a mask, {argument} has one: fill it with {argument}.filled(...)")
     if not isinstance(array, np.ndarray):
         raise WrongType(f"{name} expects NumPy arrays, {argument} is of type {type(array).__name__}")
     return array

@@ -20,17 +20,10 @@ def _attention(p: Program, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_he
     return p.attention(q, k, v, heads=heads, kv_heads=kv_heads, causal=causal)
 
 
-_ATTENTION = FunctionSpec(
-    "attention",
-    {"q": "B T (H D)", "k": "B T (G D)", "v": "B T (G D)"},
-    ("B T H D",),
-    _attention,
-)
+_ATTENTION = FunctionSpec("attention", {"q": "B T (H D)", "k": "B T (G D)", "v": "B T (G D)"}, ("B T H D",), _attention)
 
 
-def _block_sparse(
-    p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_heads: int, **tables: Tensor
-) -> Tensor:
+def _block_sparse(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_heads: int, **tables: Tensor) -> Tensor:
     from barellm.program.ops import LayoutAttention
 
     attrs = {"heads": layout.heads, "kv_heads": kv_heads, "layout": layout}
@@ -39,15 +32,7 @@ def _block_sparse(
 
 _BLOCK_SPARSE = FunctionSpec(
     "attention",
-    {
-        "q": "B L (H D)",
-        "k": "B L (G D)",
-        "v": "B L (G D)",
-        "relative": "M (H D)",
-        "rows": "R",
-        "columns": "R",
-        "masks": "W",
-    },
+    {"q": "B L (H D)", "k": "B L (G D)", "v": "B L (G D)", "relative": "M (H D)", "rows": "R", "columns": "R", "masks": "W"},
     ("B L H D",),
     _block_sparse,
     dict.fromkeys(("rows", "columns", "masks"), ("i32",)),

@@ -30,9 +30,7 @@ def _rule(columns: int) -> FunctionSpec:
     """The rule of a result with so many columns, which the layout says and no argument shows."""
     tables = {"columns": "L", "rows": "M", "places": "P"}
     shapes = {"x": "... C", "blocks": "(N b) b"} | tables
-    return FunctionSpec(
-        "blocksparse_matmul", shapes, (f"... {columns}",), _blocksparse, dict.fromkeys(tables, ("i32",))
-    )
+    return FunctionSpec("blocksparse_matmul", shapes, (f"... {columns}",), _blocksparse, dict.fromkeys(tables, ("i32",)))
 
 
 def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Array | None = None) -> Array:

@@ -13,19 +13,7 @@ from typing import Any
 import numpy as np
 
 from barellm.errors import WrongType
-from barellm.kernels.arrays import (
-    ALIGN,
-    LEAD,
-    Array,
-    address,
-    axes_of,
-    check_array,
-    empty,
-    format_name,
-    ready,
-    size_of,
-    sizes_of,
-)
+from barellm.kernels.arrays import ALIGN, LEAD, Array, address, axes_of, check_array, empty, format_name, ready, size_of, sizes_of
 from barellm.kernels.executor import CompiledOps
 from barellm.kernels.function_spec import FunctionSpec
 from barellm.program.backward import pullback
@@ -41,12 +29,7 @@ class Compiled:
     """One function for certain shapes, dtypes and options. With `gradients` it saves what the backward pass reads."""
 
     def __init__(
-        self,
-        spec: FunctionSpec,
-        given: Mapping[str, np.ndarray],
-        transposed: set[str],
-        options: Mapping[str, Any],
-        gradients: bool,
+        self, spec: FunctionSpec, given: Mapping[str, np.ndarray], transposed: set[str], options: Mapping[str, Any], gradients: bool
     ) -> None:
         shapes = {k: a.shape[::-1] if k in transposed else a.shape for k, a in given.items()}
         sizes = sizes_of(spec.name, spec.shapes, shapes) | {k: n for k, n in options.items() if isinstance(n, int)}
@@ -146,11 +129,7 @@ os.register_at_fork(after_in_child=lambda: CACHE.unlock())
 
 
 def run(
-    spec: FunctionSpec,
-    given: Mapping[str, Any],
-    options: Mapping[str, Any],
-    out: Array | None,
-    tape: list[VjpFunction] | None,
+    spec: FunctionSpec, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: list[VjpFunction] | None
 ) -> list[Array]:
     """The results of a function on arrays, the first one in `out` if that is given. The call's VjpFunction is appended to
     `tape`."""

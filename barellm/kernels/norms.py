@@ -26,16 +26,12 @@ def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
     return p.softmax(x, scale=scale)
 
 
-_LAYERNORM = FunctionSpec(
-    "layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",)
-)
+_LAYERNORM = FunctionSpec("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",))
 _RMSNORM = FunctionSpec("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
 _SOFTMAX = FunctionSpec("softmax", {"x": "... C"}, ("... C",), _softmax)
 
 
-def layernorm(
-    x: Array, weight: Array, bias: Array | None = None, *, eps: float = 1e-5, out: Array | None = None
-) -> Array:
+def layernorm(x: Array, weight: Array, bias: Array | None = None, *, eps: float = 1e-5, out: Array | None = None) -> Array:
     """LayerNorm over the last axis (Ba et al. 2016).
 
     Shapes: x (..., C), weight (C,), bias (C,) or none -> (..., C).

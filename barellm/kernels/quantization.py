@@ -60,9 +60,7 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
         raise ValueError(f"dequantize expects codes (N, K) {wanted} of {format}, found {codes.shape} {codes.dtype}")
     groups = how.groups(codes.shape[1])
     if check_array("dequantize", "scales", scales).shape != (len(codes), groups):
-        raise ValueError(
-            f"dequantize expects scales {(len(codes), groups)} for codes {codes.shape}, found {scales.shape}"
-        )
+        raise ValueError(f"dequantize expects scales {(len(codes), groups)} for codes {codes.shape}, found {scales.shape}")
     if how.table and codes.size and codes.max() > 15:
         raise ValueError(f"dequantize expects codes from 0 to 15, the largest is {codes.max()}")
     return quantization.dequantize(codes, scales, how)

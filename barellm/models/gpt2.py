@@ -32,9 +32,7 @@ def _no_biases(key: str, found: bool, config: Config) -> str | None:
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    layers: int = between(
-        1, 1024, 12, "transformer blocks"
-    )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
+    layers: int = between(1, 1024, 12, "transformer blocks")  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
     heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
     d_model: int = at_least(1, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
@@ -268,9 +266,7 @@ def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int
     } | how
     return Run(
         preset=preset,
-        model=Config(
-            layers=layers, heads=heads, d_model=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq
-        ),
+        model=Config(layers=layers, heads=heads, d_model=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq),
         optim=OptimConfig(lr=lr, min_lr=lr * floor, **optim),
         data=DataConfig(source="", tokenizer="gpt2"),
         train=TrainConfig(micro_batch_size=4, seq=max_seq, **train),

@@ -33,9 +33,7 @@ class HuggingFace:
     rates: tuple[str, ...]  # keys that are written as `dropout`, and not read
     prefix: str  # before every name but the head's; older files lack it
     head: str  # their classifier
-    tied: Callable[
-        [Any], str | None
-    ]  # configuration -> our parameter that their head is equal to, and then need not be there
+    tied: Callable[[Any], str | None]  # configuration -> our parameter that their head is equal to, and then need not be there
     # Configuration, our name of a parameter -> their names, without the prefix, of what lies one below the other in it, with the
     # rows of each; 0: all.
     parts: Callable[[Any, str], Mapping[str, int]]
@@ -56,18 +54,14 @@ class Family:
     model_type: str
     class_name: str
     preset: str = "llama-124m"
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what transformers takes where one of Llama's keys is missing
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers takes where one of Llama's keys is missing
     sizes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)  # these six as in HuggingFace, beside Llama's
     words: Mapping[str, tuple[str, Any, Mapping[Any, Any]]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kinds: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rates: tuple[str, ...] = ("attention_dropout",)
     prefix: str = "model."
-    block: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # our name in a block -> theirs, one below the other
+    block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # our name in a block -> theirs, one below the other
     others: Mapping[str, str] = field(default_factory=dict)  # outside of blocks: "wte", "norm", "head" -> theirs
     theta: float = 10_000.0  # these four are defaults too
     act: str = "silu"

@@ -56,11 +56,7 @@ def _numbers(key: str, found: str, config: Any) -> str | None:
 
 def _layers(key: str, found: str, config: Any) -> str | None:
     wrong = _numbers(key, found, config) or any(n not in range(config.layers) for n in numbers(found))
-    return (
-        f"{key} is {found!r}, expected numbers from 0 to {config.layers - 1} with commas between them"
-        if wrong
-        else None
-    )
+    return f"{key} is {found!r}, expected numbers from 0 to {config.layers - 1} with commas between them" if wrong else None
 
 
 def _even_head(key: str, found: int, config: Any) -> str | None:
@@ -71,11 +67,7 @@ def _part_of_head(key: str, found: float, config: Any) -> str | None:
     if not 0 < found <= 1:
         return f"{key} is {found}, expected above 0 and at most 1"
     rotated = int(config.head_size * found)
-    return (
-        f"{key} {found} rotates {rotated} of {config.head_size} columns, expected an even number"
-        if rotated % 2
-        else None
-    )
+    return f"{key} {found} rotates {rotated} of {config.head_size} columns, expected an even number" if rotated % 2 else None
 
 
 def _plane_factors(key: str, found: str, config: Any) -> str | None:
@@ -101,21 +93,15 @@ class Config(ModelConfig):
         0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
     )
     max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
-    tied: bool = value(
-        True, "tied embeddings: the embedding is the LM head too; false: the LM head is a matrix of its own"
-    )
+    tied: bool = value(True, "tied embeddings: the embedding is the LM head too; false: the LM head is a matrix of its own")
     norm_eps: float = above(0, 1e-5, "the norms' epsilon")
     rope_theta: float = above(0, 500_000.0, "RoPE's base frequency theta")
     rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of rope_type; 0: none")
     rope_low: float = above(
-        0,
-        1.0,
-        "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor",
+        0, 1.0, "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor"
     )
     rope_high: float = above(
-        "rope_low",
-        4.0,
-        "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled",
+        "rope_low", 4.0, "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled"
     )
     rope_old_seq: int = at_least(1, 8192, "original_max_position_embeddings: the context length before scaling")
     rope_type: str = one_of(
@@ -128,13 +114,9 @@ class Config(ModelConfig):
     rope_short: str = value("", "longrope: short_factor, a number for each pair of columns", check=_plane_factors)
     rope_long: str = value("", "longrope: long_factor, of contexts above rope_old_seq", check=_plane_factors)
     head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
-    rotary_fraction: float = value(
-        1.0, "partial_rotary_factor: the fraction of a head that RoPE rotates", check=_part_of_head
-    )
+    rotary_fraction: float = value(1.0, "partial_rotary_factor: the fraction of a head that RoPE rotates", check=_part_of_head)
     nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
-    qk_norm: str = one_of(
-        ("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row"
-    )
+    qk_norm: str = one_of(("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row")
     norm: str = one_of(("rms", "layer"), "rms", "RMSNorm, or LayerNorm with biases")
     norm_position: str = one_of(("pre", "post"), "pre", "norms before attention and MLP, or behind them")
     attention_bias: str = one_of(("none", "qkv", "all"), "none", "biases of q, k and v, or of attention's output too")
@@ -146,9 +128,7 @@ class Config(ModelConfig):
     residual_multiplier: float = above(0, 1.0, "multiplier of what attention and MLP add to the residual stream")
     attention_multiplier: float = at_least(0, 0.0, "multiplier of attention's scores; 0: 1 / sqrt(head size)")
     logits_scaling: float = above(0, 1.0, "divisor of the logits")
-    family: str = one_of(
-        ("", *families.NAMES), "", "model_type on export to Hugging Face; empty: the first that holds the options"
-    )
+    family: str = one_of(("", *families.NAMES), "", "model_type on export to Hugging Face; empty: the first that holds the options")
 
     @property
     def head_size(self) -> int:
@@ -224,9 +204,7 @@ def declare(p: Program, cfg: Config) -> Weights:
             return [linear(f"{name}.qkv", sum(widths), C, biased)], []
         sizes = (cfg.head_size, cfg.head_size) if cfg.qk_norm == "head" else widths
         matmuls = [linear(f"{name}.{kind}", width, C, biased) for kind, width in zip("qkv", widths, strict=True)]
-        return matmuls, [
-            p.parameter(f"{name}.{kind}_norm.weight", (n,), value=1.0) for kind, n in zip("qk", sizes, strict=False)
-        ]
+        return matmuls, [p.parameter(f"{name}.{kind}_norm.weight", (n,), value=1.0) for kind, n in zip("qk", sizes, strict=False)]
 
     def block(h: str) -> Block:
         before, up = cfg.norm_position == "pre", ("gate_up", 2 * F) if cfg.mlp == "gated" else ("up", F)
@@ -310,9 +288,7 @@ def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
     scale = sqrt(cfg.attention_multiplier * sqrt(D)) if cfg.attention_multiplier else 1.0
     turning = p.rope_tables(length, D, theta=cfg.rope_theta, scaling=cfg.scaling, rotated=cfg.rotated, scale=scale)
     without = set(numbers(cfg.nope_layers))
-    passing = (
-        p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
-    )
+    passing = p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
     return [passing if i in without else turning for i in range(cfg.layers)]
 
 
@@ -358,12 +334,7 @@ def llama_124m() -> Run:
         optim=OptimConfig(lr=6e-4, min_lr=6e-5, warmup=700),
         data=DataConfig(source="", tokenizer="gpt2"),
         train=TrainConfig(
-            micro_batch_size=4,
-            seq=1024,
-            gradient_accumulation_steps=128,
-            steps=19560,
-            eval_every=250,
-            checkpoint_every=1000,
+            micro_batch_size=4, seq=1024, gradient_accumulation_steps=128, steps=19560, eval_every=250, checkpoint_every=1000
         ),
     )
 
@@ -378,12 +349,7 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
         optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
         data=DataConfig(source="", tokenizer=""),
         train=TrainConfig(
-            micro_batch_size=1,
-            seq=2048,
-            gradient_accumulation_steps=256,
-            steps=20000,
-            eval_every=250,
-            checkpoint_every=1000,
+            micro_batch_size=1, seq=2048, gradient_accumulation_steps=256, steps=20000, eval_every=250, checkpoint_every=1000
         ),
     )
 

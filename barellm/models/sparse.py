@@ -66,16 +66,10 @@ def _mlp_block(key: str, found: int, config: Config) -> str | None:
 
 @dataclass(frozen=True)
 class Config(gpt2.Config):
-    layout: str = value(
-        "local:256", "patterns of the heads (docs/sparsity.md); empty: every earlier key", check=_pattern
-    )
+    layout: str = value("local:256", "patterns of the heads (docs/sparsity.md); empty: every earlier key", check=_pattern)
     block: int = value(64, "positions of a block of keys or queries", check=_block)
-    relative: int = value(
-        0, "distances to keys that have a learned relative term (docs/sparsity.md); 0: none", check=_relative
-    )
-    mlp_layout: str = value(
-        "", "graph of the blocks of each MLP's matrices (docs/sparsity.md); empty: all", check=_graph
-    )
+    relative: int = value(0, "distances to keys that have a learned relative term (docs/sparsity.md); 0: none", check=_relative)
+    mlp_layout: str = value("", "graph of the blocks of each MLP's matrices (docs/sparsity.md); empty: all", check=_graph)
     mlp_block: int = value(32, "rows and columns of a block of an MLP by a graph: 8, 16, 32 or 64", check=_mlp_block)
     mlp_width: int = at_least(1, 4, "FFN expansion of an MLP by a graph: d_ff / d_model")
 
@@ -171,9 +165,7 @@ def sparse_char() -> Run:
     muon = {"muon_lr": 0.03, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     return Run(
         preset="sparse-char",
-        model=Config(
-            layers=3, heads=4, d_model=128, vocab_size=256, max_seq=8192, layout="local:256, local:64+fixed:512:64"
-        ),
+        model=Config(layers=3, heads=4, d_model=128, vocab_size=256, max_seq=8192, layout="local:256, local:64+fixed:512:64"),
         optim=OptimConfig(name="muon", lr=8e-3, min_lr=0.0, schedule="linear", beta2=0.99, **muon),
         data=DataConfig(source="stdlib", tokenizer="bytes"),
         train=TrainConfig(micro_batch_size=1, seq=8192, steps=150, eval_every=50, eval_tokens=16 * 8192),

@@ -80,11 +80,7 @@ def stage_table(default: str, says: str) -> Any:
 
     def check(key: str, found: str, config: Any) -> str | None:
         longest = max(parse(found, key=key), key=lambda stage: stage.seq)
-        return (
-            f"{key} has seq={longest.seq}, above model.max_seq {config.max_seq}"
-            if longest.seq > config.max_seq
-            else None
-        )
+        return f"{key} has seq={longest.seq}, above model.max_seq {config.max_seq}" if longest.seq > config.max_seq else None
 
     return value(default, says, check=check)
 
@@ -100,30 +96,20 @@ class Config(ModelConfig):
         0, 0, "padded vocabulary size: columns of the LM head; 0: vocab_size rounded up to a multiple of 64"
     )
     max_seq: int = at_least(
-        1,
-        49152,
-        "context length: tokens of the longest micro-batch of packed documents, with attention inside a document only",
+        1, 49152, "context length: tokens of the longest micro-batch of packed documents, with attention inside a document only"
     )
     separator: int = at_least(-1, -1, "the beginning-of-document token; -1: all of a row is one document")
     block: int = at_least(1, 128, "tokens of a block, which is the unit of the windows of the stages")
     stages: str = stage_table(table(RECORD), "training stages: a row for each (models/stages.py)")
     extension: int = at_least(0, 40, "extension steps: those of the last stage, after the scheduled ones")
-    decay_fraction: float = between(
-        0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate decays"
-    )
+    decay_fraction: float = between(0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate decays")
     untie: int = at_least(0, 2, "the stage from which the embedding is untied from the LM head; beyond the last: never")
-    long: str = some_layers(
-        "3,10", "layers with the long attention window (and key offset); the others have the short one"
-    )
-    paired: str = some_layers(
-        "0,2,5,9", "layers with paired heads: two heads interleaved in one sequence of double length"
-    )
+    long: str = some_layers("3,10", "layers with the long attention window (and key offset); the others have the short one")
+    paired: str = some_layers("0,2,5,9", "layers with paired heads: two heads interleaved in one sequence of double length")
     values: str = some_layers("1,2,8,9,10", "layers with a value embedding")
     skipped: str = some_layers("6", "layers without attention; they get the residual of `skip_from` (skip connection)")
     skip_from: int = at_least(0, 3, "the layer whose residual after attention goes to the layers without attention")
-    lanes_from: int = at_least(
-        0, 7, "the first layer with two lanes: attention reads one, the MLP the other, both write both"
-    )
+    lanes_from: int = at_least(0, 7, "the first layer with two lanes: attention reads one, the MLP the other, both write both")
     backout: int = at_least(0, 7, "the layer whose residual is subtracted again before the LM head (backout)")
     final_window: int = at_least(1, 20, "the long window of evaluation and samples after the last step, in blocks")
     smear: bool = value(True, "smear: each token's embedding gets a share of the previous one's")
@@ -153,9 +139,7 @@ class Config(ModelConfig):
         if self.names("paired") and self.heads % 2:
             raise UserError(f"model.heads is {self.heads}, expected an even number, as model.paired names layers")
         if self.head_size % 4:
-            raise UserError(
-                f"model.heads {self.heads} makes heads of {self.head_size} columns, expected a multiple of 4"
-            )
+            raise UserError(f"model.heads {self.heads} makes heads of {self.head_size} columns, expected a multiple of 4")
 
     @property
     def head_size(self) -> int:
@@ -352,9 +336,7 @@ class _Seen:
     starts: Tensor | None
 
 
-def _attention(
-    p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Tensor | None, scales, seen: _Seen, i: int
-) -> Tensor:
+def _attention(p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Tensor | None, scales, seen: _Seen, i: int) -> Tensor:
     """Attention of one layer; x (B, T, C) is normalised, and its first columns drive the gates."""
     assert layer.qkv is not None and layer.gate is not None and layer.proj is not None
     paired, long = i in cfg.names("paired"), i in cfg.names("long")
@@ -437,14 +419,7 @@ def speedrun_small() -> Run:
         Stage(3072, (5, 11), Fraction(1, 3), lr=1.73),
         Stage(3072, (6, 13)),
     )
-    sizes: dict[str, Any] = {
-        "heads": 4,
-        "d_model": 128,
-        "d_ff": 512,
-        "max_seq": 3072,
-        "block": 32,
-        "vocab_size": 4096,
-    }
+    sizes: dict[str, Any] = {"heads": 4, "d_model": 128, "d_ff": 512, "max_seq": 3072, "block": 32, "vocab_size": 4096}
     return Run(
         preset="speedrun-small",
         model=Config(**sizes, stages=table(stages), extension=10, **AS_THE_RECORD),

@@ -135,6 +135,4 @@ def only_stage(config: Run, number: int) -> Run:
     rows = replace(stage, share=Fraction(1)), replace(stage, share=Fraction(0))
     untie = 0 if number > cfg.untie else len(rows)
     alone: dict[str, Any] = {"stages": table(rows), "untie": untie, "extension": 0}
-    return replace(
-        config, model=replace(config.model, **alone), train=replace(config.train, seq=stage.seq, steps=ENDLESS)
-    )
+    return replace(config, model=replace(config.model, **alone), train=replace(config.train, seq=stage.seq, steps=ENDLESS))

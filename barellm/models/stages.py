@@ -60,9 +60,7 @@ def parse(text: str, *, key: str) -> tuple[Stage, ...]:
     shares = sum(stage.share for stage in stages)
     if len(stages) < 2 or stages[-1].share or any(not stage.share for stage in stages[:-1]) or shares != 1:
         found = ", ".join(str(stage.share) for stage in stages)
-        raise UserError(
-            f"{key} has shares {found}: expected some that add up to 1, and a last stage without one (share 0)"
-        )
+        raise UserError(f"{key} has shares {found}: expected some that add up to 1, and a last stage without one (share 0)")
     return stages
 
 

@@ -86,9 +86,7 @@ def runs_per_step(config: Config) -> dict[str, float]:
     micro = {"forward_backward": float(train.gradient_accumulation_steps)}
     if training_schedule is None:
         return micro | ({"grad_norm": 1.0} if config.optim.skips else {}) | {"optimizer_step": 1.0}
-    steps = [
-        training_schedule.step(training_schedule.cycle + i, train.steps or None) for i in range(training_schedule.cycle)
-    ]
+    steps = [training_schedule.step(training_schedule.cycle + i, train.steps or None) for i in range(training_schedule.cycle)]
     counts = Counter(name for step in steps for name, _ in step.updates)
     return micro | {name: count / training_schedule.cycle for name, count in counts.items()}
 
@@ -99,9 +97,7 @@ def only_stage(config: Config, number: int | None) -> Config:
     alone = getattr(models.of(config.model), "only_stage", None)
     if alone is None and number is not None:
         architecture = models.name_of(config.model)
-        raise UserError(
-            f"--stage is {number}: the preset {config.preset!r} is {architecture}, whose runs have no stages"
-        )
+        raise UserError(f"--stage is {number}: the preset {config.preset!r} is {architecture}, whose runs have no stages")
     return config if alone is None else alone(config, 1 if number is None else number)
 
 

@@ -20,10 +20,7 @@ from barellm.errors import UserError
 P = ParamSpec("P")
 R = TypeVar("R")
 SIZES = ("vocab_size", "padded_vocab", "max_seq", "d_model")  # of any model
-FUNCTIONS = {
-    "declare(p, cfg)": ("pc", {}),
-    "forward(p, cfg, tokens, targets, *, training)": ("pctt", {"training": True}),
-}
+FUNCTIONS = {"declare(p, cfg)": ("pc", {}), "forward(p, cfg, tokens, targets, *, training)": ("pctt", {"training": True})}
 
 
 def add(path: Path) -> None:
@@ -117,9 +114,7 @@ def _check(found: ModuleType, path: Path) -> None:
         raise UserError(f"{path} has no model: no class Config of barellm.config.ModelConfig")
     known = {aliases.RENAMED.get(f"model.{name}", f"model.{name}") for name in entries(config)}
     if missing := [name for name in SIZES if f"model.{name}" not in known]:
-        raise UserError(
-            f"{path}: its Config, a frozen dataclass, has no field {missing[0]}, expected {', '.join(SIZES)}"
-        )
+        raise UserError(f"{path}: its Config, a frozen dataclass, has no field {missing[0]}, expected {', '.join(SIZES)}")
     for wanted, (args, more) in FUNCTIONS.items():
         function = getattr(found, wanted.partition("(")[0], None)
         if not callable(function):

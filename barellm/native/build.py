@@ -30,15 +30,7 @@ C = Path(__file__).parent / "c"
 PARTS = ("runtime.c", "sampling.c", "checkpoint.c", "xxh3.c", "image.c")  # of the shared library, besides the kernels
 DRIVERS = {"train": ("train.c", "driver.c", "shards.c", "settings.c"), "sample": ("sample.c", "driver.c")}
 # Without contraction, as Python computes: a rate of the schedule must have the same bits. Tensors are read as bytes and as numbers.
-OPTIONS = (
-    "-std=gnu11",
-    "-O2",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-pthread",
-    "-Wall",
-    "-Wno-format-truncation",
-)
+OPTIONS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-Wall", "-Wno-format-truncation")
 EXPORTED = "{ global: barellm_*; local: *; };\n"
 
 
@@ -66,17 +58,12 @@ def compiler(isa: ISA) -> list[str]:
     if find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu"]
     package = "gcc libc6-dev" if here else f"gcc-{machine.replace('_', '-')}-linux-gnu"
-    raise UserError(
-        f"there is no C compiler for {machine}: install one (Debian: apt install {package}), or pip install ziglang"
-    )
+    raise UserError(f"there is no C compiler for {machine}: install one (Debian: apt install {package}), or pip install ziglang")
 
 
 def statically(command: list[str]) -> list[str]:
     """The command for programs that need no shared library: ziglang has a C library for it that is not the usual one."""
-    return [
-        *(word.replace("-linux-gnu", "-linux-musl") if "zig" in "".join(command) else word for word in command),
-        "-static",
-    ]
+    return [*(word.replace("-linux-gnu", "-linux-musl") if "zig" in "".join(command) else word for word in command), "-static"]
 
 
 def for_arm(isa: ISA) -> bool:
@@ -101,11 +88,7 @@ def check(run: Run) -> None:
         ("train.eval_seq", config.train.eval_seq, "0"),
         ("train.track", config.train.track, "none"),
         ("train.overfit", config.train.overfit, "0"),
-        (
-            "train.init_from",
-            config.train.init_from,
-            "none: make a run of it by barellm train, and resume from its checkpoint",
-        ),
+        ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),
     ):
         if value:
             said = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
@@ -206,7 +189,7 @@ def _write(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> Non
 def _run(command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        lines = [
-            line for line in done.stderr.splitlines() if "error" in line or "undefined" in line or "multiple" in line
-        ] or [done.stderr]
+        lines = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line or "multiple" in line] or [
+            done.stderr
+        ]
         raise UserError(f"{' '.join(command[:3])} does not build in {folder}: {lines[0].strip()}")

@@ -102,18 +102,14 @@ class Image:
         rows = [(f"SCALAR_{s.name.upper()}", s.index) for s in scalars.SCALARS.values()]
         rows += [("SCALARS", scalars.MOST), ("PROGRAMS", len(PROGRAMS))]
         rows += [(f"PROGRAM_{name.upper()}", i) for i, name in enumerate(PROGRAMS)]
-        rows += [
-            (name, getattr(sync, name)) for name in ("SHARED_NBYTES", "TABLE", "RECORD_NBYTES", "BARRIER", "GROUPS")
-        ]
+        rows += [(name, getattr(sync, name)) for name in ("SHARED_NBYTES", "TABLE", "RECORD_NBYTES", "BARRIER", "GROUPS")]
         rows += [(name, value) for name, value in vars(specialisation).items() if name.startswith("RT_")]
         return "".join(f"#define {name} {value}\n" for name, value in rows)
 
     # --- image.c ---
 
     def source(self) -> str:
-        return "\n".join(
-            ['#include "image.h"', *self._blobs(), *self._calls(), *self._tensors(), *self._constants(), *self._run()]
-        )
+        return "\n".join(['#include "image.h"', *self._blobs(), *self._calls(), *self._tensors(), *self._constants(), *self._run()])
 
     def _offset(self, t: Tensor) -> int:
         return self.lowered.plan.offsets[t]
@@ -139,9 +135,7 @@ class Image:
             yield "};" if calls else "    {0, 0, 0}};"
             p = self.programs[name]
             named = {n: t for n, t in p.named.items() if t in self.lowered.plan.offsets}
-            places = [
-                self._offset(named[n]) if n in named else -1 for n in ("tokens", "targets", OUTPUTS.get(name, ""))
-            ]
+            places = [self._offset(named[n]) if n in named else -1 for n in ("tokens", "targets", OUTPUTS.get(name, ""))]
             sizes = limits_of(p)
             numbers = ", ".join(map(str, [len(calls), *places, sizes.get("batch", 0), sizes.get("seq", 0)]))
             rows.append(f'    {{"{name}", calls_{name}, {numbers}}},')
@@ -200,9 +194,7 @@ class Image:
         threads = self.lowered.threads
         yield f"const int64_t arena_bytes = {plan.arena_bytes}, private_offset = {self._offset(thread_scratch)};"
         yield f"const int64_t private_bytes = {thread_scratch.nbytes // threads}, most_threads = {threads};"
-        rows = [
-            f"{{{scalars.SCALARS[name].index}, {_bits(name, value)}}}" for name, value in scalars.defaults().items()
-        ]
+        rows = [f"{{{scalars.SCALARS[name].index}, {_bits(name, value)}}}" for name, value in scalars.defaults().items()]
         yield from _array("const int64_t defaults[][2]", rows)
         yield f"const int64_t default_count = {len(rows)};"
         # The rates of both optimizers are multiples of the schedule's (OptimConfig.rates).

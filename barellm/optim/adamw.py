@@ -41,9 +41,7 @@ class AdamW:
 
         dtype_m, dtype_v = MOMENTS[self.moments]
         # Each parameter's random bits are a stream of their own.
-        stream = (
-            STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
-        )
+        stream = STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
         p.apply(
             ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip,
             m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
@@ -56,10 +54,7 @@ def adamw_rules(config: OptimConfig) -> list[Rule]:
     """The table for `optim.name adamw`. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also
     only matrices have 16-bit moments, since the rest is a thousandth of the parameters."""
     matrices = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, config.moments)
-    return [
-        Rule("*", ndim=2, optimizer=matrices),
-        Rule("*", optimizer=replace(matrices, weight_decay=0.0, moments="fp32")),
-    ]
+    return [Rule("*", ndim=2, optimizer=matrices), Rule("*", optimizer=replace(matrices, weight_decay=0.0, moments="fp32"))]
 
 
 def adamw(p: Program, config: OptimConfig) -> None:

@@ -55,9 +55,7 @@ class Compression:
         matrices = [t for t in params if self.compresses(t)]
         rest = [t for t in params if not self.compresses(t)]
         if not matrices:
-            raise UserError(
-                f"optim.powersgd is {self.rank}: factors would be no smaller than any matrix; expected less"
-            )
+            raise UserError(f"optim.powersgd is {self.rank}: factors would be no smaller than any matrix; expected less")
         # All factors of a kind lie in one tensor, so that one all-reduce sums them.
         sides = [_sides(t) for t in matrices]
         firsts = self._flat(p.activation, "powersgd.p", [short for short, _ in sides], TRAVELS)
@@ -143,13 +141,9 @@ class Compression:
         operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
         arrived = p.apply(ops.AllToAll, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
         for (x, y, part), others in zip(own, arrived.outputs.values(), strict=True):
-            p.apply(
-                ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank
-            )
+            p.apply(ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
         # All-gather: the sums of the other ranks.
-        received = [
-            (r, _span(y, parts[r])) for _, y, parts in tensors for r in range(count) if r != rank and parts[r][1]
-        ]
+        received = [(r, _span(y, parts[r])) for _, y, parts in tensors for r in range(count) if r != rank and parts[r][1]]
         p.apply(
             ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
             **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},

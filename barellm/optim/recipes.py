@@ -45,10 +45,7 @@ def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dic
         return normuon.updates(config)
     if config.skips:
         how = {"config": config, "hidden": hidden, "ranks": ranks}
-        return {
-            "grad_norm": partial(_append_grad_norm, **how),
-            "optimizer_step": partial(_append_optimizer_step, **how),
-        }
+        return {"grad_norm": partial(_append_grad_norm, **how), "optimizer_step": partial(_append_optimizer_step, **how)}
     return {"optimizer_step": lambda p: optimize(p, config, hidden, ranks)}
 
 

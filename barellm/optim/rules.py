@@ -58,9 +58,7 @@ def assign_rules(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tu
     for param in params:
         rule = next((rule for rule in rules if rule.matches(param)), None)
         if rule is None:
-            raise ValueError(
-                f"no rule gives {param.name} {tuple(param.shape)} an optimizer, expected a last rule for '*'"
-            )
+            raise ValueError(f"no rule gives {param.name} {tuple(param.shape)} an optimizer, expected a last rule for '*'")
         yield param, rule
 
 

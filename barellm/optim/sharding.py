@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 # Elements of a shard in a bucket of the reduce-scatter: what arrives should still be in a cache when it is added. Buckets of 32 MB
 # made steps of gpt2-124m on two ranks 1.07 times as long.
 BUCKET_ELEMENTS = 1 << 20
-MIN_BUCKETS = (
-    32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
-)
+MIN_BUCKETS = 32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
 Part = tuple[int, int]  # elements of a tensor, from and to
 
 
@@ -105,9 +103,7 @@ class OptimizerSharding:
         """The receive buffers (ranks - 1, size) of the pieces of this rank's shard in bucket `number`, preallocated and used for
         nothing else."""
         others = self.ranks.count - 1
-        return [
-            p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(bucket[self.ranks.rank])
-        ]
+        return [p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(bucket[self.ranks.rank])]
 
     def _buckets(self, params: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[list[Tensor]]]:
         """The buckets of the gradients of `params`: [rank][piece], at most `elements` elements of each rank's shard. Ranks whose

@@ -77,11 +77,7 @@ class BlockLayout:
     @cached_property
     def tables(self) -> dict[str, np.ndarray]:
         """i32: the tables of `columns` and `rows`; in `places` the rows of all blocks, then their columns."""
-        return {
-            "columns": self.columns.table,
-            "rows": self.rows.table,
-            "places": self.places.T.reshape(-1).astype(np.int32),
-        }
+        return {"columns": self.columns.table, "rows": self.rows.table, "places": self.places.T.reshape(-1).astype(np.int32)}
 
     def _lists(self, axis: int) -> Lists:
         """The `Lists` of all rows (axis 0) or columns (axis 1). One that is longer than LONG and twice the mean is cut into even

@@ -19,9 +19,7 @@ DAMPING = 0.01  # of the mean second moment is added to each, for inputs that ha
 TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one matmul
 
 
-def compensated_codes(
-    w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w"
-) -> tuple[np.ndarray, np.ndarray]:
+def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w") -> tuple[np.ndarray, np.ndarray]:
     """(codes (N, K), scales (N, groups)) of the weight w_NK, as `quantize` has them. `moments_KK`: the sum of x x' over inputs x.
     Each group gets its scale when its first column's turn comes; a row keeps the exponent that its scales have in `quantize`."""
     import numpy as np

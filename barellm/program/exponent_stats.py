@@ -53,9 +53,7 @@ def tensors_with_stats(p: Program) -> list[TensorWithStats]:
     """What a program observes, in the order of the network."""
     ops = [op for op in p.ops if isinstance(op, ExponentStats) and op.counts.base.name == COUNTS]
     found = [
-        TensorWithStats(
-            op.label, op.kind, tuple(int(n) for n in op.x.shape), op.x.dtype, op.counts.first_column // BINS
-        )
+        TensorWithStats(op.label, op.kind, tuple(int(n) for n in op.x.shape), op.x.dtype, op.counts.first_column // BINS)
         for op in ops
     ]
     return sorted(found, key=lambda each: each.number)

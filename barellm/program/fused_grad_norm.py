@@ -19,9 +19,7 @@ from barellm.program.tensor import Tensor
 SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
 
 
-def fuse_grad_norm(
-    programs: Mapping[str, Program], takes: Callable[[Op], bool]
-) -> tuple[Mapping[str, Program], SquareSums]:
+def fuse_grad_norm(programs: Mapping[str, Program], takes: Callable[[Op], bool]) -> tuple[Mapping[str, Program], SquareSums]:
     """The programs with the squares of gradients summed (`BlockSquares`) behind the op that stores a gradient, instead of by the
     program that wants the norm (`SumSquares`), and the sums that are kept for it. That is done for matrices that have one writer in
     each program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""

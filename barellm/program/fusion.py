@@ -38,9 +38,7 @@ class Fusion:
     def __post_init__(self) -> None:
         for i, (name, links) in enumerate(self.sequence):
             if (i > 0) != bool(links) or any(_slot(link)[0] >= i for link in links.values()):
-                raise ValueError(
-                    f"fusion {self.name}: op {i} ({name}) must be linked to earlier ones, the first to none"
-                )
+                raise ValueError(f"fusion {self.name}: op {i} ({name}) must be linked to earlier ones, the first to none")
         if unknown := set(self.optional) - set(self.inputs):
             raise ValueError(f"fusion {self.name}: optional {sorted(unknown)} are not among its inputs")
 
@@ -92,9 +90,7 @@ class FusedOp(Op):
         for i, op in enumerate(self.sequence):
             for name, link in self.fusion.sequence[i][1].items():
                 at[i, name] = at[_slot(link)]
-            results = op.run(
-                {name: at[i, name] for name in op.inputs}, scalars, {k: v for (j, k), v in before.items() if j == i}
-            )
+            results = op.run({name: at[i, name] for name in op.inputs}, scalars, {k: v for (j, k), v in before.items() if j == i})
             at |= {(i, name): result for name, result in results.items()}
         return {name: at[_slot(link)] for name, link in self.fusion.outputs.items()}
 
@@ -102,9 +98,7 @@ class FusedOp(Op):
         return sum(op.flops() for op in self.sequence)
 
 
-def fuse(
-    ops: Sequence[Op], table: Iterable[Fusion], *, takes: Callable[[FusedOp], bool] = lambda fused: True
-) -> list[Op]:
+def fuse(ops: Sequence[Op], table: Iterable[Fusion], *, takes: Callable[[FusedOp], bool] = lambda fused: True) -> list[Op]:
     """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first.
     Observers see the same values as before, or are left out where a fusion leaves no such value in memory."""
     observed = list(_observed(ops))

@@ -67,9 +67,7 @@ class Graph:
     def output(self, name: str, t: Tensor) -> Tensor:
         """Keep `t` until the program's end, readable as `name`."""
         if t.base is not t:
-            raise ValueError(
-                f"{t.name} is a view, which has no bytes of its own to keep: make {t.base.name} the output"
-            )
+            raise ValueError(f"{t.name} is a view, which has no bytes of its own to keep: make {t.base.name} the output")
         t.role = "output"
         self.named[name] = t
         return t
@@ -91,9 +89,7 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        return self.store.get(
-            name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16
-        )
+        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""

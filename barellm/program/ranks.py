@@ -26,9 +26,7 @@ class Ranks(Protocol):
         """The number of this one among those of its machine, from 0."""
         ...
 
-    def prepared(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> Callable[[], None]:
+    def prepared(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> Callable[[], None]:
         """A function that sends arrays to ranks, and fills arrays with what ranks send, in these orders: (rank, contiguous array).
         It may be called often, all ranks call theirs, and it returns when all have arrived."""
         ...

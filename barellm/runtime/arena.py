@@ -63,9 +63,7 @@ class ArenaSession(ABC):
         named = self.programs[program].named
         return {name: t for name, t in named.items() if t.role == "input" and t in self.plan.offsets}
 
-    def _input_rooms(
-        self, room: Callable[[Tensor], np.ndarray]
-    ) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
+    def _input_rooms(self, room: Callable[[Tensor], np.ndarray]) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
         """The places into which a run puts its inputs, and the sizes that are multiplied to get the number of their elements. They
         are made once, so that a warm step makes few Python calls. `room(t)` is flat, of the planned size."""
         return {

@@ -38,9 +38,7 @@ def cache_folder(kind: str) -> Path:
         raise UserError("there is no folder for compiled kernels: set BARELLM_CACHE to one that can be written")
     folder = Path(base) / kind
     if problem := untrusted(folder):
-        raise UserError(
-            f"{folder} {problem}, and code in it would run: mend that, or set BARELLM_CACHE to another folder"
-        )
+        raise UserError(f"{folder} {problem}, and code in it would run: mend that, or set BARELLM_CACHE to another folder")
     return folder
 
 

@@ -45,9 +45,7 @@ class Service:
         return import_module(self.module).compiler(self.argument)
 
 
-def compile_all(
-    jobs: Mapping[str, Callable[[], str]], service: Service, *, processes: int, share: int
-) -> dict[str, bytes]:
+def compile_all(jobs: Mapping[str, Callable[[], str]], service: Service, *, processes: int, share: int) -> dict[str, bytes]:
     """The bytes of each key's job, compiled by this process and up to `processes` - 1 others, each with at least `share` jobs, as
     starting one costs something too."""
     queue = Queue()

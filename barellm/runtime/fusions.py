@@ -67,7 +67,7 @@ CODED: list[Fusion] = [
         [("softcap_cross_entropy_backward", {}), ("quantise", {"x": "0.dlogits"})],
         inputs={"logits": "0.logits", "targets": "0.targets", "lse": "0.lse", "scale": "1.scale"},
         outputs={"y": "1.y"},
-    ),
+    )
 ]
 
 
@@ -79,9 +79,7 @@ def products(activations: Iterable[str]) -> list[Fusion]:
     return [
         *(_forward(f"linear_{name}", biased, (name, "x"), name) for name in names for biased in (True, False)),
         *(_forward("linear_residual", biased, ("add", "b"), "residual") for biased in (True, False)),
-        Fusion(
-            "linear", [("matmul", {}), _BIAS], _LINEAR, {"y": "1.y"}, kernel="product", attrs={"epilogues": ("bias",)}
-        ),
+        Fusion("linear", [("matmul", {}), _BIAS], _LINEAR, {"y": "1.y"}, kernel="product", attrs={"epilogues": ("bias",)}),
         *map(_input_gradient, names),
         *map(_transposed_gradient, names),
     ]

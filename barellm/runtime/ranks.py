@@ -19,9 +19,7 @@ class Alone:
     number: int = 0
     direct: bool = False
 
-    def prepared(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> Callable[[], None]:
+    def prepared(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> Callable[[], None]:
         raise AssertionError("there is nobody else")
 
     def beginning(

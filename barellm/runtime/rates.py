@@ -53,9 +53,7 @@ def kept_rates(machine: str) -> dict[str, Rate]:
     """What was measured of a machine: name -> rate."""
     base, begin = _database(), f"{machine}, "
     return {
-        key.removeprefix(begin): found
-        for key in (base.entries if base else ())
-        if key.startswith(begin) and (found := _kept(key))
+        key.removeprefix(begin): found for key in (base.entries if base else ()) if key.startswith(begin) and (found := _kept(key))
     }
 
 

@@ -30,10 +30,7 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
         )
     if model_schedule(config) is not None:
         raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
-    for key, value in (
-        ("train.exponent_stats", train.exponent_stats),
-        ("train.signal_grace_period", train.signal_grace_period),
-    ):
+    for key, value in (("train.exponent_stats", train.exponent_stats), ("train.signal_grace_period", train.signal_grace_period)):
         if value:
             raise UserError(f"{key} is {value:g}, {said}: expected 0")
     if config.data.order == "llmc":

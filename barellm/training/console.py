@@ -26,9 +26,7 @@ class Console:
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None, several: bool = False) -> None:
         self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (closed: a daemon's, `>&-`)
         self.json_lines = json_lines
-        self.notebook = type(self.stream).__module__.startswith(
-            "ipykernel"
-        )  # its cells take a carriage return, and no codes
+        self.notebook = type(self.stream).__module__.startswith("ipykernel")  # its cells take a carriage return, and no codes
         self.live = not json_lines and not several and (self.stream.isatty() or self.notebook)
         self._open = 0  # characters of the live line
         self._next = 0.0

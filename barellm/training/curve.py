@@ -64,12 +64,7 @@ class Curve:
 
 
 def series(
-    rows: Iterable[dict[str, Any]],
-    *,
-    axis: str = "steps",
-    before: Callable[[int], int] = int,
-    y: str = "loss",
-    muon: bool = False,
+    rows: Iterable[dict[str, Any]], *, axis: str = "steps", before: Callable[[int], int] = int, y: str = "loss", muon: bool = False
 ) -> tuple[Points, Points]:
     """Gives the training and the validation points of the rows of metrics.jsonl, over one of AXES. `before` tells how many tokens
     so many steps have, for a step whose row does not say it; an evaluation knows neither time nor tokens and has those of the
@@ -165,13 +160,7 @@ def summary(curve: Curve, *, axis: str = "steps") -> str:
 
 
 def terminal(
-    curve: Curve,
-    *,
-    axis: str = "steps",
-    log: str = "",
-    width: int = 72,
-    height: int = 14,
-    ascii_only: bool = False,
+    curve: Curve, *, axis: str = "steps", log: str = "", width: int = 72, height: int = 14, ascii_only: bool = False
 ) -> str:
     """A chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" without points."""
     columns = max(8, width - 8)

@@ -31,9 +31,7 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
     for t in row["tensors"]:
         found = tensor_stats_of(t)
         shares = {"saturated": found.saturated, "flushed": found.flushed}
-        tensors.append(
-            {**t, **{what: {f: round(share(f), 6) for f in FORMAT_RANGES} for what, share in shares.items()}}
-        )
+        tensors.append({**t, **{what: {f: round(share(f), 6) for f in FORMAT_RANGES} for what, share in shares.items()}})
     return {"step": row["step"], "tensors": tensors}
 
 
@@ -110,9 +108,7 @@ def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: 
         return
     share = np.stack([m.counts[low + BIAS : high + BIAS] / max(1, m.size) for _, m in panel])
     extent = (low, high, len(panel) - 0.5, -0.5)
-    axes.imshow(
-        np.sqrt(share), cmap="Greys", vmin=0, vmax=FULL**0.5, aspect="auto", extent=extent, interpolation="none"
-    )
+    axes.imshow(np.sqrt(share), cmap="Greys", vmin=0, vmax=FULL**0.5, aspect="auto", extent=extent, interpolation="none")
     every = -(-len(panel) // MOST_LABELS)
     axes.set_yticks(range(0, len(panel), every), [name for name, _ in panel[::every]], fontsize=5, parse_math=False)
 

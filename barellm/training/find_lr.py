@@ -39,10 +39,7 @@ OF_TEST = frozenset(f"--{name}" for name in ("find-lr", "out", "steps", "train.s
 UNUSED = frozenset(
     {f"optim.{key}" for key in ("lr", "min_lr", "warmup", "schedule", "decay_fraction", "skip_loss_z", "skip_norm_z")}
     | {f"optim.{key}" for key in ("momentum_cooldown",)}
-    | {
-        f"train.{key}"
-        for key in ("eval_every", "eval_tokens", "sample_every", "hellaswag", "hellaswag_every", "exponent_stats")
-    }
+    | {f"train.{key}" for key in ("eval_every", "eval_tokens", "sample_every", "hellaswag", "hellaswag_every", "exponent_stats")}
     | {f"train.{key}" for key in ("checkpoint_every", "save_total_limit", "keep_every", "signal_grace_period", "track")}
 )
 
@@ -105,9 +102,7 @@ def command(words: Sequence[str], found: Config, config: Config) -> str:
     return shlex.join(["barellm", "train", *kept, *options])
 
 
-def test(
-    config: Config, session: Session, batches: Rows, *, steps: int, reported: Callable[[int, Look], bool]
-) -> list[Look]:
+def test(config: Config, session: Session, batches: Rows, *, steps: int, reported: Callable[[int, Look], bool]) -> list[Look]:
     """The steps up to the one at which the loss has diverged. The weights are worth nothing afterwards. `told` hears of each,
     and says whether to go on."""
     training_schedule, train = ConstantSchedule(config), config.train
@@ -116,9 +111,7 @@ def test(
         tested = with_rate(config, lr).optim.rates(lambda high, low: high)
         plan, loss, count = training_schedule.step(step, None), 0.0, training_schedule.batch_rampup.count(step)
         samples = train.micro_batch_size * count
-        counted = batches.counted(
-            training_schedule.batch_rampup.before(step) * train.micro_batch_size, samples, seq=plan.seq
-        )
+        counted = batches.counted(training_schedule.batch_rampup.before(step) * train.micro_batch_size, samples, seq=plan.seq)
         inv_targets = plan.inv_targets * samples * plan.seq / counted
         for micro in range(count):
             sample = (training_schedule.batch_rampup.before(step) + micro) * train.micro_batch_size
@@ -159,9 +152,7 @@ def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequenc
     rule = f"the tested rate nearest to that of the least smoothed loss, divided by {BELOW_LEAST:g}"
     found: dict[str, Any] = {"suggestion": best.lr, "muon_lr": best.muon_lr, "rule": rule, "least": least.lr}
     found |= {"command": command(words, with_rate(config, best.lr), config), "steps": [asdict(look) for look in looks]}
-    picture = _picture(
-        looks, best.lr, f"{config.preset}: learning rates"
-    )  # whatever is refused is refused before a file is there
+    picture = _picture(looks, best.lr, f"{config.preset}: learning rates")  # whatever is refused is refused before a file is there
     storage.replace_file(folder / "lr.json", (json.dumps(found, indent=1) + "\n").encode())
     curve.save(picture, folder / "lr.png")
     return found

@@ -101,9 +101,7 @@ class Inputs:
         """Raise a UserError where `changes`, what the user asked for, want another vocabulary than the tokenizer has."""
         vocab, chosen = self.config.model.vocab_size, changes.get("model.vocab_size")
         if chosen not in (None, vocab):
-            raise UserError(
-                f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab"
-            )
+            raise UserError(f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab")
 
     def _rows(self) -> Rows:
         """The source of the rows of the micro-batches."""
@@ -120,9 +118,7 @@ class Inputs:
             return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)
 
         def shape(sample: int) -> tuple[int, int]:
-            step = self.training_schedule.step(
-                sample // (train.micro_batch_size * train.gradient_accumulation_steps), train.steps
-            )
+            step = self.training_schedule.step(sample // (train.micro_batch_size * train.gradient_accumulation_steps), train.steps)
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)

@@ -40,10 +40,7 @@ from barellm.training.training_schedule import ConstantSchedule
 CALIBRATION_STEPS, CALIBRATION_S, CALIBRATION_SHARE = 10, 8.0, 0.12
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 ANY_STEPS = 1 << 31  # where only `minutes` limit a run
-ESTIMATE_STEPS, ESTIMATE_S = (
-    3,
-    60.0,
-)  # steps after which the whole time is said, where it is longer than so many seconds
+ESTIMATE_STEPS, ESTIMATE_S = (3, 60.0)  # steps after which the whole time is said, where it is longer than so many seconds
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 ALL = 1 << 31  # checkpoints to keep
 STOPPED = 130  # the status of a run that whoever listens has stopped: as Ctrl-C
@@ -84,9 +81,7 @@ class Loop:
     peak: float = 0.0  # FLOP/s; 0: not measured
     progress: Progress = field(default_factory=Progress)
     started: float = field(default_factory=time.monotonic)  # of the command
-    listen: Callable[[dict[str, Any]], bool] | None = (
-        None  # gets each row of the metrics; where it is True the run stops
-    )
+    listen: Callable[[dict[str, Any]], bool] | None = None  # gets each row of the metrics; where it is True the run stops
     _before: float = 0.0  # seconds of earlier sessions
     _micro_s: float = 0.0  # of a micro-batch and its part of the update, running mean
     _pause_s: float = 0.0  # for evaluation, a step's part
@@ -233,9 +228,7 @@ class Loop:
 
     def _left_s(self, total: int) -> float:
         step = self.progress.step
-        return (self.batch_rampup.before(total) - self.batch_rampup.before(step)) * self._micro_s + (
-            total - step
-        ) * self._pauses_s
+        return (self.batch_rampup.before(total) - self.batch_rampup.before(step)) * self._micro_s + (total - step) * self._pauses_s
 
     def _report(self, loss: float, norm: float, plan: StepPlan, spike: str) -> None:
         step, total, train = self.progress.step, self.progress.total, self.config.train
@@ -293,9 +286,7 @@ class Loop:
         target = checkpoint.step_folder(self.saving.folder, point.step)
         held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
         if earlier := [path for path in checkpoint.steps(self.saving.folder) if path != target]:
-            held += (
-                f"; the checkpoint before that is {earlier[0]}" if held else f"; {earlier[0]} is the last checkpoint"
-            )
+            held += f"; the checkpoint before that is {earlier[0]}" if held else f"; {earlier[0]} is the last checkpoint"
         raise UserError(
             f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
             f"norm {norm}): restart with a lower learning rate, {report.lower_rates(self.config.optim)}"

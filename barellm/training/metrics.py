@@ -23,10 +23,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 break
             if not line.endswith(b"\n") or not isinstance(row, dict):
                 break
-            if (
-                not isinstance(row.get("kind"), str)
-                or type(row.get("step", 0 if row["kind"] == "result" else "")) is not int
-            ):
+            if not isinstance(row.get("kind"), str) or type(row.get("step", 0 if row["kind"] == "result" else "")) is not int:
                 raise UserError(f"{path}, line {len(rows) + 1} has no kind and step: no run wrote it")
             rows.append(row)
     return rows
@@ -39,8 +36,7 @@ def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
     kept = [
         r
         for r in rows
-        if "step" in r
-        and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "exponent_stats", "ranges")))
+        if "step" in r and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "exponent_stats", "ranges")))
     ]
     storage.replace_file(path, b"".join(_line(row) for row in kept))
     return kept

@@ -80,14 +80,9 @@ class Output:
 
     def final_samples(self, decoder: Decoder, stop: Stopping, step: int) -> list[str]:
         """Those that are not shown are only for tokenize's share."""
-        most, tokens = (
-            FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN,
-            self.run.final_sample_tokens,
-        )
+        most, tokens = (FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN, self.run.final_sample_tokens)
         count = max(1, min(most, tokens // inputs.FINAL_SAMPLE_TOKENS))
-        return self.samples(
-            decoder, stop, count=count, tokens=min(inputs.FINAL_SAMPLE_TOKENS, tokens // count), seed=step
-        )
+        return self.samples(decoder, stop, count=count, tokens=min(inputs.FINAL_SAMPLE_TOKENS, tokens // count), seed=step)
 
     def close(self, loop: Loop, result: Result, texts: list[str], elapsed: Callable[[], float]) -> None:
         """Samples, curve and the last row, on the screen and in the files."""

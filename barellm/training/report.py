@@ -47,9 +47,7 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
     if data.byte_lengths is None:
         lines.append(f"         no samples and no bits per byte: {data.no_text}")
     elif not data.tokenizer.exact:
-        lines.append(
-            "         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was"
-        )
+        lines.append("         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was")
     return lines
 
 
@@ -114,9 +112,7 @@ def intentions(
     lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
     lines += [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
     if train.batch_rampup_from:
-        full = next(
-            (step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None
-        )
+        full = next((step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None)
         last = (
             f"{batch_rampup.count(total - 1)} in the last"
             if full is None
@@ -151,9 +147,7 @@ def packing(packed: Packed) -> list[str]:
     held = sum(last - first for row in packed.rows for first, last in row)
     share = held / (len(packed.rows) * (packed.seq + 1))
     kept = sum(map(len, packed.rows))
-    lines = [
-        f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency"
-    ]
+    lines = [f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency"]
     if packed.cut:
         lines.append(f"warning: {packed.cut:,} examples are longer than a sequence and cut: use a larger --seq")
     if packed.dropped:
@@ -175,10 +169,7 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
     """The end of a run in plain lines: how good, how long, what lies where, and what to type next."""
     nats, bits = result["val_nats"], result["val_bits_per_byte"]
     loss = f"{nats:.4f} nats per token (perplexity {perplexity(nats)})"
-    lines = [
-        "",
-        f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s",
-    ]
+    lines = ["", f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s"]
     if result["seconds_all_sessions"] > result["seconds"] + 1:
         lines[-1] += f"; {duration(result['seconds_all_sessions'])} with the sessions before"
     if bits is None:

@@ -58,9 +58,7 @@ def resume_from(
         if key == overrides.MUON_LR_RATIO:  # a quotient, which is rounded
             differs = not isclose(value, saved[key])
         if differs and key not in FREE_KEYS:
-            raise UserError(
-                f"{key} is {saved[key]!r} in {path}, the command line says {value!r}: a resumed run keeps it"
-            )
+            raise UserError(f"{key} is {saved[key]!r} in {path}, the command line says {value!r}: a resumed run keeps it")
     free = {key: value for key, value in changes.items() if key in FREE_KEYS}
     if meta and "train.steps" in free and free["train.steps"] != saved["train.steps"]:
         meta["total_steps"] = max(free["train.steps"], meta["step"])

@@ -110,9 +110,7 @@ class Run(Inputs):
                 progress=progress, started=self.started, listen=self.listen,
             )  # fmt: skip
             # It covers the closing of the files and trackers too, of which one may hang.
-            last.enter_context(
-                SignalGracePeriod(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console)
-            )
+            last.enter_context(SignalGracePeriod(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console))
             if loop.run() and self._finish(output, compiled, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.

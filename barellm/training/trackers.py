@@ -65,9 +65,7 @@ def subject(folder: Path, *, project: str, step: int, config: Mapping[str, Any])
         storage.replace_file(path, f'{{"id": "{uuid4().hex[:12]}"}}\n'.encode())
     found = checkpoint.read_json(path).get("id")
     if not isinstance(found, str) or not found:
-        raise UserError(
-            f"{path} has no id of the run, expected what barellm writes there: without the file it gets a new one"
-        )
+        raise UserError(f"{path} has no id of the run, expected what barellm writes there: without the file it gets a new one")
     return Subject(folder, project, found, step, config)
 
 

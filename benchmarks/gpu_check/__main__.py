@@ -35,26 +35,14 @@ SHOWN = 800  # that are printed: the whole output, with the table at its end, sh
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--stages", default="all", help=f"all, {', '.join(GROUPS)}, or names of stages with commas")
-    parser.add_argument(
-        "--out", default=str(processes.ROOT / "benchmarks" / "results" / "gpu"), help="folder of the result"
-    )
+    parser.add_argument("--out", default=str(processes.ROOT / "benchmarks" / "results" / "gpu"), help="folder of the result")
     parser.add_argument("--small", action="store_true", help="tiny models and few repeats: a rehearsal")
-    parser.add_argument(
-        "--mock", action="store_true", help="the driver in Python that the tests have: no GPU, no timings"
-    )
-    parser.add_argument(
-        "--summary", nargs="+", metavar="FILE", help="only the table of the bars, of these results together"
-    )
-    parser.add_argument(
-        "--ship", metavar="FILE", help="only put the winners of a tuned.json among those that the package has"
-    )
-    parser.add_argument(
-        "--fill", metavar="FOLDER", help="only compile what the stages launch, for a card of --arch, without a GPU"
-    )
+    parser.add_argument("--mock", action="store_true", help="the driver in Python that the tests have: no GPU, no timings")
+    parser.add_argument("--summary", nargs="+", metavar="FILE", help="only the table of the bars, of these results together")
+    parser.add_argument("--ship", metavar="FILE", help="only put the winners of a tuned.json among those that the package has")
+    parser.add_argument("--fill", metavar="FOLDER", help="only compile what the stages launch, for a card of --arch, without a GPU")
     parser.add_argument("--arch", type=int, default=90, help="with --fill: compute capability times ten (default 90)")
     parser.add_argument("--list", action="store_true", help="only the stages, with their limits")
     parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the child process
@@ -95,9 +83,7 @@ def chosen(requested: str) -> list[Stage]:
     for word in requested.split(","):
         found = [s.name for s in STAGES if word in ("all", s.group, s.name)]
         if not found:
-            raise SystemExit(
-                f"no stage or group is named {word!r} (known: all, {', '.join([*GROUPS, *(s.name for s in STAGES)])})"
-            )
+            raise SystemExit(f"no stage or group is named {word!r} (known: all, {', '.join([*GROUPS, *(s.name for s in STAGES)])})")
         names.update(found)
     return [s for s in STAGES if s.name in names]
 

@@ -97,11 +97,7 @@ def kernels(scale: Scale) -> dict[str, Any]:
         assert suite is not None
         counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors")}
         left_out = int(suite.attrib["skipped"])
-        broken = [
-            c.attrib["name"]
-            for c in suite.iter("testcase")
-            if c.find("failure") is not None or c.find("error") is not None
-        ]
+        broken = [c.attrib["name"] for c in suite.iter("testcase") if c.find("failure") is not None or c.find("error") is not None]
     assert counts["tests"] > left_out, "no test ran"
     return counts | {
         "left_out": left_out,
@@ -127,11 +123,7 @@ def layout(scale: Scale) -> dict[str, Any]:
                 read = [nbytes for nbytes, _ in kernel.code.params]
                 if told != read:
                     wrong.append({"kernel": spec.key, "driver": told, "ptx": read})
-    return {
-        "kernels": count,
-        "wrong": wrong,
-        "bars": [bar("kernels with other parameters", len(wrong), 0, at_most=True)],
-    }
+    return {"kernels": count, "wrong": wrong, "bars": [bar("kernels with other parameters", len(wrong), 0, at_most=True)]}
 
 
 def _parameters(driver: Any, kernel: Any) -> list[int]:
@@ -202,9 +194,7 @@ def equal(scale: Scale) -> dict[str, Any]:
     sequences, and of those at which every matmul on Hopper is its own kernel's."""
     cases: dict[str, Any] = {}
     found: dict[str, Any] = {"cases": cases, "bars": []}
-    for seq, steps in (
-        [(LONG, CASES[LONG])] if scale.small else CASES.items()
-    ):  # rehearsed, all lengths are the tiny model's
+    for seq, steps in [(LONG, CASES[LONG])] if scale.small else CASES.items():  # rehearsed, all lengths are the tiny model's
         config, runs = model(scale, seq=seq), {}
         for side, device, dtype in (("gpu", "cuda", "bf16"), ("cpu", "cpu", "bf16"), ("fp32", "cpu", "fp32")):
             runs[side] = _run(overrides.changed(config, {"train.dtype": dtype}), device, steps)
@@ -285,9 +275,7 @@ def loop(scale: Scale) -> dict[str, Any]:
         memory.fill(0, nbytes, 2 * nbytes, context.stream)
         start()
         found = memory.read(nbytes, 3 * nbytes, context.stream)
-        return holds(
-            "bytes arrive, and the rest goes on", bool((found[:nbytes] == value).all() and (found[nbytes:] == 7).all())
-        )
+        return holds("bytes arrive, and the rest goes on", bool((found[:nbytes] == value).all() and (found[nbytes:] == 7).all()))
 
     rows.append(arrived(3, travel))
     graph = driver.Graph(context.stream, travel)

@@ -22,11 +22,7 @@ from benchmarks.gpu_check.stages import Scale
 
 OF_COPY, OF_READING = 0.88, 0.85  # of a copy's rate: what moves bytes only; what reads a weight for a few rows
 MORE = sparse_products.MORE  # a time of the density and so much of the dense one is what is asked of sparse kernels
-LAYOUTS = {
-    "local:256": 256,
-    "local:64+fixed:512:64": 0,
-    "watts-strogatz:8:0.2:1": 0,
-}  # windows that flex_attention has too
+LAYOUTS = {"local:256": 256, "local:64+fixed:512:64": 0, "watts-strogatz:8:0.2:1": 0}  # windows that flex_attention has too
 FEW = {"bf16": 1.0, "int8": 1.5, "int4": 2.5, "nf4": 2.5}  # times as fast as PyTorch's matmul with bf16 weights
 
 
@@ -64,9 +60,7 @@ def convolutions(scale: Scale) -> list[Case]:
     """The layers that the baseline has too: as many channels in as out, of stride 1."""
     equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
     wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
-    wanted += [
-        (name, conv.LARGE[name], "fp32", conv.LARGE_ALGORITHMS) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")
-    ]
+    wanted += [(name, conv.LARGE[name], "fp32", conv.LARGE_ALGORITHMS) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
     batch = 16
     if scale.small:  # the interpreter takes a while for a Fourier transform
         batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32", conv.ALGORITHMS)]
@@ -92,9 +86,7 @@ def block_products(scale: Scale) -> list[Case]:
             for what in sparse_products.SPARSE:
                 make = partial(sparse_products.program, what, layout, dtype, tokens=tokens, width=width)
                 shape = (width, width, tokens) if what == "dw" else (tokens, width, width)
-                baseline = {"op": "product", "dtype": dtype} | dict(
-                    zip(("rows", "columns", "depth"), shape, strict=True)
-                )
+                baseline = {"op": "product", "dtype": dtype} | dict(zip(("rows", "columns", "depth"), shape, strict=True))
                 name = f"blocks of {block}, density {layout.density:.3f}, {what}"
                 against = {"dense": round(1 / (layout.density + MORE), 2)}
                 found.append(Case(name, make, {"batch": 1, "seq": tokens}, baseline, against))
@@ -125,9 +117,7 @@ def few_rows(scale: Scale) -> list[Case]:
             if weights != "bf16":
                 how = scheme(weights)
                 codes, scales = how.shapes(N, K)
-                nbytes = sum(
-                    ceil_div(prod(s) * bits, 8) for s, bits in ((codes, 8 if how.codes == "i8" else 4), (scales, 16))
-                )
+                nbytes = sum(ceil_div(prod(s) * bits, 8) for s, bits in ((codes, 8 if how.codes == "i8" else 4), (scales, 16)))
             case = Case(
                 f"{weights}, {count} x {N} x {K}",
                 partial(few_program, weights, count, N, K),

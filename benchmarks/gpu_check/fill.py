@@ -34,9 +34,7 @@ FULL = Scale(small=False, mock=False)
 
 def lowered(config: Config, target: Target, matmul: str = "own") -> tuple[dict[str, Program], LoweredPrograms]:
     programs = build_programs(config)
-    return programs, lower_and_plan(
-        programs, replace(target, **gemm_options(config.train, "cuda") | {"matmul": matmul})
-    )
+    return programs, lower_and_plan(programs, replace(target, **gemm_options(config.train, "cuda") | {"matmul": matmul}))
 
 
 def step(config: Config, target: Target, *matmuls: str) -> Iterator[Specialisation]:

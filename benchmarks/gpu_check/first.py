@@ -117,10 +117,7 @@ def announced(name: str, sms: int) -> Iterator[None]:
         for call in session.calls[program]:
             if isinstance(call, Launch):
                 constants = " ".join(f"{k}={v}" for k, v in call.spec.constants if v is not None)
-                print(
-                    f"{name}, {sms or 'all'} multiprocessors: {call.spec.name} {call.grid(sizes)} {constants}",
-                    flush=True,
-                )
+                print(f"{name}, {sms or 'all'} multiprocessors: {call.spec.name} {call.grid(sizes)} {constants}", flush=True)
         run(session, program, **values)
 
     with patch.object(harness.CudaSession, "run", told):
@@ -134,9 +131,7 @@ def hoppers(parts: int = 1) -> Iterator[None]:
         yield
 
 
-def product(
-    scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = ""
-) -> GemmProblem:
+def product(scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> GemmProblem:
     """Hopper's kernel does it, or on another card Triton's. In a rehearsal a quarter of each size: the interpreter takes a second
     for what a GPU does in a microsecond."""
     kernel = "hopper" if target.hopper else "triton"
@@ -236,10 +231,7 @@ def whole(scale: Scale) -> dict[str, Any]:
     """A step launch by launch, with our matmuls and with cuBLASLt's: the loss, and how far each gradient is."""
     found = {who: _step(whole_step(scale, **{"train.gemm_backend": who})) for who in ("own", "cublaslt")}
     losses = {who: loss for who, (loss, _) in found.items()}
-    rows = [
-        {"gradient": name, "apart": correct.distance(a, found["cublaslt"][1][name])}
-        for name, a in found["own"][1].items()
-    ]
+    rows = [{"gradient": name, "apart": correct.distance(a, found["cublaslt"][1][name])} for name, a in found["own"][1].items()]
     rows.sort(key=lambda row: row["apart"], reverse=True)
     print(losses, rows[:5], flush=True)
     return {

@@ -70,14 +70,10 @@ def signs(scale: Scale) -> dict[str, Any]:
             session.write("b", pack(weight))
             session.run("product", batch=1, seq=rows)
             found[name] = {"kernel": [call.spec.name for call in session.lowered["product"].launches], "s": []}
-            bars.append(
-                holds(f"signs {rows} x {N} x {K} by {name}: exact", bool((session.read("y")[0, :64] == right).all()))
-            )
+            bars.append(holds(f"signs {rows} x {N} x {K} by {name}: exact", bool((session.read("y")[0, :64] == right).all())))
         for _ in range(1 if scale.mock else ROUNDS):
             for name, session in sessions.items():
-                found[name]["s"] += devices.replay_seconds(
-                    session, "product", 1 if scale.mock else REPLAYS, batch=1, seq=rows
-                )[:1]
+                found[name]["s"] += devices.replay_seconds(session, "product", 1 if scale.mock else REPLAYS, batch=1, seq=rows)[:1]
         slow, fast = (median(found[name]["s"]) for name in ("popc", "tensor cores"))
         print(rows, N, K, f"{fast:.2e} s, {2 * rows * N * K / fast:.3e} operations a second; popc {slow:.2e} s")
         if (rows, N, K) in SIZES[:2]:

@@ -41,11 +41,7 @@ STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops 
 # The configurations of attention on sm_90 before, and with a third stage only; last, since it may hang, warp-specialized.
 OTHERS = {
     "keys": (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 128, 8, 3), WARP_SPECIALIZED_BACKWARD["keys", 64]),
-    "queries": (
-        AttentionConfig(128, 64, 8, 2),
-        AttentionConfig(128, 64, 8, 3),
-        WARP_SPECIALIZED_BACKWARD["queries", 64],
-    ),
+    "queries": (AttentionConfig(128, 64, 8, 2), AttentionConfig(128, 64, 8, 3), WARP_SPECIALIZED_BACKWARD["queries", 64]),
     "forward": (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 128, 8, 3), WARP_SPECIALIZED[64]),
 }
 MIB = 1 << 20
@@ -177,9 +173,7 @@ def streaming(scale: Scale) -> dict[str, Any]:
         bars.append(bar(f"{name}: of copy bandwidth", None if scale.mock else rate / copy, OF_COPY))
     (classifier,) = [row for row in r["ops"] if row["op"] == "classifier"]
     loss_s = sum(part["s"] for symbol, part in classifier["kernels"].items() if symbol.startswith("row_losses"))
-    moved = (
-        2 * config.train.micro_batch_size * config.train.seq * config.model.padded_vocab * 2
-    )  # bf16 logits in, gradients out
+    moved = 2 * config.train.micro_batch_size * config.train.seq * config.model.padded_vocab * 2  # bf16 logits in, gradients out
     bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
     name = f"profile-gpt2-124m-{BATCHES[-1]}x{SEQ}-bf16-cuda.json"
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
@@ -205,9 +199,7 @@ def sides(scale: Scale) -> dict[str, Any]:
             both.check(way)
         ratios = both.time(ways, ROUNDS)
         for t, ratio in zip(tiles, ratios, strict=True):
-            rows.append(
-                {"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio}
-            )
+            rows.append({"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio})
             print(rows[-1])
             name = f"attention {work.operation}: time of {t} over that of {usual}"
             bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.warp_specialized))

@@ -12,10 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 Keep = Callable[[dict[str, Any]], None]
-MARGIN_S, MARGIN_PART = (
-    12.0,
-    4,
-)  # before the limit of a stage at which it ends what it has started; of a short one a quarter
+MARGIN_S, MARGIN_PART = (12.0, 4)  # before the limit of a stage at which it ends what it has started; of a short one a quarter
 START_S = 60.0  # that a rung of the ladder has before its first launch, which a cold machine needs: its limit counts from there
 LAUNCHES = ("cuLaunchKernelEx", "cuGraphLaunch")
 
@@ -64,9 +61,7 @@ STAGES = (
     Stage("correct", "signs", "signs", 30, "products of signs: exact by tensor cores and by popc, and in turns"),
     Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, in turns; memory"),
     Stage("speed", "speed", "gemm", 120, "each matrix product beside cuBLAS"),
-    Stage(
-        "speed", "speed", "sides", 30, "attention in turns with how it was cut before, and with warps that have roles"
-    ),
+    Stage("speed", "speed", "sides", 30, "attention in turns with how it was cut before, and with warps that have roles"),
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
     Stage("sound", "correct", "layout", 40, "parameters of every kernel have the bytes that the driver knows"),
     Stage("sound", "correct", "determinism", 40, "two processes, equal digests"),
@@ -165,11 +160,5 @@ def rehearsed_on(gpu: Any, patch: Any) -> None:
     nccl = Nccl(lambda: gpu)
     patch.setattr("barellm.cuda.nccl.bindings", lambda: nccl)
     tiles = {"fp32": (16, 16, 16, 4), "bf16": (16, 16, 16, 4)}
-    for name, value in {
-        "BANDWIDTH_BYTES": 32 * bench.BLOCK,
-        "ITERATIONS": 1,
-        "TRIALS": 1,
-        "REPEATS": 1,
-        "TILES": tiles,
-    }.items():
+    for name, value in {"BANDWIDTH_BYTES": 32 * bench.BLOCK, "ITERATIONS": 1, "TRIALS": 1, "REPEATS": 1, "TILES": tiles}.items():
         patch.setattr(bench, name, value)

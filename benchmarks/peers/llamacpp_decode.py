@@ -58,12 +58,7 @@ def write_model(path: Path, kind: str, layers: int, heads: int, channels: int) -
     for i in range(layers):
         norm(f"blk.{i}.attn_norm")
         norm(f"blk.{i}.ffn_norm")
-        for name, rows, columns in (
-            ("attn_qkv", 3 * C, C),
-            ("attn_output", C, C),
-            ("ffn_up", 4 * C, C),
-            ("ffn_down", C, 4 * C),
-        ):
+        for name, rows, columns in (("attn_qkv", 3 * C, C), ("attn_output", C, C), ("ffn_up", 4 * C, C), ("ffn_down", C, 4 * C)):
             matrix(f"blk.{i}.{name}", rows, columns)
             vector(f"blk.{i}.{name}.bias", rows, 0.0)
     norm("output_norm")

@@ -47,12 +47,7 @@ def main() -> None:
         program = Program(a, Path(folder))
         try:
             loss, seconds = program.start()
-            first = {
-                "first_step_s": program.first_step_s,
-                "step_s": seconds,
-                "loss": loss,
-                "threads": program.threads(),
-            }
+            first = {"first_step_s": program.first_step_s, "step_s": seconds, "loss": loss, "threads": program.threads()}
             print(json.dumps(first), flush=True)
             for line in sys.stdin:
                 print(json.dumps(program.turn(int(line))), flush=True)
@@ -65,13 +60,7 @@ def write_inputs(folder: Path, a: argparse.Namespace) -> None:
     C, L, longest = a.d_model, a.layers, max(a.seq, 1024)
     rng = np.random.default_rng(0)
     words = [20240326, 3, longest, a.vocab, L, a.heads, C, a.vocab]
-    matrices = {
-        "wte": a.vocab * C,
-        "wpe": longest * C,
-        "qkvw": L * 3 * C * C,
-        "attprojw": L * C * C,
-        "fcw": L * 4 * C * C,
-    }
+    matrices = {"wte": a.vocab * C, "wpe": longest * C, "qkvw": L * 3 * C * C, "attprojw": L * C * C, "fcw": L * 4 * C * C}
     matrices["fcprojw"] = matrices["fcw"]
     vectors = {"ln1w": (L * C, 1), "ln1b": (L * C, 0), "qkvb": (L * 3 * C, 0), "attprojb": (L * C, 0), "ln2w": (L * C, 1),
                "ln2b": (L * C, 0), "fcb": (L * 4 * C, 0), "fcprojb": (L * C, 0), "lnfw": (C, 1), "lnfb": (C, 0)}  # fmt: skip
@@ -125,17 +114,13 @@ class Program:
         self.pending, begun = "", time.perf_counter()
         self.terminal, theirs = pty.openpty()
         program = str(self.a.program.absolute())
-        self.process = subprocess.Popen(
-            [program], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
-        )
+        self.process = subprocess.Popen([program], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
         os.close(theirs)
         wanted = activations(self.a)
         while True:
             line = self.line()
             if (found := ACTIVATIONS.search(line)) and int(found[1]) != wanted:
-                self.fail(
-                    f"is not built for batch {self.a.batch} x {self.a.seq}: it has {found[1]} activations, expected {wanted}"
-                )
+                self.fail(f"is not built for batch {self.a.batch} x {self.a.seq}: it has {found[1]} activations, expected {wanted}")
             if found := STEP.search(line):
                 self.first_step_s = time.perf_counter() - begun
                 return self.took(found)

@@ -17,11 +17,7 @@ import torch.nn.functional as F
 from serving import Call, serve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 def calls(*, device: str, batch: int, seq: int, heads: int, D: int, dtype: str, kv_heads: int = 0) -> dict[str, Call]:

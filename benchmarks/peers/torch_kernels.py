@@ -30,11 +30,7 @@ def conv2d(kind: Kind, *, batch: int, channels: int, side: int, size: int) -> di
 
 def product(kind: Kind, *, rows: int, columns: int, depth: int) -> dict[str, Call]:
     """A product with the matrix as nn.Linear stores it."""
-    x, w, out = (
-        torch.randn(rows, depth, **kind),
-        torch.randn(columns, depth, **kind),
-        torch.empty(rows, columns, **kind),
-    )
+    x, w, out = (torch.randn(rows, depth, **kind), torch.randn(columns, depth, **kind), torch.empty(rows, columns, **kind))
     return {"run dense": lambda: torch.mm(x, w.t(), out=out)}
 
 

@@ -290,9 +290,7 @@ def normuon(p: Tensor, g: Tensor, m: Tensor, second: Tensor, rate: float, produc
     p.sub_(p * (x * p >= 0) * (1.2 * MUON_RATE * rate) + x * rate)
 
 
-def adam(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, lr: float, wd: float
-) -> None:
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, lr: float, wd: float) -> None:
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     update = lr * ((1 - beta2**step).sqrt() / (1 - beta1**step)) * m / (v.sqrt() + 1e-10)

@@ -23,9 +23,7 @@ import torch.nn as nn
 
 COMMON = {"layers": 12, "heads": 12, "d_model": 768, "vocab": 50304, "batch": 4, "seq": 64}
 
-KERNELS = re.compile(
-    r"^(?!aten::|autograd::|\W).*(flash_|fmha|sdpa)"
-)  # on a GPU: flash attention's, xFormers', cuDNN's
+KERNELS = re.compile(r"^(?!aten::|autograd::|\W).*(flash_|fmha|sdpa)")  # on a GPU: flash attention's, xFormers', cuDNN's
 
 
 def since_start() -> float:
@@ -66,9 +64,7 @@ def attention_of(step: Callable[[], object], device: str) -> dict[str, list[str]
         if device == "cuda":
             torch.cuda.synchronize()
     names = {event.key for event in seen.key_averages()}
-    ops = {
-        found[1] for name in names if (found := re.match(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)", name))
-    }
+    ops = {found[1] for name in names if (found := re.match(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)", name))}
     return {"ops": sorted(ops), "kernels": sorted(name[:120] for name in names if KERNELS.search(name))}
 
 

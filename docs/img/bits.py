@@ -57,9 +57,7 @@ def generators() -> Any:
     axes[0].legend(fontsize=8.5, frameon=False, loc="lower right")
     panel(axes[0], "how many bits of the stream tell all others", "upper bits seen", "linear complexity")
     for axis, component, what in ((axes[1], GENERATORS["taus88"][2], 17), (axes[2], PUBLISHED[2], 11)):
-        axis.imshow(
-            states(component, SEEDS[2], 24), cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="nearest"
-        )
+        axis.imshow(states(component, SEEDS[2], 24), cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="nearest")
         panel(axis, f"third component, c = {what}", "bit of the word", "step")
         axis.set_xticks([0, 31], ["31", "0"])
     return figure

@@ -30,14 +30,10 @@ def draw(result: dict[str, Any]) -> Any:
     """Bars for each layer, at each batch: direct operations a second over the peak, of each algorithm and of PyTorch."""
     batches = sorted({row["batch"] for row in result["rows"]})
     plt.rcParams.update({"svg.hashsalt": "convolution", "font.size": 8, "text.color": INK, "axes.labelcolor": INK})
-    figure, axes = plt.subplots(
-        len(batches) + 1, 1, figsize=(9, 3 * len(batches) + 2.2), height_ratios=[3] * len(batches) + [2]
-    )
+    figure, axes = plt.subplots(len(batches) + 1, 1, figsize=(9, 3 * len(batches) + 2.2), height_ratios=[3] * len(batches) + [2])
     for ax, batch in zip(axes, batches, strict=False):
         of = {"batch": batch, "pass": "forward"}
-        rows = [
-            row for row in result["rows"] if COLOURS.keys() <= row["samples_s"].keys() and of.items() <= row.items()
-        ]
+        rows = [row for row in result["rows"] if COLOURS.keys() <= row["samples_s"].keys() and of.items() <= row.items()]
         for i, (variant, colour) in enumerate(COLOURS.items()):
             heights = [row["flops"] / median(row["samples_s"][variant]) / row["peak_flops"] for row in rows]
             ax.bar([x + 0.16 * (i - 2) for x in range(len(rows))], heights, 0.15, color=colour, label=variant)

@@ -34,9 +34,7 @@ def main() -> None:
         if kind in BITS and group.isdigit():
             bits, more, below = BITS[kind] + 16 / int(group), 1000 * (nats - loss["numbers"]), kind == "nf4"
             right.scatter([bits], [more], marker="s" if below else "o", color=MADE if below else OURS)
-            right.annotate(
-                name, (bits, more), textcoords="offset points", xytext=(6, -11 if below else 4), fontsize=8, color=SOFT
-            )
+            right.annotate(name, (bits, more), textcoords="offset points", xytext=(6, -11 if below else 4), fontsize=8, color=SOFT)
     right.set(title="Loss beyond that of fp32", xlabel="bits a weight, scales included", ylabel="thousandths of a nat")
     right.set(ylim=(0, None), xlim=(4.08, 4.6))
     for axes in (left, right):

@@ -22,9 +22,7 @@ def main() -> None:
         found = shares(json.loads((RESULTS / f"few-rows-{dtype}.json").read_text()))
         for kind, colour in COLOURS.items():
             of_rows = [[100 * found[role, rows, kind] for role in ROLES] for rows in ROWS]
-            axes.fill_between(
-                ROWS, list(map(min, of_rows)), list(map(max, of_rows)), color=colour, alpha=0.15, linewidth=0
-            )
+            axes.fill_between(ROWS, list(map(min, of_rows)), list(map(max, of_rows)), color=colour, alpha=0.15, linewidth=0)
             axes.plot(ROWS, list(map(mean, of_rows)), marker="o", markersize=4, color=colour, label=KINDS[kind])
         axes.axhline(AIM, color=LINE, linewidth=0.9, linestyle="--")
         axes.set(title=dtype, xlabel="rows", xscale="log", ylim=(0, 105))

@@ -26,18 +26,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "barellm"
-PLAN = [
-    "plan",
-    "gpt2-124m",
-    "--batch",
-    "4",
-    "--seq",
-    "64",
-    "--train.gradient_accumulation_steps",
-    "1",
-    "--json",
-    "--map",
-]
+PLAN = ["plan", "gpt2-124m", "--batch", "4", "--seq", "64", "--train.gradient_accumulation_steps", "1", "--json", "--map"]
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 SAND, SKY, MINT, ROSE, LILAC, STONE = "#fdf3e1", "#e3effa", "#e3f5ea", "#fbe7e4", "#eee8f8", "#eef1f4"
@@ -61,9 +50,7 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
 
 
 def box(axes: Any, x: float, y: float, w: float, h: float, colour: str, *, edge: str = LINE) -> None:
-    shape = FancyBboxPatch(
-        (x, y), w, h, boxstyle="round,pad=0,rounding_size=6", facecolor=colour, edgecolor=edge, linewidth=1
-    )
+    shape = FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=6", facecolor=colour, edgecolor=edge, linewidth=1)
     axes.add_patch(shape)
 
 
@@ -72,14 +59,7 @@ def text(axes: Any, x: float, y: float, words: str, *, size: float = 9.5, colour
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], *, bend: float = 0.0, **more: Any) -> None:
-    style = {
-        "arrowstyle": "-|>",
-        "mutation_scale": 10,
-        "linewidth": 1.2,
-        "color": SOFT,
-        "shrinkA": 0,
-        "shrinkB": 1,
-    } | more
+    style = {"arrowstyle": "-|>", "mutation_scale": 10, "linewidth": 1.2, "color": SOFT, "shrinkA": 0, "shrinkB": 1} | more
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=f"arc3,rad={bend}", **style))
 
 
@@ -118,9 +98,7 @@ def imports() -> set[tuple[str, str]]:
         if folder == "config":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            modules = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-            )
+            modules = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names = {m.split(".")[1] for m in modules if m.startswith("barellm.")} - {"config"}  # values: for all
             found |= {(folder, name) for name in names if name != folder}
@@ -413,12 +391,7 @@ def _workspace(chart: Any, p: dict[str, Any]) -> None:
 
 
 # Letters as curves: the same everywhere. No date, fixed ids: the same file for the same picture.
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.monospace": ["DejaVu Sans Mono"],
-    "svg.fonttype": "path",
-    "svg.hashsalt": "barellm",
-}
+STYLE = {"font.family": "DejaVu Sans", "font.monospace": ["DejaVu Sans Mono"], "svg.fonttype": "path", "svg.hashsalt": "barellm"}
 PICTURES = {"house": house, "step": life, "memory": memory}
 
 

@@ -43,9 +43,7 @@ def parts(library: Path) -> list[tuple[str, str, int]]:
     def blob(*names: str) -> int:
         return sum(found[f"{name}_end"][0] - found[f"{name}_begin"][0] for name in names)
 
-    files = sorted(
-        name.removesuffix("_begin") for name in found if name.startswith("tokenizer_") and name.endswith("_begin")
-    )
+    files = sorted(name.removesuffix("_begin") for name in found if name.startswith("tokenizer_") and name.endswith("_begin"))
     kernels = of_sections.get(".ltext", 0)
     rows = [
         ("kernels: machine code of each op", CODE, kernels),

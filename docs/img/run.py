@@ -110,9 +110,7 @@ def main() -> None:
         print(comparison(result_of(args.compare), rows[-1]))
         return
     plt.rcParams |= make.STYLE
-    picture(rows, rows_of(root / SAMPLE)[0]).savefig(
-        make.HERE / "train.svg", facecolor="white", metadata={"Date": None}
-    )
+    picture(rows, rows_of(root / SAMPLE)[0]).savefig(make.HERE / "train.svg", facecolor="white", metadata={"Date": None})
     if args.write is None:
         print(lines(rows[-1]))
         return

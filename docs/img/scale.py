@@ -53,9 +53,7 @@ def main() -> None:
     found = curves()
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.4), gridspec_kw={"wspace": 0.12}, sharey=True)
     colours = {"direct": "#5b8def", "ring": "#c05621", "tree": "#2f855a"}
-    for plot, link, title in zip(
-        axes, ("ib400", "100gbit"), ("InfiniBand, 400 Gbit/s", "Ethernet, 100 Gbit/s"), strict=True
-    ):
+    for plot, link, title in zip(axes, ("ib400", "100gbit"), ("InfiniBand, 400 Gbit/s", "Ethernet, 100 Gbit/s"), strict=True):
         for way, colour in colours.items():
             plot.plot(RANKS, found[f"{link}, {way}"], color=colour, linewidth=1.1, label=way)
             more = {"linestyle": "--", "linewidth": 1.1, "label": f"{way}, overlapped"}

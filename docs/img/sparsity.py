@@ -34,16 +34,12 @@ def main() -> None:
         axes.set(title=f"{text}\n{len(layout.masks)} masks, density {layout.density:.2f}", xticks=[], yticks=[])
         axes.title.set_fontsize(8)
     axes = figure.add_subplot(grid[:, 3:])
-    rows = [
-        r for r in json.loads((ROOT / "benchmarks/results/zen4/sparsity-fp32.json").read_text())["rows"] if r["density"]
-    ]
+    rows = [r for r in json.loads((ROOT / "benchmarks/results/zen4/sparsity-fp32.json").read_text())["rows"] if r["density"]]
     for what, mark, label in (("forward", "o", "forward"), ("both", "s", "forward and backward")):
         axes.plot([r["density"] for r in rows], [r[f"{what}_to_dense"] for r in rows], mark, label=label, ms=5)
     axes.plot([0, 1], [0, 1], color=SOFT, lw=0.8, label="density")
     axes.plot([0, 1], [0.08, 1.08], color=SOFT, lw=0.8, ls=":", label="density + 0.08")
-    axes.set(
-        xlabel="blocks listed / blocks of dense causal attention", ylabel="time / dense attention's", xlim=0, ylim=0
-    )
+    axes.set(xlabel="blocks listed / blocks of dense causal attention", ylabel="time / dense attention's", xlim=0, ylim=0)
     axes.legend(frameon=False)
     figure.savefig(ROOT / "docs/img/sparsity.svg", metadata={"Date": None})
 

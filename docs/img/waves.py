@@ -35,13 +35,7 @@ def main() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.2), gridspec_kw={"wspace": 0.2}, sharey=True)
     sizes = range(256, 8193, 64)
     left.plot(sizes, [100 * fixed(n, n) for n in sizes], color=FIXED, linewidth=1, label="always 128 x 256")
-    left.plot(
-        sizes,
-        [100 * by_us(n, n, n)["nt"].efficiency for n in sizes],
-        color=OURS,
-        linewidth=1.2,
-        label="tiling chosen here",
-    )
+    left.plot(sizes, [100 * by_us(n, n, n)["nt"].efficiency for n in sizes], color=OURS, linewidth=1.2, label="tiling chosen here")
     left.set(title="M = N = K", xlabel="size", ylabel="% of the card (estimate)", ylim=(0, 103))
     tokens = [2**i * 256 for i in range(10)]
     cuts = [by_us(t, 2304, 768) for t in tokens]

@@ -53,9 +53,7 @@ def run(size: tuple[int, int, int], sms: int, how: Run, change=lambda ptx: ptx) 
 
 
 # Rows of one block of a pair, of both, of a pair and a half; more pairs than clusters; more steps than the ring has buffers.
-@pytest.mark.parametrize(
-    "size, sms", [((100, 256, 200), 2), ((256, 264, 328), 3), ((330, 520, 72), 4), ((257, 264, 8), 132)]
-)
+@pytest.mark.parametrize("size, sms", [((100, 256, 200), 2), ((256, 264, 328), 3), ((330, 520, 72), 4), ((257, 264, 8), 132)])
 @pytest.mark.extended
 def test_pairs_of_tiles_in_drawn_orders(size, sms):
     late = run(size, sms, Run(seed=1, poison=0xFF, late=True))

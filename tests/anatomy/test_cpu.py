@@ -20,12 +20,7 @@ from tests.cpu.check import ISAS, isa_named
 from tests.simulators import amx_emulator
 
 NAMES = [r.name for r in RUNGS]
-SHAPES = [
-    (1, 1, 1),
-    (5, 3, 2),
-    (13, 33, 67),
-    (25, 50, 37),
-]  # ones, primes, one more and one less than tiles and vectors
+SHAPES = [(1, 1, 1), (5, 3, 2), (13, 33, 67), (25, 50, 37)]  # ones, primes, one more and one less than tiles and vectors
 LINUX = "x86_64-unknown-linux-gnu"
 
 
@@ -91,14 +86,7 @@ def test_a_wrong_result_is_refused():
 
 # Loads and stores of a turn of the inner loop; (rows, vectors) of a tile.
 SCALAR = {"naive": (2, 0), "loop order": (2, 1), "blocked": (2, 1), "vector": (2, 1)}
-TILES = {
-    "generic": (4, 2),
-    "avx2": (6, 2),
-    "avx512": (12, 2),
-    "avx512_bf16": (12, 2),
-    "neon": (12, 2),
-    "neon_bf16": (12, 2),
-}
+TILES = {"generic": (4, 2), "avx2": (6, 2), "avx512": (12, 2), "avx512_bf16": (12, 2), "neon": (12, 2), "neon_bf16": (12, 2)}
 TILED = [n for n in NAMES if n not in SCALAR and n not in ("AMX tiles", "shipped", "shipped, 16 bits")]
 
 
@@ -117,9 +105,7 @@ def test_a_loop_of_one_multiply_add_moves_what_its_file_says(name, isa):
     assert rung(name).step(target) == (2 * lanes, 4 * lanes * sum(SCALAR[name]))
 
 
-@pytest.mark.parametrize(
-    "name, isa", [(n, isa) for n in TILED for isa in TILES if n != "bf16 dot" or isa.endswith("bf16")]
-)
+@pytest.mark.parametrize("name, isa", [(n, isa) for n in TILED for isa in TILES if n != "bf16 dot" or isa.endswith("bf16")])
 def test_a_tile_stays_in_registers_and_loads_what_its_file_says(name, isa):
     """On aarch64 two numbers may come in one load. A pointer that found no register may be loaded, a vector not."""
     inner, target = inner_loop(name, isa)
@@ -166,12 +152,7 @@ def test_the_ring_leads_through_all_lines():
 def test_a_level_is_measured_where_no_other_cache_holds_the_buffer():
     rows = [{"bytes": 1 << n} for n in range(12, 28)]
     found = memory.levels(rows, {1: 32 << 10, 2: 512 << 10, 3: 32 << 20})
-    assert {name: row["bytes"] >> 10 for name, row in found.items()} == {
-        "L1": 16,
-        "L2": 128,
-        "L3": 2048,
-        "memory": 1 << 17,
-    }
+    assert {name: row["bytes"] >> 10 for name, row in found.items()} == {"L1": 16, "L2": 128, "L3": 2048, "memory": 1 << 17}
 
 
 @pytest.mark.parametrize("threads", [1, 2])

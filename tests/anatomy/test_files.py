@@ -21,11 +21,7 @@ def test_a_rung_is_a_short_file_that_says_what_is_new(rungs):
     assert [ROOT / r.file for r in rungs] == sorted(folder.glob("r*.py"))
     for number, r in enumerate(rungs, 1):
         text = (ROOT / r.file).read_text()
-        assert (
-            r.number == number
-            and text.startswith(f'"""Rung {number}, ')
-            and f"_r{number:02}_" in f"_{Path(r.file).name}_"
-        )
+        assert r.number == number and text.startswith(f'"""Rung {number}, ') and f"_r{number:02}_" in f"_{Path(r.file).name}_"
         assert len(text.splitlines()) <= 80 and 20 <= len(r.changes) <= 160, r.file
 
 

@@ -21,12 +21,7 @@ from tests.simulators.ptx.machine import Run
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "anatomy-gpu.json"
 NAMES = [r.name for r in GPU_RUNGS]
 # More tiles than blocks where those are persistent, edges in all directions, more steps than the ring has buffers.
-SIZES = {
-    "fp32": (37, 70, 21),
-    "bf16": (72, 264, 136),
-    "producer and consumers": (72, 264, 328),
-    "clusters": (200, 264, 328),
-}
+SIZES = {"fp32": (37, 70, 21), "bf16": (72, 264, 136), "producer and consumers": (72, 264, 328), "clusters": (200, 264, 328)}
 
 
 @pytest.mark.parametrize("name", NAMES)

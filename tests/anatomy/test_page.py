@@ -22,9 +22,7 @@ def test_the_pictures_are_of_the_results_that_the_page_names(tmp_path):
     page.pictures(tmp_path)
     for made in tmp_path.iterdir():
         assert made.name in page.PAGE.read_text()
-        words = [
-            re.findall(r"<!-- (.*?) -->", (folder / made.name).read_text()) for folder in (tmp_path, page.PICTURES)
-        ]
+        words = [re.findall(r"<!-- (.*?) -->", (folder / made.name).read_text()) for folder in (tmp_path, page.PICTURES)]
         assert words[0] == words[1], f"python -m anatomy.page draws {made.name} again"
 
 
@@ -46,9 +44,7 @@ def test_reuse_and_intensity():
     assert models.intensity(128, 256) == pytest.approx(85.3, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "tiles, processors, share", [(115, 114, 0.504), (132, 132, 1), (133, 132, 0.504), (18, 132, 0.136)]
-)
+@pytest.mark.parametrize("tiles, processors, share", [(115, 114, 0.504), (132, 132, 1), (133, 132, 0.504), (18, 132, 0.136)])
 def test_waves(tiles, processors, share):
     assert models.wave_efficiency(tiles, processors) == pytest.approx(share, abs=5e-4)
 

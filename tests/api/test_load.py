@@ -75,9 +75,7 @@ def test_the_loss_is_that_of_the_logits_for_every_architecture(tmp_path, own_cac
     """Also where logits are capped, and where the step says how far attention looks. The speedrun's loss counts padded ids too, so
     here it has none."""
     model = SMALL.get(preset) or replace(SPEEDRUN, vocab_size=64)
-    config = replace(
-        models.preset(preset), model=model, train=TrainConfig(micro_batch_size=1, seq=40, steps=9, dtype="fp32")
-    )
+    config = replace(models.preset(preset), model=model, train=TrainConfig(micro_batch_size=1, seq=40, steps=9, dtype="fp32"))
     imported.save(weights_of(model, random_arrays(model)), tmp_path / "run", config=config, step=7, total=9)
     with barellm.load(tmp_path / "run", device="reference") as opened:
         tokens, targets = TOKENS[:1] % 61, np.minimum(TARGETS[:1], 60)
@@ -89,9 +87,7 @@ def test_a_saved_model_has_the_same_bits_and_configuration(model, tmp_path, caps
     with barellm.load(tmp_path / "saved", device="reference") as again:
         assert again.config == model.config
         assert (again.logits(TOKENS) == model.logits(TOKENS)).all()
-    assert (saved / "weights.safetensors").read_bytes() == (
-        next((tmp_path / "run").rglob("weights.safetensors")).read_bytes()
-    )
+    assert (saved / "weights.safetensors").read_bytes() == (next((tmp_path / "run").rglob("weights.safetensors")).read_bytes())
     capsys.readouterr()
     sample = ["sample", str(tmp_path / "saved"), "--prompt", "a", "--max-new-tokens", "9", "--seed", "5"]
     assert main([*sample, "--device", "reference"]) == 0
@@ -106,9 +102,7 @@ def test_a_folder_of_hugging_face_is_the_same_model(model, tmp_path):
     with barellm.load(folder, dtype="fp32", device="reference") as other:  # without a tokenizer there are ids alone
         assert (other.logits(TOKENS) == model.logits(TOKENS)).all()
         for prompt in ("a", [1, 2]):
-            with pytest.raises(
-                UserError, match=r"no tokenizer, so there is no text: name one by --tokenizer, or tokenizer="
-            ):
+            with pytest.raises(UserError, match=r"no tokenizer, so there is no text: name one by --tokenizer, or tokenizer="):
                 other.generate(prompt)
     with barellm.load(folder, tokenizer="bytes", dtype="fp32", device="reference") as other:
         assert (other.logits(TOKENS) == model.logits(TOKENS)).all()
@@ -219,9 +213,7 @@ def test_a_stream_goes_on_whatever_the_model_computes_between_its_pieces(on_both
             pieces.append(piece)
             more()
         assert "".join(pieces) == "".join(waiting) == whole
-    pairs = list(
-        zip(model.stream("ab", max_new_tokens=9, seed=3), model.stream("xyz", max_new_tokens=9, seed=4), strict=False)
-    )
+    pairs = list(zip(model.stream("ab", max_new_tokens=9, seed=3), model.stream("xyz", max_new_tokens=9, seed=4), strict=False))
     assert whole.startswith("".join(a for a, _ in pairs)) and other.startswith("".join(b for _, b in pairs))
     assert len(pairs) > 4
 
@@ -427,8 +419,4 @@ def test_importing_barellm_is_light_and_unknown_names_are_errors():
         "barellm.kernels.matmul; assert 'numpy' not in sys.modules; print(dir(barellm)); barellm.lode"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (
-        "module 'barellm' has no attribute 'lode'" in done.stderr
-        and "'kernels'" in done.stdout
-        and "'train'" in done.stdout
-    )
+    assert "module 'barellm' has no attribute 'lode'" in done.stderr and "'kernels'" in done.stdout and "'train'" in done.stdout

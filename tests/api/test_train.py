@@ -114,9 +114,7 @@ def test_shards_bring_their_tokenizer_unless_another_was_chosen(tiny, text, tmp_
     with pytest.raises(UserError, match=said):
         barellm.train(chosen, out=tmp_path / "other", **words)
     with pytest.raises(UserError, match=said):
-        barellm.train(
-            "default", out=tmp_path / "other", **{**words, "data": {"source": str(words["data"]), "tokenizer": "bpe"}}
-        )
+        barellm.train("default", out=tmp_path / "other", **{**words, "data": {"source": str(words["data"]), "tokenizer": "bpe"}})
 
 
 @pytest.mark.parametrize(
@@ -185,18 +183,7 @@ def test_a_model_of_ones_own_is_trained_saved_resumed_and_sampled(own, tiny, tmp
         assert np.abs(model.logits(ids) - (table[ids] @ head.T)[..., :256]).max() < 1e-5
         drawn = model.generate("ab", max_new_tokens=20, seed=4)
     capsys.readouterr()
-    sample = [
-        "sample",
-        str(run.folder),
-        "--prompt",
-        "ab",
-        "--max-new-tokens",
-        "20",
-        "--seed",
-        "4",
-        "--device",
-        "reference",
-    ]
+    sample = ["sample", str(run.folder), "--prompt", "ab", "--max-new-tokens", "20", "--seed", "4", "--device", "reference"]
     assert main(sample) == 0
     assert capsys.readouterr().out == f"ab{drawn}\n"
 

@@ -57,10 +57,7 @@ def test_a_row_is_of_medians_by_turn():
     case = {"batch": 2, "seq": 99, "heads": 3, "D": 64, "dtype": "bf16"}
     work = 2 * 2 * 64 * 6 * (99 * 100 // 2)
     assert attentions.flops(case, "forward") == work and attentions.flops(case, "both") == 3.5 * work
-    turns = {
-        "ours": [[1.0, 9.0, 2.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]],
-        "peer": [[6.0], [8.0], [10.0]],
-    }  # medians 2, 4, 3
+    turns = {"ours": [[1.0, 9.0, 2.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]], "peer": [[6.0], [8.0], [10.0]]}  # medians 2, 4, 3
     r = attentions.row(case, "forward", turns, work / 2)
     assert (r["ours_s"], r["peer_s"], r["ratio"]) == (3, 8, 3)  # ratios of turns: 3, 2, 10 / 3
     assert r["percent_of_peak"] == pytest.approx(100 * 2 / 3)
@@ -147,9 +144,7 @@ def test_pytorch_itself_by_backends(monkeypatch):
     names = ["void pytorch_flash::flash_fwd_kernel<>", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(P)",
              "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]  # fmt: skip
     assert all(step.KERNELS.search(name) for name in names)
-    assert not any(
-        step.KERNELS.search(n) for n in ("aten::_flash_attention_forward", "triton_poi_fused_add_0", "sm90_gemm")
-    )
+    assert not any(step.KERNELS.search(n) for n in ("aten::_flash_attention_forward", "triton_poi_fused_add_0", "sm90_gemm"))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

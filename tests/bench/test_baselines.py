@@ -228,10 +228,7 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, fold
 @pytest.mark.parametrize(
     "words, name",
     [
-        (
-            "--batch 3 --dtype fp32 --recompute --optim.moments 16bit",
-            "shakespeare-char-3x64-fp32-recompute-moments-16bit.json",
-        ),
+        ("--batch 3 --dtype fp32 --recompute --optim.moments 16bit", "shakespeare-char-3x64-fp32-recompute-moments-16bit.json"),
         ("--model.layers 3", "shakespeare-char-changed-12x64-{dtype}.json"),
         ("--model.layers 3 --out {folder}/mine.json", "../../mine.json"),
     ],
@@ -366,9 +363,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     loss.backward()
     end, before = twin.ending(model), {name: model[name].detach().clone() for name in ours}
     found = {name: model[name].grad for name in ours}
-    assert all(
-        np.linalg.norm(found[name].numpy() - session.read(f"{name}.grad")) < 2e-4 * found[name].norm() for name in ours
-    )
+    assert all(np.linalg.norm(found[name].numpy() - session.read(f"{name}.grad")) < 2e-4 * found[name].norm() for name in ours)
     steps = training_schedule.model_schedule(chosen)
     assert steps
     (_, scalars), ((adam, more),) = steps.step(0, 400).updates[0], steps.step(1, 400).updates
@@ -411,10 +406,7 @@ def test_pytorch_serves_turns(name, tmp_path):
 @pytest.mark.oracle
 def test_pytorch_has_most_ops():
     names = ["linear", "matmul_dw", "attention_backward", "layernorm_backward", "adamw", "clip_scale"]
-    rows = [
-        {"program": "forward_backward", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3}
-        for n in names
-    ]
+    rows = [{"program": "forward_backward", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3} for n in names]
     assert "PyTorch" in baselines.torch_ops(config(), rows)["peer"]
     assert [row["op"] for row in rows if row["peer_s"] is None] == ["clip_scale"]
     assert all(row["times_peer"] > 0 for row in rows if row["peer_s"])

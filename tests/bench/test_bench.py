@@ -109,8 +109,6 @@ def test_page_faults_are_seen():
 def test_the_process_knows_when_it_began():
     seconds = process.seconds_since_start()
     assert seconds is not None and 0 < seconds < time.monotonic()
-    code = (
-        "import time; time.sleep(0.3); from barellm.tools.profile import process; print(process.seconds_since_start())"
-    )
+    code = "import time; time.sleep(0.3); from barellm.tools.profile import process; print(process.seconds_since_start())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.28 < float(done.stdout) < 20

@@ -33,12 +33,7 @@ def test_products_are_those_of_the_training_program():
         ("matmul_dw", "store"),
         ("matmul_dw", "add"),
     ]
-    assert [p.op for p in found if p.layer == "mlp.c_proj"] == [
-        "linear_residual",
-        "matmul_dx_gelu",
-        "matmul_dw",
-        "matmul_dw",
-    ]
+    assert [p.op for p in found if p.layer == "mlp.c_proj"] == ["linear_residual", "matmul_dx_gelu", "matmul_dw", "matmul_dw"]
     assert {p.tokens for p in found if p.layer == "head"} == {1024}
 
 
@@ -65,9 +60,7 @@ TRANSPOSED = gemms.Gemm("mlp.down", "matmul_relu2_backward", 24, 40, 9)
 
 
 @pytest.mark.parametrize(
-    "product",
-    [*gemms.gemms_of(small().model, 48), WITHOUT_BIAS, TRANSPOSED],
-    ids=lambda p: f"{p.layer} {p.op} {p.mode}",
+    "product", [*gemms.gemms_of(small().model, 48), WITHOUT_BIAS, TRANSPOSED], ids=lambda p: f"{p.layer} {p.op} {p.mode}"
 )
 @pytest.mark.extended
 def test_copies_are_apart_and_outlast_the_caches(product):
@@ -270,17 +263,9 @@ def test_times_as_fast_as_the_peer_are_told_by_role():
         percents = {"warm_percent": 50.0, "cold_percent": 40.0}
         return {**shape, **percents, "times_peer_warm": warm, "times_peer_cold": cold}
 
-    rows = [
-        row("linear_gelu", 3.0, 0.5),
-        row("matmul_dx", 0.75, 0.25),
-        row("matmul", 1.0, 2.0),
-        row("linear_residual", 2.0, 4.0),
-    ]
+    rows = [row("linear_gelu", 3.0, 0.5), row("matmul_dx", 0.75, 0.25), row("matmul", 1.0, 2.0), row("linear_residual", 2.0, 4.0)]
     told = gemms.speedups_by_pass(rows)
-    assert told == {
-        "fprop": {"warm": [1.0, 2.0, 3.0], "cold": [0.5, 2.0, 4.0]},
-        "dgrad": {"warm": [0.75] * 3, "cold": [0.25] * 3},
-    }
+    assert told == {"fprop": {"warm": [1.0, 2.0, 3.0], "cold": [0.5, 2.0, 4.0]}, "dgrad": {"warm": [0.75] * 3, "cold": [0.25] * 3}}
     machine = {"device": "cpu", "isa": "avx2", "threads": 2}
     result = {"preset": "p", "dtype": "fp32", "machine": machine, "products": rows, "peer": "PyTorch 9"}
     first, second, *passes = bench._gemm_summary(result)

@@ -36,9 +36,7 @@ def no_pause(monkeypatch):
 @pytest.fixture
 def fake(tmp_path):
     def made(name, seconds=0.5, nbytes=10**6, code=FAKE, **more):
-        return Variant(
-            name, [sys.executable, "-c", code, str(seconds), str(nbytes), str(tmp_path / name)], {}, "", **more
-        )
+        return Variant(name, [sys.executable, "-c", code, str(seconds), str(nbytes), str(tmp_path / name)], {}, "", **more)
 
     made.pids = lambda name: [int(line) for line in (tmp_path / name).read_text().split()]
     return made
@@ -109,13 +107,7 @@ def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monk
     monkeypatch.setattr(interleaved, "free_bytes", lambda: 20 / interleaved.SHARE)
     made = [fake(name, nbytes=n) for name, n in (("ours", 3), ("eager", 6), ("compile", 4), ("tuned", 7), ("last", 4))]
     interleave(made, rounds=2, report=lambda line: None)
-    assert {v.name: v.resident for v in made} == {
-        "ours": True,
-        "eager": False,
-        "compile": True,
-        "tuned": False,
-        "last": True,
-    }
+    assert {v.name: v.resident for v in made} == {"ours": True, "eager": False, "compile": True, "tuned": False, "last": True}
     assert [len(fake.pids(v.name)) for v in made] == [1, 3, 1, 3, 1]
     assert all(len(v.turns) == 2 for v in made)
 
@@ -177,9 +169,7 @@ with open(sys.argv[3], "a") as f:
 def test_nobody_is_left_stopped_or_alive(number, tmp_path):
     (tmp_path / "parent.py").write_text(PARENT + FAKE)
     command = [sys.executable, "-c", RUN, str(tmp_path)]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     assert run.stdout and run.stdout.readline() == "stopped\n"
     pids = [int(line) for name in "ab" for line in (tmp_path / name).read_text().split()]
     assert len(pids) == 4
@@ -216,8 +206,6 @@ def test_processors_are_those_that_were_asked_for(fake):
 
 
 def test_no_folder_of_this_machine_goes_into_a_result(tmp_path, fake):
-    v = Variant(
-        "a", [sys.executable, str(tmp_path / "peers" / "x.py"), "--program", "/home/me/llm.c/train_gpt2"], {}, ""
-    )
+    v = Variant("a", [sys.executable, str(tmp_path / "peers" / "x.py"), "--program", "/home/me/llm.c/train_gpt2"], {}, "")
     v.turns = [{"step_s": [1.0]}]
     assert v.to_json(tmp_path)["command"] == [Path(sys.executable).name, "peers/x.py", "--program", "train_gpt2"]

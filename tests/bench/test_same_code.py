@@ -155,8 +155,6 @@ def test_outputs_are_recorded_under_the_running_test(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_RECORD_OUTPUTS", str(tmp_path / "outputs"))
     for values in ([1.0, 2.0], [1.0, 2.0], [1.0, -2.0]):
         record_outputs([np.array(values)])
-    (test, one), (_, same), (_, other) = (
-        line.rsplit(" ", 1) for line in (tmp_path / "outputs").read_text().splitlines()
-    )
+    (test, one), (_, same), (_, other) = (line.rsplit(" ", 1) for line in (tmp_path / "outputs").read_text().splitlines())
     assert test.endswith("::test_outputs_are_recorded_under_the_running_test")
     assert one == same != other

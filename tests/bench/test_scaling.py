@@ -41,14 +41,7 @@ def config():
 
 def test_setups():
     assert [c.name for c in scaling.setups(1)] == ["1 thread"]
-    names = [
-        "1 thread",
-        "2 threads",
-        "4 threads",
-        "6 threads",
-        "6 threads, contention on one core",
-        "2 threads on one core",
-    ]
+    names = ["1 thread", "2 threads", "4 threads", "6 threads", "6 threads, contention on one core", "2 threads on one core"]
     assert [c.name for c in scaling.setups(6)] == names
     assert [(c.threads, c.cores, c.contention) for c in scaling.setups(2)] == [
         (1, 1, False),
@@ -59,12 +52,7 @@ def test_setups():
 
 
 def test_each_case_stands_beside_the_right_one(monkeypatch):
-    seconds = {
-        "1 thread": 0.4,
-        "2 threads": 0.21,
-        "2 threads, contention on one core": 0.3,
-        "2 threads on one core": 0.5,
-    }
+    seconds = {"1 thread": 0.4, "2 threads": 0.21, "2 threads, contention on one core": 0.3, "2 threads on one core": 0.5}
     seen = {}
 
     def fake(config, *, name, environment, cpus, contention):

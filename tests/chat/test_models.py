@@ -101,9 +101,7 @@ def test_special_tokens_in_a_prompt_and_ids_and_the_folder_s_defaults(run, capsy
     ids = "395,312,198,396"
     found = row("--prompt-ids", ids)
     assert row("--prompt-ids", ids, "--temperature", "0")["tokens"] == found["tokens"]  # as generation_config.json says
-    assert any(
-        row("--prompt-ids", ids, "--temperature", "9", "--seed", str(i))["tokens"] != found["tokens"] for i in range(3)
-    )
+    assert any(row("--prompt-ids", ids, "--temperature", "9", "--seed", str(i))["tokens"] != found["tokens"] for i in range(3))
     assert row("--prompt", "<|im_start|>user\n<|im_end|>", "--special")["tokens"] == found["tokens"]
     assert row("--prompt", "<|im_start|>user\n<|im_end|>")["tokens"] != found["tokens"]
     for wrong in ("", "1,x", "448", "-1"):
@@ -216,14 +214,10 @@ def test_bits_per_byte_are_of_the_bytes_that_were_there(tmp_path, own_cache):
     assert not data.tokenizer.exact and data.text_bytes is not None
     held = text[int(len(text) * 0.75) :]
     assert abs(data.text_bytes[1] - len(held.encode())) <= 40 and sum(data.text_bytes) == len(text.encode())
-    assert (
-        0 <= data.text_bytes[1] - data.validation(seq=32).text_bytes(data.byte_lengths) <= 3
-    )  # its first token is no target
+    assert 0 <= data.text_bytes[1] - data.validation(seq=32).text_bytes(data.byte_lengths) <= 3  # its first token is no target
     assert int(data.tokenizer.byte_lengths[data.val.array(0, len(data.val))].sum()) < data.text_bytes[1]
     whole = prepare(DataConfig(source=str(tmp_path / "text"), tokenizer=str(tmp_path / "f")), whole=True)
-    assert whole.validation(seq=32).text_bytes(whole.byte_lengths) == len(
-        text.encode()
-    )  # its first token is the separator
+    assert whole.validation(seq=32).text_bytes(whole.byte_lengths) == len(text.encode())  # its first token is the separator
 
 
 @pytest.mark.parametrize("family", list(families.SPECIAL))
@@ -239,30 +233,8 @@ def test_blocks_change_no_token(family, tmp_path, monkeypatch):
 
 def test_overfit_trains_on_the_first_batches_alone(tmp_path, capsys):
     (tmp_path / "text").write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
-    sizes = [
-        "--model.layers",
-        "1",
-        "--model.d_model",
-        "32",
-        "--model.heads",
-        "2",
-        "--model.max_seq",
-        "32",
-        "--seq",
-        "16",
-    ]
-    words = [
-        "--data",
-        str(tmp_path / "text"),
-        "--data.tokenizer",
-        "bytes",
-        "--batch",
-        "2",
-        "--steps",
-        "60",
-        "--lr",
-        "1e-2",
-    ]
+    sizes = ["--model.layers", "1", "--model.d_model", "32", "--model.heads", "2", "--model.max_seq", "32", "--seq", "16"]
+    words = ["--data", str(tmp_path / "text"), "--data.tokenizer", "bytes", "--batch", "2", "--steps", "60", "--lr", "1e-2"]
     command = ["train", "shakespeare-char", *words, *sizes, "--optim.warmup", "1", "--overfit", "1"]
     assert main([*command, *REFERENCE, "--out", str(tmp_path / "run")]) == 0
     assert "the first 1 micro-batch again and again" in capsys.readouterr().out

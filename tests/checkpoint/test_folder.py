@@ -37,9 +37,7 @@ def test_what_a_killed_process_left_is_removed_and_the_same_command_works(tmp_pa
 
 
 @pytest.mark.parametrize("resume", [False, None])
-@pytest.mark.parametrize(
-    "name", ["config.json", "metrics.jsonl", "notes.txt", "checkpoints/step-000000/x", "checkpoints/x"]
-)
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "notes.txt", "checkpoints/step-000000/x", "checkpoints/x"])
 def test_what_somebody_may_need_is_kept_and_named(tmp_path, name, resume):
     out = tmp_path / "run"
     (out / name).parent.mkdir(parents=True)

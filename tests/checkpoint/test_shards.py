@@ -23,10 +23,7 @@ class Session:
 
     def __init__(self, part: tuple[int, int]) -> None:
         size = part[1] - part[0]
-        self.arrays = {
-            "moment": np.full(max(size, 1), -1.0, np.float32),
-            "weight": np.full((ROWS, WIDTH), -1.0, np.float32),
-        }
+        self.arrays = {"moment": np.full(max(size, 1), -1.0, np.float32), "weight": np.full((ROWS, WIDTH), -1.0, np.float32)}
         shapes = {"moment": (max(size, 1),), "weight": (ROWS, WIDTH)}
         roles = {"moment": "state", "weight": "parameter"}
         self.tensors = {name: Tensor(name, shape, "fp32", roles[name]) for name, shape in shapes.items()}
@@ -43,9 +40,7 @@ class Session:
 
 def shards_of(ranks: Any, parts: list[tuple[int, int]]) -> tuple[ShardedState, Session]:
     session = Session(parts[ranks.rank])
-    whole = {
-        name: Tensor(name, (ROWS, WIDTH), "fp32", role) for name, role in (("moment", "state"), ("weight", "parameter"))
-    }
+    whole = {name: Tensor(name, (ROWS, WIDTH), "fp32", role) for name, role in (("moment", "state"), ("weight", "parameter"))}
     return ShardedState(session, whole, {"moment": parts, "weight": parts}, ranks), session  # pyright: ignore
 
 

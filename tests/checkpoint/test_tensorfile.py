@@ -108,28 +108,7 @@ def mutated(header: bytes, draw: random.Random) -> bytes:
         return header[:at] + header[draw.randrange(len(header)) :][: draw.randrange(1, 40)] + header[at:]
     entries = json.loads(header)
     name = draw.choice([name for name in entries if name != "__metadata__"])
-    odd = [
-        0,
-        1,
-        4,
-        -1,
-        7,
-        1 << 31,
-        1 << 63,
-        1 << 70,
-        1.5,
-        1e300,
-        True,
-        None,
-        "",
-        "4",
-        [],
-        [0, 4],
-        {},
-        "F32",
-        "F16",
-        "I8",
-    ]
+    odd = [0, 1, 4, -1, 7, 1 << 31, 1 << 63, 1 << 70, 1.5, 1e300, True, None, "", "4", [], [0, 4], {}, "F32", "F16", "I8"]
     value, key = draw.choice(odd), draw.choice(list(entries[name]))
     if kind == 3:
         entries[name][key] = value

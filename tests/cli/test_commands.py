@@ -34,12 +34,7 @@ def last_json(capsys) -> dict:
 
 
 def test_a_run_leaves_its_checkpoint_metrics_configuration_and_curve(trained):
-    assert sorted(path.name for path in trained.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "loss.png",
-        "metrics.jsonl",
-    ]
+    assert sorted(path.name for path in trained.iterdir()) == ["checkpoints", "config.json", "loss.png", "metrics.jsonl"]
     (step,) = (trained / "checkpoints").iterdir()
     names = ["manifest.json", "meta.json", "optimizer.safetensors", "tokenizer.json", "weights.safetensors"]
     assert sorted(path.name for path in step.iterdir()) == names
@@ -204,12 +199,7 @@ def test_a_checkpoint_is_opened_with_the_cache_that_the_command_needs(trained, m
 def test_sample_writes_prompt_and_text(trained, capsys):
     assert main(["sample", str(trained), "--max-new-tokens", "20", "--prompt", "7 sq", "--seed", "3", *REFERENCE]) == 0
     plain = capsys.readouterr().out
-    assert (
-        main(
-            ["sample", str(trained), "--max-new-tokens", "20", "--prompt", "7 sq", "--seed", "3", "--json", *REFERENCE]
-        )
-        == 0
-    )
+    assert main(["sample", str(trained), "--max-new-tokens", "20", "--prompt", "7 sq", "--seed", "3", "--json", *REFERENCE]) == 0
     assert plain == "7 sq" + last_json(capsys)["text"] + "\n"
     assert len(plain) == len("7 sq") + 20 + 1
 
@@ -245,9 +235,7 @@ def test_eval_gives_the_loss_that_the_run_reported(trained, capsys):
     assert found["nats"] == pytest.approx(last["val_nats"], rel=1e-6)
     assert found["targets"] == last["targets"]
     assert main(["eval", str(trained), *REFERENCE]) == 0
-    said = (
-        f"{found['nats']:.4f} nats per token, perplexity {exp(found['nats']):,.4g}, {found['bits_per_byte']:.4f} bits"
-    )
+    said = f"{found['nats']:.4f} nats per token, perplexity {exp(found['nats']):,.4g}, {found['bits_per_byte']:.4f} bits"
     assert said in capsys.readouterr().out
 
 

@@ -27,9 +27,7 @@ def test_no_words_give_the_default():
 
 
 def test_long_and_short_forms_set_the_same_keys():
-    short = resolved(
-        "shakespeare-char", "--steps", "5", "--batch", "3", "--seq", "8", "--lr", "0.5", "--seed", "2", "--data", "x"
-    )
+    short = resolved("shakespeare-char", "--steps", "5", "--batch", "3", "--seq", "8", "--lr", "0.5", "--seed", "2", "--data", "x")
     long = resolved(
         "shakespeare-char",
         *("--train.steps=5", "--train.micro_batch_size=3", "--train.seq=8"),
@@ -90,12 +88,7 @@ def test_a_file_is_overridden_by_the_command_line(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('preset = "shakespeare-char"\n[model]\nlayers = 2\nbias = true\n[optim]\nlr = 1\n')
     config = resolved("--config", str(path), "--model.layers", "3")
-    assert (config.preset, config.model.layers, config.model.bias, config.optim.lr) == (
-        "shakespeare-char",
-        3,
-        True,
-        1.0,
-    )
+    assert (config.preset, config.model.layers, config.model.bias, config.optim.lr) == ("shakespeare-char", 3, True, 1.0)
     assert resolved("default", "--config", str(path)).preset == "default"
 
 

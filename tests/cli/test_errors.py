@@ -40,9 +40,7 @@ def test_windows_is_refused_with_one_line(refused, monkeypatch):
 
 
 def test_missing_file(refused, out, tmp_path):
-    assert "nowhere.txt" in refused(
-        "train", "shakespeare-char", "--data", tmp_path / "nowhere.txt", "--out", out, *TINY
-    )
+    assert "nowhere.txt" in refused("train", "shakespeare-char", "--data", tmp_path / "nowhere.txt", "--out", out, *TINY)
 
 
 def test_no_file_named(refused, out):
@@ -269,9 +267,7 @@ def locked(tmp_path):
 
 def run(words: list[str], **options) -> subprocess.CompletedProcess:
     root = Path(__file__).parents[2]
-    return subprocess.run(
-        [sys.executable, "-m", "barellm", *words], cwd=root, capture_output=True, text=True, **options
-    )
+    return subprocess.run([sys.executable, "-m", "barellm", *words], cwd=root, capture_output=True, text=True, **options)
 
 
 def check_refused(found: subprocess.CompletedProcess) -> str:
@@ -316,9 +312,7 @@ def test_a_file_size_limit_costs_only_the_new_checkpoint(tiny, tmp_path):
     words = ["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--device", "reference"]
     found = run([*words, "--train.save_total_limit", "5"], preexec_fn=limit)
     assert "File too large" in check_refused(found)
-    assert {
-        path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()
-    } == before
+    assert {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()} == before
     again = run(words)
     assert again.returncode == 0, again.stderr
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"

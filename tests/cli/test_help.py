@@ -34,16 +34,9 @@ def test_help_is_short_and_nothing_is_wider_than_a_terminal(name, capsys):
 
 def test_common_options_have_their_type_and_the_default_of_the_preset(capsys):
     page = "\n".join(shown(capsys, "train", "--help"))
-    for line in (
-        "  --layers INT             transformer blocks (default: 4)",
-        "(default: 0.008)",
-        "\noptimizer:\n",
-        "\noutput:\n",
-    ):
+    for line in ("  --layers INT             transformer blocks (default: 4)", "(default: 0.008)", "\noptimizer:\n", "\noutput:\n"):
         assert line in page
-    assert "--layers INT             transformer blocks (default: 12)" in "\n".join(
-        shown(capsys, "train", "gpt2", "--help")
-    )
+    assert "--layers INT             transformer blocks (default: 12)" in "\n".join(shown(capsys, "train", "gpt2", "--help"))
 
 
 def test_keys_of_one_architecture_are_shown_where_its_preset_is_named(capsys):
@@ -57,9 +50,7 @@ def test_what_is_missing_is_named_behind_what_is_wrong(capsys):
     assert main(["sample", "--foo"]) == 2
     assert "unknown option --foo" in capsys.readouterr().err
     assert main(["quantize", "x", "--weights", "int8"]) == 2
-    assert (
-        "--out DIR is missing: usage: barellm quantize CHECKPOINT --weights FORMAT --out DIR" in capsys.readouterr().err
-    )
+    assert "--out DIR is missing: usage: barellm quantize CHECKPOINT --weights FORMAT --out DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", models.presets())

@@ -44,10 +44,7 @@ def started(text, tmp_path):
         words = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "run"), *more]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, *program, *words],
-                cwd=Path(__file__).parents[2],
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                [sys.executable, *program, *words], cwd=Path(__file__).parents[2], stdout=out, stderr=subprocess.STDOUT
             )
         processes.append(process)
         deadline = time.monotonic() + 60
@@ -110,9 +107,7 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
 def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     text.write_text(text.read_text() * 20)
-    process = started(
-        "runs forward_backward", *LONG_STEP, "--train.signal_grace_period", "1", program=("-c", TELLS_WHEN_IT_RUNS)
-    )
+    process = started("runs forward_backward", *LONG_STEP, "--train.signal_grace_period", "1", program=("-c", TELLS_WHEN_IT_RUNS))
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
@@ -154,9 +149,7 @@ def test_kill_9_and_resume_with_another_number_of_threads_give_the_same_bits(sta
 
     def barellm(*words: str, threads: int) -> None:
         environment = os.environ | {"BARELLM_THREADS": str(threads)}
-        subprocess.run(
-            [sys.executable, "-m", "barellm", *words], check=True, env=environment, stdout=subprocess.DEVNULL
-        )
+        subprocess.run([sys.executable, "-m", "barellm", *words], check=True, env=environment, stdout=subprocess.DEVNULL)
 
     barellm("train", "--out", str(tmp_path / "run"), "--resume", threads=1)
     barellm("train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "whole"), *sizes, *run, threads=2)

@@ -94,9 +94,7 @@ def test_over_tokens_or_seconds(run, tmp_path, drawn, axis, unit):
     assert [place for place, _ in found.train] == (seconds if unit is None else [unit * i for i in (1, 2, 3, 4)])
 
 
-@pytest.mark.parametrize(
-    "y, words", [("lr", "learning rate"), ("bits", "validation bits per byte"), ("speed", "tokens per")]
-)
+@pytest.mark.parametrize("y, words", [("lr", "learning rate"), ("bits", "validation bits per byte"), ("speed", "tokens per")])
 def test_other_numbers_and_logarithmic_axes(run, tmp_path, y, words, capsys):
     assert main(["plot", str(run), "--y", y, "--log", "xy"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -134,9 +132,7 @@ def test_the_tokens_of_an_older_run_are_those_of_its_steps(run, drawn, tmp_path)
 
 def test_options_of_curves_do_not_go_with_ranges(run, refused):
     for option, value in (("--x", "steps"), ("--y", "loss"), ("--log", "x")):
-        assert f"{option} is for curves, and --exponent-stats draws none" in refused(
-            "plot", run, "--exponent-stats", option, value
-        )
+        assert f"{option} is for curves, and --exponent-stats draws none" in refused("plot", run, "--exponent-stats", option, value)
 
 
 def test_metrics_alone_are_enough_but_for_tokens(run, refused, tmp_path, capsys):

@@ -114,9 +114,7 @@ def test_a_folder_says_which_numbers_its_codes_stand_for(trained, tmp_path, caps
     assert quantized.stored_scheme(out / STEP, meta | {"table": list(scheme("nf4-v1").table)}) == "nf4-v1/32"
     assert quantized.stored_scheme(out / STEP, {"weights": "int4/128"}) == "int4/128"
     assert quantized.stored_scheme(out / STEP, {"weights": "nf4"}) == "nf4-v1"
-    with pytest.raises(
-        UserError, match=r"step-000004/meta.json has a table for int4 that is not known, expected \(-8.0, "
-    ):
+    with pytest.raises(UserError, match=r"step-000004/meta.json has a table for int4 that is not known, expected \(-8.0, "):
         quantized.stored_scheme(out / STEP, {"weights": "int4", "table": meta["table"]})
 
 
@@ -150,9 +148,7 @@ def test_calibration_makes_products_on_its_text_more_exact(trained, tmp_path, te
     said = capsys.readouterr().out
     assert "calibrated on 2," in said and f"tokens of {text}" in said
     meta = checkpoint.read_meta(out / STEP)
-    assert (
-        meta["weights"] == "nf4" and meta["source"] == str(trained / STEP) and meta["calibration"]["data"] == str(text)
-    )
+    assert meta["weights"] == "nf4" and meta["source"] == str(trained / STEP) and meta["calibration"]["data"] == str(text)
     arrays, numbers = tensorfile.mapped(out / STEP / checkpoint.WEIGHTS), of_checkpoint(trained / STEP)
     names = [name.removesuffix(".codes") for name in arrays if name.endswith(".codes")]
     assert len(names) == 4  # of the one block; the classifier is the embedding, which keeps its numbers
@@ -222,6 +218,4 @@ def test_a_file_of_other_codes_is_refused(few):
     names = tensorfile.mapped(few / STEP / checkpoint.WEIGHTS)
     schemes = {name.removesuffix(".codes"): scheme("int8") for name in names if name.endswith(".codes")}
     with pytest.raises(UserError, match=r"codes is int8 \(24, 4\), expected int8 \(24, 8\)"):
-        quantized.load(
-            few / STEP, SimpleNamespace(), parameters(found(str(few), device="reference").config.model), schemes
-        )  # pyright: ignore
+        quantized.load(few / STEP, SimpleNamespace(), parameters(found(str(few), device="reference").config.model), schemes)  # pyright: ignore

@@ -140,9 +140,7 @@ def test_only_line_feeds_part_the_prompts_of_a_file(tmp_path):
     file.write_bytes(("\ufeff" + "\r\n".join(prompts[:2]) + "\n\r\n\n" + "\n".join(prompts[2:])).encode())
     assert sample._prompts(str(file)) == prompts
     (tmp_path / "p.json").write_text(json.dumps([{"prompt": prompt} for prompt in prompts]))
-    (tmp_path / "p.jsonl.gz").write_bytes(
-        gzip.compress(b"".join(json.dumps({"prompt": p}).encode() + b"\n" for p in prompts))
-    )
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b"".join(json.dumps({"prompt": p}).encode() + b"\n" for p in prompts)))
     for name in ("p.json", "p.jsonl.gz"):
         assert sample._prompts(str(tmp_path / name)) == prompts
 
@@ -160,6 +158,4 @@ def test_the_context_is_what_is_asked_for_and_what_the_model_has(trained, rows, 
 def test_a_cache_that_does_not_fit_is_refused_with_its_arithmetic(trained, refused, monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1000")
     said = refused("sample", trained, *COLD)
-    assert re.search(
-        r"\(KV caches: 1 texts x \d+ positions x \d+ bytes\): choose a smaller context, batch or model", said
-    )
+    assert re.search(r"\(KV caches: 1 texts x \d+ positions x \d+ bytes\): choose a smaller context, batch or model", said)

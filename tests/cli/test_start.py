@@ -42,9 +42,7 @@ def test_sampling_imports_nothing_of_training(trained, monkeypatch, tmp_path):
         f"from barellm.cli.main import main\nmain(['sample', {str(trained)!r}, '-n', '2', '--device', 'cpu'])\nprint()"
     )
     assert "barellm.generation.decode" in loaded
-    assert not {
-        name for name in loaded if name.startswith(("barellm.training", "barellm.evaluation", "barellm.interop"))
-    }
+    assert not {name for name in loaded if name.startswith(("barellm.training", "barellm.evaluation", "barellm.interop"))}
     assert not loaded & {"matplotlib", "rich", "tokenizers", "torch", "triton", "barellm.cpu.tuner"}
     assert len([name for name in loaded if name.startswith("barellm.")]) < 270
 

@@ -54,9 +54,7 @@ def test_a_run_that_began_loses_only_its_text_on_a_full_disk(tiny, tmp_path):
 
 
 def test_help_whose_reader_goes_away_ends_silently():
-    done = subprocess.run(
-        ["sh", "-c", f'"{sys.executable}" -m barellm --help | head -1'], capture_output=True, text=True
-    )
+    done = subprocess.run(["sh", "-c", f'"{sys.executable}" -m barellm --help | head -1'], capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.startswith("usage: barellm")
 
 

@@ -102,11 +102,7 @@ def check_op(
 def configs_of(isa: ISA, shape: tuple[int, int, int, int], dtype: str, **fields: Any) -> dict[str, GemmConfig]:
     """The default configs of a linear layer's three GEMMs with these fields; the layer is (batch, seq, N, K)."""
     batch, seq, N, K = shape
-    sizes = {
-        "forward": (N, K, batch * seq),
-        "input_gradient": (K, N, batch * seq),
-        "weight_gradient": (K, batch * seq, N),
-    }
+    sizes = {"forward": (N, K, batch * seq), "input_gradient": (K, N, batch * seq), "weight_gradient": (K, batch * seq, N)}
     return {kind: replace(default(isa, kind, dtype, *size), **fields) for kind, size in sizes.items()}
 
 

@@ -68,9 +68,7 @@ def manual(a, b, c, m, pairs, n):
         sums = np.zeros((2, n), np.float32)
         for p in range(pairs):
             for h in range(2):
-                exact = sums[h].astype(np.float64) + np.float64(a[i, 2 * p + h]) * b[p, h : 2 * n : 2].astype(
-                    np.float64
-                )
+                exact = sums[h].astype(np.float64) + np.float64(a[i, 2 * p + h]) * b[p, h : 2 * n : 2].astype(np.float64)
                 sums[h] = flushed(exact.astype(np.float32))
         out[i, :n] = flushed(flushed(c[i, :n]) + flushed(sums[0] + sums[1]))
     return out

@@ -91,9 +91,7 @@ def test_schedules_give_the_same_bits(heads):
     check_backward(isa_named(ISAS[0]), (1, 150, heads, 16), "bf16")
 
 
-@pytest.mark.skipif(
-    "avx512_bf16" not in ISAS, reason="fits_single_block sequences have kernels of their own with AVX512-BF16"
-)
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="fits_single_block sequences have kernels of their own with AVX512-BF16")
 @pytest.mark.parametrize("D", [32, 64])
 @pytest.mark.parametrize("T", [1, 2, 8, 15, 17, 31, 33, 48, 63, 64])
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -124,12 +122,7 @@ def test_short_sequences_have_the_bits_of_blocks(T, D, kv_heads, monkeypatch):
 
 
 # (batch, length, heads, head size), heads of keys, and whether q, k and v are columns of one tensor
-GROUPED = [
-    ((2, 37, 6, 5), 3, True),
-    ((1, 131, 4, 24), 2, False),
-    ((2, 150, 3, 16), 1, True),
-    ((1, 40, 2, 80), 2, False),
-]
+GROUPED = [((2, 37, 6, 5), 3, True), ((1, 131, 4, 24), 2, False), ((2, 150, 3, 16), 1, True), ((1, 40, 2, 80), 2, False)]
 GROUPED += [((3, 64, 4, 32), 2, True), ((2, 41, 3, 64), 1, False), ((1, 1, 2, 32), 1, False)]  # fits_single_block ones
 each_group = pytest.mark.parametrize("shape, groups, packed", GROUPED, ids=str)
 

@@ -24,9 +24,7 @@ SCRATCH_BYTES = 4096  # a whole page, behind which the arena leaves nothing
 
 def slightly_wrong(k, y, a, b):
     with k.parallel_range(N, 64) as (begin, end):
-        foreach_vector(
-            k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask)
-        )
+        foreach_vector(k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
 
 
 def beyond_the_end(k, y, a, b):
@@ -90,10 +88,7 @@ LEVELS = {
     "attention": lambda dtype: {"op_type": ops.Attention, **forward_case((2, 37, 2, 24), dtype, rate=0.3)},
     "attention_backward": lambda dtype: {"op_type": ops.AttentionBackward, **backward_case((2, 37, 2, 24), dtype)},
     "cross_entropy": lambda dtype: {"op_type": ops.CrossEntropy, **loss_case((2, 7, 101, 101), dtype)},
-    **{
-        name: lambda dtype, n=name: conv_case(n, FORMS["padded"], dtype)
-        for name in ("conv2d", "conv2d_dx", "conv2d_dw")
-    },
+    **{name: lambda dtype, n=name: conv_case(n, FORMS["padded"], dtype) for name in ("conv2d", "conv2d_dx", "conv2d_dw")},
     "winograd": lambda dtype: winograd_case("conv2d", WINOGRAD["groups"], "winograd4", dtype),
 }
 

@@ -207,8 +207,6 @@ def test_the_planes_of_a_parameter_that_travel():
     rounded, exact = (Tensor(name, (4, 6), "bf16_i16", "parameter") for name in ("rounded", "exact"))
     plain = Tensor("plain", (5,), "fp32", "parameter")
     inputs = {f"x{i}": t for i, t in enumerate((rounded, exact, plain))}
-    op = p.apply(
-        ops.AllGather, **inputs, to=[(1,)] * 3, source=[], specs=[], exact={exact}, ranks=Neighbours(0, [[]] * 2, 0)
-    )
+    op = p.apply(ops.AllGather, **inputs, to=[(1,)] * 3, source=[], specs=[], exact={exact}, ranks=Neighbours(0, [[]] * 2, 0))
     assert [op.planes(t) for t in (rounded, exact, plain)] == [[0], [0, 1], []]
     assert op.rounded == ("x0",) and op.bytes() == 2 * 24 + 4 * 24 + 4 * 5

@@ -96,11 +96,7 @@ def test_where_no_process_or_thread_can_be_started_this_one_compiles(tmp_path, a
     def no_thread(_):
         raise RuntimeError("can't start new thread")
 
-    cases = [
-        (processes.subprocess, "Popen", refuse),
-        (sys, "executable", ""),
-        (processes.threading.Thread, "start", no_thread),
-    ]
+    cases = [(processes.subprocess, "Popen", refuse), (sys, "executable", ""), (processes.threading.Thread, "start", no_thread)]
     for i, (owner, name, value) in enumerate(cases):
         monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / str(i)))
         with monkeypatch.context() as patch:
@@ -122,9 +118,7 @@ def test_an_error_or_ctrl_c_while_compiling_ends_the_helpers(started):
 
     with pytest.raises(KeyboardInterrupt):
         compilers.cached_objects(EMITTERS | {"last": interrupted}, host(), processes=3)
-    broken = EMITTERS | {
-        "broken": lambda: "define void @f() {\n  call void @nothing()\n  ret void\n}\ndeclare void @nothing()\n"
-    }
+    broken = EMITTERS | {"broken": lambda: "define void @f() {\n  call void @nothing()\n  ret void\n}\ndeclare void @nothing()\n"}
     with pytest.raises(RuntimeError, match="calls nothing"):
         compilers.cached_objects(broken, host(), processes=3)
     assert len(started) == 4 and all(ended(p) for p in started)

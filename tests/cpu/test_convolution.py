@@ -137,22 +137,13 @@ def test_the_errors_of_winograds_algorithm_are_those_of_its_points():
 @pytest.mark.parametrize(
     "how, message",
     [
-        (
-            {"groups": 2},
-            r"^conv2d expects groups that divide C and K, and w \(K, C / groups, R, S\): 2, x \(2, 3, 5, 7\) fp32",
-        ),
+        ({"groups": 2}, r"^conv2d expects groups that divide C and K, and w \(K, C / groups, R, S\): 2, x \(2, 3, 5, 7\) fp32"),
         ({"padding": (5, 0), "reflect": True}, r"^conv2d expects a reflected padding below H and W: \(5, 0\)"),
         ({"dilation": 4}, r"^conv2d expects a dilated filter that is not larger than the padded image"),
         ({"stride": 0}, r"^conv2d expects a stride and a dilation of 1 or more and a padding of 0 or more"),
         ({"algorithm": "fast"}, r"^conv2d expects an algorithm among auto, direct, winograd2, winograd4, fft: 'fast'"),
-        (
-            {"algorithm": "fft", "dilation": 2},
-            r"^conv2d by fft expects filters of at most 24 x 24, a stride and a dilation of 1",
-        ),
-        (
-            {"algorithm": "winograd4", "stride": 2},
-            r"^conv2d by winograd4 expects filters of 3 x 3, a stride and a dilation of 1",
-        ),
+        ({"algorithm": "fft", "dilation": 2}, r"^conv2d by fft expects filters of at most 24 x 24, a stride and a dilation of 1"),
+        ({"algorithm": "winograd4", "stride": 2}, r"^conv2d by winograd4 expects filters of 3 x 3, a stride and a dilation of 1"),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )

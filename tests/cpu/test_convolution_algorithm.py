@@ -42,9 +42,7 @@ def lost(row: dict[str, Any], tile_n: int = TILE_N, costs: dict[str, dict[int, C
 
 
 @pytest.mark.parametrize("which", FP32_COSTS)
-@pytest.mark.parametrize(
-    "file, most, mean", [("convolution-fp32.json", 1.25, 1.01), ("convolution-unseen.json", 1.25, 1.03)]
-)
+@pytest.mark.parametrize("file, most, mean", [("convolution-fp32.json", 1.25, 1.01), ("convolution-unseen.json", 1.25, 1.03)])
 def test_what_is_taken_loses_little(file, which, most, mean):
     """On the layers that the costs were fitted to, and on others."""
     found = [lost(row) for row in rows_of(file) if row["pass"] == which]
@@ -60,8 +58,7 @@ def test_what_is_taken_loses_little_on_zen_3():
 
 @pytest.mark.parametrize("which", BF16_COSTS)
 @pytest.mark.parametrize(
-    "file, count, most, mean",
-    [("convolution-bf16.json", 24, 1.15, 1.02), ("convolution-bf16-unseen.json", 20, 1.26, 1.03)],
+    "file, count, most, mean", [("convolution-bf16.json", 24, 1.15, 1.02), ("convolution-bf16-unseen.json", 20, 1.26, 1.03)]
 )
 def test_what_images_of_bf16_take_without_amx_loses_little(which, file, count, most, mean):
     """On the layers that the costs were fitted to, and on others: less than pairs alone lose."""
@@ -134,14 +131,7 @@ def kernels_of(channels: int, pixels: int, filters: int, images: int, dtype: str
     how = p.ops[-1].attrs
     p.output("dx", p.apply(Conv2dDx, dy=y, w=w, size=(pixels, pixels), **how).dx)
     p.output("dw", p.apply(Conv2dDw, dy=y, x=x, size=(filters, filters), **how).dw)
-    products = (
-        "conv_implicit_gemm",
-        "conv_wgrad",
-        "conv_implicit_gemm_bf16",
-        "conv_wgrad_bf16",
-        "fft_gemm",
-        "fft_wgrad_output",
-    )
+    products = ("conv_implicit_gemm", "conv_wgrad", "conv_implicit_gemm_bf16", "conv_wgrad_bf16", "fft_gemm", "fft_wgrad_output")
     found: dict[str, str] = {}
     for call in lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"]:
         constants = dict(call.spec.constants)

@@ -117,10 +117,7 @@ def test_the_way_follows_from_the_shape():
         return ConvGeometry((size, size), channels, (outputs or size, outputs or size), (1, 1), offsets, offsets)
 
     def use_amx(isa: isas.ISA, g: ConvGeometry, width: int) -> list[bool | None]:
-        kernels = (
-            conv_algorithm.select_fprop_bf16(isa, "bf16", g, width),
-            conv_algorithm.select_wgrad_bf16(isa, "bf16", g, width),
-        )
+        kernels = (conv_algorithm.select_fprop_bf16(isa, "bf16", g, width), conv_algorithm.select_wgrad_bf16(isa, "bf16", g, width))
         return [kernel and kernel.use_amx for kernel in kernels]
 
     assert use_amx(amx, geometry(64), 64) == [True, True]

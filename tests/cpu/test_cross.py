@@ -22,9 +22,7 @@ TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 
 def config(dtype):
-    return changed(
-        preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1}
-    )
+    return changed(preset("gpt2-124m"), {"train.micro_batch_size": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1})
 
 
 @pytest.mark.slow
@@ -103,11 +101,7 @@ def test_relative_terms_compile_for_other_machines(isa, instruction):
     p = Program(Store(), compute="bf16")
     layout = layouts.parse("local:9", length=40, block=16, heads=1)
     layout_both(p, (Dim("batch", 1), Dim("seq", 40)), layout, D=4, dtype="bf16", distances=5)
-    made = [
-        spec
-        for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs
-        if spec.name.startswith("block_sparse_attention")
-    ]
+    made = [spec for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs if spec.name.startswith("block_sparse_attention")]
     for spec in made:
         module = jit.module(spec.ir(isa), isa)
         assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec

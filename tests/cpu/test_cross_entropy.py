@@ -6,14 +6,7 @@ import pytest
 from barellm.cpu.kernels.loss import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from tests.cases import (
-    check_scores,
-    loss_case,
-    loss_gradient_case,
-    loss_of_scale_case,
-    loss_operands,
-    token_losses_case,
-)
+from tests.cases import check_scores, loss_case, loss_gradient_case, loss_of_scale_case, loss_operands, token_losses_case
 from tests.cpu.check import ISAS, check_op, isa_named
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000), (1, 2, 50304, 50257)]

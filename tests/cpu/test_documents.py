@@ -25,9 +25,7 @@ def test_bigram_ids(isa, shape, grain, buckets, reserved, monkeypatch):
 def test_documents_start_where_a_claim_does_too(isa, grain, monkeypatch):
     """Claims that begin within, at the end of and before documents, of one position, of none, and of all."""
     changed(monkeypatch, documents, GRAIN=grain)
-    check_op(
-        isa=isa, **document_case([[0, 3, 3, 8, 16, 17, 37], [0, 37, 37, 37, 37, 37, 37], [0, 0, 1, 2, 24, 36, 37]], 37)
-    )
+    check_op(isa=isa, **document_case([[0, 3, 3, 8, 16, 17, 37], [0, 37, 37, 37, 37, 37, 37], [0, 0, 1, 2, 24, 36, 37]], 37))
     check_op(isa=isa, **document_case([[0], [0]], 19))
 
 

@@ -88,9 +88,7 @@ ENDS = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e30, 3.0]).reshape
 def test_squared_relu_of_what_is_not_finite(isa, dtype):
     with np.errstate(invalid="ignore"):
         check_op(ACTIVATIONS["relu2"].forward, isa, {"x": tokens(ENDS, dtype)})
-        check_op(
-            ACTIVATIONS["relu2"].backward, isa, {"dy": tokens(np.ones_like(ENDS), dtype), "x": tokens(ENDS, dtype)}
-        )
+        check_op(ACTIVATIONS["relu2"].backward, isa, {"dy": tokens(np.ones_like(ENDS), dtype), "x": tokens(ENDS, dtype)})
 
 
 @each_isa
@@ -111,9 +109,7 @@ def test_last_row(isa, dtype):
 @each_dtype
 def test_dropout(isa, shape, dtype):
     scalars = {"seed": 11, "step": 3, "sample": (1 << 33) + 5}
-    check_op(
-        ops.Dropout, isa, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS}
-    )
+    check_op(ops.Dropout, isa, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS})
 
 
 @each_isa
@@ -133,9 +129,7 @@ def test_results_are_added_to_what_is_there(dtype, name):
     for isa in (isa_named(ISAS[0]), isa_named(ISAS[-1])):
         for mode, accumulate in MODES:
             modes, scalars = dict.fromkeys(bounds, mode), {"accumulate": accumulate}
-            check_op(
-                op_type, isa, given, modes=modes, bounds=bounds, scalars=scalars, plan=(4, 6), threads=(2,), **attrs
-            )
+            check_op(op_type, isa, given, modes=modes, bounds=bounds, scalars=scalars, plan=(4, 6), threads=(2,), **attrs)
 
 
 @each_isa
@@ -144,15 +138,7 @@ def test_results_are_added_to_what_is_there(dtype, name):
 def test_dropout_backward(isa, dtype, mode):
     given = {"dy": tokens(normal(3, 5, 65), dtype)}
     check_op(
-        ops.DropoutBackward,
-        isa,
-        given,
-        rate=0.7,
-        stream=2,
-        dtype=dtype,
-        modes={"dx": mode},
-        bounds={"dx": 8 * EPS},
-        plan=(4, 6),
+        ops.DropoutBackward, isa, given, rate=0.7, stream=2, dtype=dtype, modes={"dx": mode}, bounds={"dx": 8 * EPS}, plan=(4, 6)
     )
 
 

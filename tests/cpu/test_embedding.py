@@ -71,9 +71,7 @@ def test_embedding_dwte_of_few_ids(isa):
     found = np.random.default_rng(5).choice([0, 2, 77, VOCABULARY - 1], (B, T), p=[0.6, 0.1, 0.25, 0.05])
     given = {"tokens": tokens(found.astype(np.int32), "i32"), "dy": tokens(normal(B, T, C))}
     bounds = {"dweight": 4 * EPS * B * T}
-    got = check_op(
-        ops.EmbeddingDwte, isa, given, modes={"dweight": "store"}, rows=VOCABULARY, plan=(B, T), bounds=bounds
-    )
+    got = check_op(ops.EmbeddingDwte, isa, given, modes={"dweight": "store"}, rows=VOCABULARY, plan=(B, T), bounds=bounds)
     want = np.zeros((VOCABULARY, C), np.float32)
     for token, row in zip(found.reshape(-1), given["dy"].values.reshape(-1, C).astype(np.float32), strict=True):
         want[token] += row

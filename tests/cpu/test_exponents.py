@@ -18,9 +18,7 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 def test_exponents_of_every_size(isa, dtype):
     for shape in SHAPES:
         with np.errstate(over="ignore"):
-            check_op(
-                ops.ExponentStats, isa, **exponents_case(numbers(*shape), dtype), plan=(shape[0] + 1, shape[1] + 2)
-            )
+            check_op(ops.ExponentStats, isa, **exponents_case(numbers(*shape), dtype), plan=(shape[0] + 1, shape[1] + 2))
 
 
 @each_isa
@@ -39,7 +37,5 @@ def test_several_chunks_count_what_one_does(isa, monkeypatch):
 
 def test_more_elements_than_32_bits_count_are_refused():
     p = Program(Store())
-    with pytest.raises(
-        ValueError, match=r"^exponents counts in 32 bits, expected fewer than 2\^31 elements: x \(65536"
-    ):
+    with pytest.raises(ValueError, match=r"^exponents counts in 32 bits, expected fewer than 2\^31 elements: x \(65536"):
         p.exponent_stats(p.state("x", (65536, 32768), "bf16"))

@@ -72,9 +72,7 @@ def test_matmul(isa, dtype, shape):
 
 @each_tiled
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 64, 32), (1, 16, 100, 96), (1, 17, 129, 64), (1, 33, 64, 32), (7, 9, 191, 32)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1, 64, 32), (1, 16, 100, 96), (1, 17, 129, 64), (1, 33, 64, 32), (7, 9, 191, 32)], ids=str)
 def test_shapes_that_tiles_take(isa, shape):
     """Columns that hang over a claim, and numbers of rows on either side of the widths that x is packed to."""
     assert skinny_gemm_amx.fits(isa, "bf16", *shape[2:]) == isa.tiles
@@ -210,9 +208,7 @@ def test_loads_claim_the_alignment_of_one_bf16(name):
 def spec_of(dtype: str, isa: ISA, depth: int = 768, **choice: int) -> Specialisation:
     constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
     constants |= {"config": replace(skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0], **choice)}
-    return Specialisation(
-        skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
-    )
+    return Specialisation(skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
 
 
 def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
@@ -253,14 +249,7 @@ def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, 
         choice = skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0]
         k = KernelBuilder(isa)
         made = skinny_gemm.SkinnyGemm(
-            k,
-            Pointer(k, "%a", dtype),
-            Pointer(k, "%weight", dtype),
-            k.int(9),
-            cols=768,
-            depth=depth,
-            stride=depth,
-            config=choice,
+            k, Pointer(k, "%a", dtype), Pointer(k, "%weight", dtype), k.int(9), cols=768, depth=depth, stride=depth, config=choice
         )
         assert made.k_blocks * made.kc >= depth > (made.k_blocks - 1) * made.kc and len(made.copies) == made.tiling.wide
         assert made.pitch >= made.kc * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
@@ -285,9 +274,7 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     monkeypatch.setattr(skinny_gemm, "KC_BYTES", part)
     cols = 3 * skinny_gemm.Tiling.of(isa, dtype).nr
     nbytes = cols * depth * itemsize(dtype)
-    memory = np.zeros(
-        2 * nbytes + (1 << 20), np.uint8
-    )  # a weight, and marks; the last block asks for what lies behind it
+    memory = np.zeros(2 * nbytes + (1 << 20), np.uint8)  # a weight, and marks; the last block asks for what lies behind it
     behind = 64 * (nbytes // 64 + 4096)
 
     def mark(k, p, near):
@@ -302,17 +289,12 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
     choice = replace(skinny_gemm.skinny_configs(isa, dtype, cols, depth)[0], prefetch=1)
     constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
     constants |= {"config": choice}
-    spec = Specialisation(
-        skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
-    )
+    spec = Specialisation(skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
     scalar.ints[scalars.SCALARS["batch"].index] = rows
     monkeypatch.setattr(jit, "cached_object", lambda key, isa, ir: jit.compile_object(ir(), isa))
     with closing(Bench(1, isa)) as bench:
         bench.pool.bind(
-            scalar.address,
-            (thread_scratch.ctypes.data + 63) & ~63,
-            thread_scratch.nbytes - 64,
-            memory=(thread_scratch, scalar),
+            scalar.address, (thread_scratch.ctypes.data + 63) & ~63, thread_scratch.nbytes - 64, memory=(thread_scratch, scalar)
         )
         bench.timed(spec, [out.ctypes.data, x.ctypes.data, weight], repeats=1)
     marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)

@@ -43,9 +43,7 @@ def test_fp32_is_rounded_to_the_nearest_fp16(isa):
     r = np.random.default_rng(0)
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middles = (halves[1:] + halves[:-1]) / 2
-    edges = np.array(
-        [0.0, 65504, 65519.996, 65520, 1e30, np.inf, np.nan, 2.0**-25, 2.0**-25 * 1.0001, 1e-40], np.float32
-    )
+    edges = np.array([0.0, 65504, 65519.996, 65520, 1e30, np.inf, np.nan, 2.0**-25, 2.0**-25 * 1.0001, 1e-40], np.float32)
     random = r.integers(0, 1 << 31, 1 << 18, dtype=np.uint32).view(np.float32)
     near = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
     values = np.concatenate([halves, near, edges, random])

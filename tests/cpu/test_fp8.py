@@ -48,8 +48,7 @@ def test_every_code_is_read_as_the_number_that_it_is(isa, dtype):
     """Codes of infinity and NaN too, which the kernels never write, through a product with one."""
     p = Program(Store())
     x, one, scale = (
-        p.state(name, shape, form)
-        for name, shape, form in (("x", (256, 1), dtype), ("w", (1, 1), "e4m3"), ("s", (1,), "fp32"))
+        p.state(name, shape, form) for name, shape, form in (("x", (256, 1), dtype), ("w", (1, 1), "e4m3"), ("s", (1,), "fp32"))
     )
     operands: dict[str, Any] = {"x": x, "weight": one, "x_scale": scale, "weight_scale": scale}
     p.output("y", p.apply(ops.ScaledMatmul, **operands, dtype="fp32", source=(), scaling=None).y)

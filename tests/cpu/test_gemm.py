@@ -58,9 +58,7 @@ def emulated(monkeypatch):
 @each_shape
 def test_matmul(isa, dtype, shape):
     x, _, weight = operands(shape, dtype)
-    check_op(
-        ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)}
-    )
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)})
 
 
 @each_isa
@@ -119,9 +117,7 @@ STARTS = [(shape, "start", accumulate) for shape in SHAPES for accumulate in (0,
 @each_isa
 @each_dtype
 @pytest.mark.parametrize(
-    "shape, mode, accumulate",
-    [*STARTS, *((shape, mode, 0) for shape in SHAPES[1::3] for mode in ("store", "add"))],
-    ids=str,
+    "shape, mode, accumulate", [*STARTS, *((shape, mode, 0) for shape in SHAPES[1::3] for mode in ("store", "add"))], ids=str
 )
 @pytest.mark.extended
 def test_matmul_dw(isa, dtype, shape, mode, accumulate):
@@ -144,13 +140,7 @@ def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={16: 16, 32: 16})
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
-    check_op(
-        ops.MatmulDw,
-        isa,
-        {"dy": dy, "x": x},
-        modes={"dweight": "start"},
-        bounds={"dweight": chain_bound(flat[0].T, flat[1])},
-    )
+    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds={"dweight": chain_bound(flat[0].T, flat[1])})
 
 
 @each_isa
@@ -161,15 +151,7 @@ def test_large_weight_gradient_with_nontemporal_stores(isa, dtype):
     bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
     for accumulate in (0, 1):
         scalars = {"accumulate": accumulate}
-        check_op(
-            ops.MatmulDw,
-            isa,
-            {"dy": dy, "x": x},
-            modes={"dweight": "start"},
-            bounds=bounds,
-            scalars=scalars,
-            threads=(2,),
-        )
+        check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds=bounds, scalars=scalars, threads=(2,))
 
 
 @each_isa
@@ -178,11 +160,7 @@ def test_large_weight_gradient_with_nontemporal_stores(isa, dtype):
 def test_fewer_tokens_than_planned(isa, dtype, actual):
     x, dy, weight = operands((*actual, 40, 24), dtype)
     check_op(
-        ops.Matmul,
-        isa,
-        {"x": x, "weight": weight},
-        plan=(3, 7),
-        bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)},
+        ops.Matmul, isa, {"x": x, "weight": weight}, plan=(3, 7), bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)}
     )
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
@@ -192,9 +170,7 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(
-    "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
-)
+@pytest.mark.parametrize("sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str)
 @pytest.mark.extended
 def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, activation, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: several chunks, the last not full
@@ -221,9 +197,7 @@ def test_fused_products_of_columns(isa, compute, limit, sizes, parts, monkeypatc
     if parts:
         in_parts(monkeypatch)
     C, F = sizes
-    check_products_of_views(
-        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, C=C, F=F
-    )
+    check_products_of_views(lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, C=C, F=F)
 
 
 def test_a_network_of_columns():
@@ -249,9 +223,7 @@ def test_tiles_finished_beside_the_next(isa: ISA, compute, limit, parts, monkeyp
     if parts:
         in_parts(monkeypatch)
     sizes = (70, 40, 53)
-    check_network(
-        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=True, sizes=sizes
-    )
+    check_network(lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=True, sizes=sizes)
 
 
 def every_choice(isa: ISA) -> list[GemmConfig]:

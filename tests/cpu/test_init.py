@@ -22,9 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "bf16_u16"])
 def test_normal_init(isa, shape, dtype, missing):
     given = {"param": persistent(np.zeros(shape), dtype)}
     attrs = {"std": 0.02, "stream": 5, "valid_rows": shape[0] - missing}
-    check_op(
-        ops.NormalInit, isa, given, scalars={"seed": (1 << 40) + 1234}, bounds={"param": 0.02 * 8 * EPS * 6}, **attrs
-    )
+    check_op(ops.NormalInit, isa, given, scalars={"seed": (1 << 40) + 1234}, bounds={"param": 0.02 * 8 * EPS * 6}, **attrs)
 
 
 @each_isa
@@ -33,9 +31,7 @@ def test_normal_init(isa, shape, dtype, missing):
 def test_uniform_init(isa, shape, dtype):
     given = {"param": persistent(np.zeros(shape), dtype)}
     attrs = {"bound": 0.03, "stream": 5, "valid_rows": shape[0] - 1}
-    found = check_op(ops.UniformInit, isa, given, scalars={"seed": 77}, bounds={"param": 0.03 * 2 * EPS}, **attrs)[
-        "param"
-    ]
+    found = check_op(ops.UniformInit, isa, given, scalars={"seed": 77}, bounds={"param": 0.03 * 2 * EPS}, **attrs)["param"]
     assert np.abs(found).max() < 0.03
     if np.size(found) > 10_000:
         assert np.abs(found).max() > 0.0299 and abs(found.std() - 0.03 / np.sqrt(3)) < 3e-4
@@ -43,9 +39,7 @@ def test_uniform_init(isa, shape, dtype):
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
-@pytest.mark.parametrize(
-    "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
-)
+@pytest.mark.parametrize("op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str)
 def test_a_parameter_that_begins_with_bf16(isa, op_type, size, dtype):
     check_bf16_init(partial(check_op, isa=isa), op_type, dtype, **size)
 
@@ -54,9 +48,9 @@ def test_a_parameter_that_begins_with_bf16(isa, op_type, size, dtype):
 def test_normals_are_normal(isa):
     """Moments of 300000 of them, and the bits equal on every ISA's own lanes within rounding."""
     given = {"param": persistent(np.zeros((300, 1000)))}
-    z = check_op(ops.NormalInit, isa, given, std=1.0, stream=1, valid_rows=300, bounds={"param": 50 * EPS})[
-        "param"
-    ].astype(np.float64)
+    z = check_op(ops.NormalInit, isa, given, std=1.0, stream=1, valid_rows=300, bounds={"param": 50 * EPS})["param"].astype(
+        np.float64
+    )
     n = z.size
     for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
         assert abs((z**power).mean() - moment) < 5 * np.sqrt((z ** (2 * power)).mean() / n)

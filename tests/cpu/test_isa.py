@@ -40,9 +40,7 @@ class Library:
             if found is None:
                 return -1
             # Some are of 4 bytes and some of 8.
-            text = (
-                found.encode() + b"\0" if isinstance(found, str) else found.to_bytes(4 if found < 64 else 8, "little")
-            )
+            text = found.encode() + b"\0" if isinstance(found, str) else found.to_bytes(4 if found < 64 else 8, "little")
             ctypes.memmove(value, text, len(text))
             size._obj.value = len(text)
             return 0

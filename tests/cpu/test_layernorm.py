@@ -40,11 +40,7 @@ def test_layernorm(isa, shape, dtype, bias):
     mean, rstd = statistics(given["x"].values)
     n = 1 + np.abs(given["x"].values - mean[..., None]) * rstd[..., None]
     c = EPS * (8 + np.sqrt(C)) * (1 + np.abs(given["x"].values).max(-1) * rstd)
-    bounds = {
-        "y": c[..., None] * n * (1 + np.abs(given["weight"].values)) + 2 * EPS,
-        "mean": 16 * EPS,
-        "rstd": c * rstd,
-    }
+    bounds = {"y": c[..., None] * n * (1 + np.abs(given["weight"].values)) + 2 * EPS, "mean": 16 * EPS, "rstd": c * rstd}
     check_op(ops.LayerNorm, isa, given, eps=1e-5, dtype=dtype, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 
 
@@ -61,18 +57,12 @@ def test_layernorm_of_a_mean_far_above_the_deviation(isa, ratio):
 @each_dtype
 @each_mode
 def test_layernorm_dx(isa, shape, dtype, mode):
-    x, dy, weight = (
-        tokens(normal(*shape) + 0.5),
-        tokens(normal(*shape, seed=2), dtype),
-        persistent(normal(shape[-1], seed=3)),
-    )
+    x, dy, weight = (tokens(normal(*shape) + 0.5), tokens(normal(*shape, seed=2), dtype), persistent(normal(shape[-1], seed=3)))
     mean, rstd = (tokens(v) for v in statistics(x.values))
     given = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
     n = (x.values - mean.values[..., None]) * rstd.values[..., None]
     dn = np.abs(dy.values * weight.values)
-    size = rstd.values[..., None] * (
-        dn + dn.mean(-1, keepdims=True) + np.abs(n) * (dn * np.abs(n)).mean(-1, keepdims=True)
-    )
+    size = rstd.values[..., None] * (dn + dn.mean(-1, keepdims=True) + np.abs(n) * (dn * np.abs(n)).mean(-1, keepdims=True))
     bounds = {"dx": 8 * EPS * size + 4 * EPS}
     check_op(ops.LayerNormDx, isa, given, modes={"dx": mode}, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 
@@ -89,9 +79,7 @@ def test_layernorm_dparams(isa, shape, dtype, mode):
     bounds = dict.fromkeys(("dweight", "dbias"), 16 * EPS * (4 + rows))
     modes = dict.fromkeys(("dweight", "dbias"), mode.split()[0])
     scalars = {"accumulate": int(mode == "start again")}
-    check_op(
-        ops.LayerNormDparams, isa, given, modes=modes, scalars=scalars, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2)
-    )
+    check_op(ops.LayerNormDparams, isa, given, modes=modes, scalars=scalars, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 
 
 @each_isa
@@ -160,9 +148,7 @@ def check_whole_backward(isa: ISA, shape: tuple[int, ...], compute: str, *, bias
     before["dx"] = stored(normal(*shape, seed=5), "fp32")
     given = arrays | {"stream": before["dx"]} | {name: v for name, v in before.items() if name != "dx"}
     sizes = {"batch": batch, "seq": seq, "accumulate": 1}
-    op, outputs = run_fused(
-        partial(whole_backward, shape, compute, bias=bias), isa, given, sizes, name="layernorm_backward"
-    )
+    op, outputs = run_fused(partial(whole_backward, shape, compute, bias=bias), isa, given, sizes, name="layernorm_backward")
     want = op.run(arrays, {"accumulate": 1}, before)
     n = np.abs(arrays["x"] - arrays["mean"][..., None]) * arrays["rstd"][..., None]
     dn = np.abs(arrays["dy"] * arrays["weight"])

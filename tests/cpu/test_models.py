@@ -102,9 +102,7 @@ def test_any_model_trains_like_the_references(compute, limit, drawn, isa, recomp
         for name, t in oracle.tensors.items():
             if t.role == "parameter":
                 oracle.write(name, session.read(name))
-        for found, want in zip(
-            train(session, model, shape, steps=1), train(oracle, model, shape, steps=1), strict=True
-        ):
+        for found, want in zip(train(session, model, shape, steps=1), train(oracle, model, shape, steps=1), strict=True):
             assert found == pytest.approx(want, rel=limit / 10, abs=limit / 10)
         for name, t in oracle.tensors.items():
             if t.role == "gradient":

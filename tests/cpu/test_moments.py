@@ -105,9 +105,7 @@ def test_moments_of_matrices_alone_have_16_bits(moments):
         packed = moments != "fp32" and len(t.shape) == 2
         found = tuple(session.tensors[f"{t.name}.{k}"].dtype for k in "mv")
         assert found == (("e6m9", "ue6m10") if packed else ("fp32", "fp32"))
-    streams = [
-        op.stream for op in session.programs["optimizer_step"].ops if op.name == "adamw" and op.stream is not None
-    ]
+    streams = [op.stream for op in session.programs["optimizer_step"].ops if op.name == "adamw" and op.stream is not None]
     assert len(set(streams)) == len(streams) and bool(streams) == (moments == "16bit-stochastic")
 
 
@@ -131,10 +129,7 @@ def test_bits_do_not_depend_on_threads(isa, moments):
 def test_a_model_trains_like_the_references(moments, compute):
     """After one step from zero state: rounding may differ by a unit where fp32 and float64 fall on two sides of a boundary."""
     model = replace(MODEL, dropout=0.0)
-    cpu, reference = (
-        opened(CpuSession, moments, compute, model),
-        opened(ReferenceSession, moments, compute, model, storage=True),
-    )
+    cpu, reference = (opened(CpuSession, moments, compute, model), opened(ReferenceSession, moments, compute, model, storage=True))
     cpu.run("init", seed=3)
     tokens, targets = batch_of(model, 3, 17, seed=1)
     for name, t in cpu.tensors.items():
@@ -166,9 +161,7 @@ def test_values_written_are_rounded_and_read_as_fp32():
         session.write("wte.m", values)
         want = decode(encode(values, "e6m9"), "e6m9")
         assert session.read("wte.m").dtype == np.float32
-        assert np.array_equal(session.read("wte.m"), want) and np.array_equal(
-            session.read_rows("wte.m", 2, 5), want[2:5]
-        )
+        assert np.array_equal(session.read("wte.m"), want) and np.array_equal(session.read_rows("wte.m", 2, 5), want[2:5])
         session.write_rows("wte.m", 1, values[:1])
         assert np.array_equal(session.read("wte.m")[1], want[0])
 

@@ -13,9 +13,7 @@ from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored
 SIZES = [(1, 1, 1), (1, 70, 1), (70, 1, 1), (33, 131, 2), (131, 33, 5), (259, 257, 9), (2100, 20, 3)]
 FEW = [(33, 131, 5), (131, 33, 2)]
 CASES = [(name, size) for name in ISAS for size in (SIZES if name == ISAS[0] else FEW)]
-each_size = pytest.mark.parametrize(
-    "isa, size", [(isa_named(n), s) for n, s in CASES], ids=[f"{n}-{s}" for n, s in CASES]
-)
+each_size = pytest.mark.parametrize("isa, size", [(isa_named(n), s) for n, s in CASES], ids=[f"{n}-{s}" for n, s in CASES])
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 
 
@@ -115,7 +113,5 @@ def test_operands_that_do_not_fit_are_refused():
     given = {name: f for name in ("p", "own", "total", "q")}
     with pytest.raises(ValueError, match=r"^feedback of rank 2 expects .*own \(2, 6\)"):
         p.apply(ops.Feedback, grad=m, error=m, clip=p.input("c", (2,), "fp32"), **given, rank=2, tall=False)
-    with pytest.raises(
-        ValueError, match=r"^feedback expects a matrix and clip \(2\): grad \(4, 6\) fp32, clip \(2, 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"^feedback expects a matrix and clip \(2\): grad \(4, 6\) fp32, clip \(2, 6\)"):
         p.apply(ops.Feedback, grad=m, error=m, clip=f, **given, rank=2, tall=False)

@@ -107,12 +107,9 @@ def test_a_model_decodes_and_evaluates_with_codes(compute, limit):
     programs, matrices = quantized_model(compute)
     cpu = CpuSession(programs, threads=2)
     ops_of = [op.name for op in cpu.lowered["decode"].ops if "matmul" in op.name or "linear" in op.name]
-    assert ops_of == [
-        "quantized_linear",
-        "quantized_linear_residual",
-        "quantized_linear_gelu",
-        "quantized_linear_residual",
-    ] * 2 + ["quantized_matmul"]
+    assert ops_of == ["quantized_linear", "quantized_linear_residual", "quantized_linear_gelu", "quantized_linear_residual"] * 2 + [
+        "quantized_matmul"
+    ]
     assert "quantized_classifier_loss" in [op.name for op in cpu.lowered["eval"].ops]
     assert {name for name, m in matrices.items() if m.stays} == {"wte"} and matrices["wte"].how.name == "int8"
     assert "h.0.mlp.c_fc.weight" not in cpu.tensors and "wte" in cpu.tensors
@@ -154,9 +151,7 @@ def loops_of(weights: str, isa: ISA, x: str) -> machine_code.Loop:
         "mode": "store",
     }
     spec = Specialisation(
-        quantized_skinny_gemm,
-        ("fp32", None, x, scheme(weights).codes, "fp16", None, None),
-        tuple(sorted(constants.items())),
+        quantized_skinny_gemm, ("fp32", None, x, scheme(weights).codes, "fp16", None, None), tuple(sorted(constants.items()))
     )
     code = machine_code.read(jit.assembly(spec.ir(isa), isa))
     found = [loop for loop in code.loops if loop.products and (not isa.byte_dot or "vpdpbusd" in loop.multiply_adds)]

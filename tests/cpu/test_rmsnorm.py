@@ -83,9 +83,7 @@ def test_inner_axes_are_rows(isa, weighted):
     rstd = tokens(scale_of(x.values))
     check_op(ops.RMSNorm, isa, {"x": x, **weight}, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "rstd": 1e-5})
     check_op(ops.RMSNormDx, isa, {"dy": dy, "x": x, "rstd": rstd, **weight}, bounds={"dx": 1e-5}, plan=(3, 4))
-    check_op(
-        ops.RMSNormDweight, isa, {"dy": dy, "x": x, "rstd": rstd}, modes={"dweight": "store"}, bounds={"dweight": 1e-5}
-    )
+    check_op(ops.RMSNormDweight, isa, {"dy": dy, "x": x, "rstd": rstd}, modes={"dweight": "store"}, bounds={"dweight": 1e-5})
 
 
 def whole_backward(shape: tuple[int, ...], compute: str, *, weighted: bool) -> Program:
@@ -151,6 +149,4 @@ def test_heads_are_normalised_one_by_one(isa, dtype, heads, D):
     check_op(ops.HeadRMSNormDx, isa, given | {"weight": weight}, bounds={"dx": 8 * EPS * size + 4 * EPS}, plan=(3, 7))
     for mode in ("store", "start"):
         more = {"modes": {"dweight": mode}, "scalars": {"accumulate": int(mode == "start")}}
-        check_op(
-            ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7)
-        )
+        check_op(ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7))

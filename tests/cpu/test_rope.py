@@ -11,14 +11,7 @@ from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 
 # (batch, length, heads that turn, head size, columns that pass)
-SHAPES = [
-    (1, 1, 1, 2, 0),
-    (2, 7, 3, 10, 5),
-    (2, 5, 2, 64, 64),
-    (1, 37, 3, 128, 0),
-    (1, 3, 1, 144, 33),
-    (1, 2, 2, 640, 7),
-]
+SHAPES = [(1, 1, 1, 2, 0), (2, 7, 3, 10, 5), (2, 5, 2, 64, 64), (1, 37, 3, 128, 0), (1, 3, 1, 144, 33), (1, 2, 2, 640, 7)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
@@ -34,9 +27,7 @@ def check(isa, shape, dtype, *, inverse=False, pos=0, mode="store", view=False):
     modes = {"y": mode} if mode != "store" else {}
     scalars, attrs = {"pos": pos}, {"heads": heads, "inverse": inverse}
     bounds = {"y": 4 * EPS * np.abs(x).max() + (2 * EPS * 6 if mode == "add" else 0)}
-    check_op(
-        ops.Rope, isa, given, views=views, modes=modes, scalars=scalars, bounds=bounds, plan=(B + 1, T + 2), **attrs
-    )
+    check_op(ops.Rope, isa, given, views=views, modes=modes, scalars=scalars, bounds=bounds, plan=(B + 1, T + 2), **attrs)
 
 
 @each_isa

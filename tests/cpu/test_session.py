@@ -108,9 +108,7 @@ def test_micro_batches_of_other_sizes_add_up(monkeypatch, recompute):
             for session in sessions:
                 session.write("tokens", tokens)
                 session.write("targets", targets)
-                session.run(
-                    "forward_backward", batch=batch, seq=seq, accumulate=int(micro > 0), inv_targets=1 / 38, step=turn
-                )
+                session.run("forward_backward", batch=batch, seq=seq, accumulate=int(micro > 0), inv_targets=1 / 38, step=turn)
     for name, t in cpu.tensors.items():
         if t.role == "gradient":
             np.testing.assert_allclose(cpu.read(name), reference.read(name), atol=2e-6, err_msg=name)

@@ -91,9 +91,7 @@ def test_bits_do_not_depend_on_threads(compute, monkeypatch):
             for name in ("tokens", "targets"):
                 session.write(name, r.integers(0, 51, (3, 11), dtype=np.int32))
             session.run("train", batch=3, seq=11, accumulate=0, inv_targets=0.1, **WEIGHTS)
-            found.append(
-                {"loss": session.read("loss")} | {t.name: session.read(t.name) for t in p.store.of_role("gradient")}
-            )
+            found.append({"loss": session.read("loss")} | {t.name: session.read(t.name) for t in p.store.of_role("gradient")})
         finally:
             session.close()
     for name, value in found[0].items():

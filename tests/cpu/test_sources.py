@@ -24,22 +24,10 @@ from barellm.runtime import artefacts
 from barellm.tools.inspect import kernels
 
 PACKAGE = Path(sources.__file__).parents[1]
-KERNELS = (
-    gemm.gemm,
-    weight_gradient.weight_gradient,
-    reductions.sum_squares,
-    elementwise.activation,
-    attention_forward.attention,
-)
+KERNELS = (gemm.gemm, weight_gradient.weight_gradient, reductions.sum_squares, elementwise.activation, attention_forward.attention)
 EDITS = {
     "program/ops/optim/optimizer.py": {"sum_squares"},
-    "program/ops/pointwise/elementwise.py": {
-        "gemm",
-        "weight_gradient",
-        "activation",
-        "attention",
-        "tuning",
-    },  # by lang/vector.py
+    "program/ops/pointwise/elementwise.py": {"gemm", "weight_gradient", "activation", "attention", "tuning"},  # by lang/vector.py
     "program/ops/base.py": set(),
     "program/planner.py": set(),
     "cpu/kernel.py": set(),
@@ -135,12 +123,8 @@ from elsewhere import barellm
         ("barellm.cpu.kernels.gemm.amx", ""), ("barellm.cpu.kernels.gemm.gemm", ""), ("barellm.cpu.lang", "Value"),
         ("barellm.cpu.lang.random", ""), ("barellm.cpu.kernels.loops", "across"), ("barellm.cpu.kernels.loops", "added"),
     }  # fmt: skip
-    for path in [
-        path for name in ("cpu/kernels", "cpu/lang", "program/ops") for path in (PACKAGE / name).rglob("*.py")
-    ]:
-        assert "\nimport barellm" not in path.read_text(), (
-            f"{path.name}: sources.py reads `from barellm... import` only"
-        )
+    for path in [path for name in ("cpu/kernels", "cpu/lang", "program/ops") for path in (PACKAGE / name).rglob("*.py")]:
+        assert "\nimport barellm" not in path.read_text(), f"{path.name}: sources.py reads `from barellm... import` only"
 
 
 def test_code_that_was_edited_after_its_import_is_not_cached_as_the_edited_one(tmp_path):
@@ -180,10 +164,7 @@ def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path
 def test_a_kernel_of_a_cell_that_runs_again_is_another_kernel():
     def of_cell(factor: float) -> str:
         cell: dict = {"__name__": "__main__"}
-        exec(
-            f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n",
-            cell,
-        )
+        exec(f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n", cell)
         return Specialisation(cell["scale"], ("fp32",), ()).key
 
     assert of_cell(2.0) == of_cell(2.0) != of_cell(3.0)

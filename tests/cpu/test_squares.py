@@ -38,15 +38,11 @@ def sums(x: np.ndarray, isa=None) -> np.ndarray:
     squares = np.add.reduceat(
         np.add.reduceat(x.astype(np.float64) ** 2, range(0, x.shape[0], 32)), range(0, x.shape[1], 32), axis=1
     )
-    return check_op(ops.BlockSquares, isa or isa_named(ISAS[0]), given, bounds={"partials": 40 * EPS * squares})[
-        "partials"
-    ]
+    return check_op(ops.BlockSquares, isa or isa_named(ISAS[0]), given, bounds={"partials": 40 * EPS * squares})["partials"]
 
 
 @pytest.mark.parametrize("isa", [isa_named(name) for name in ISAS], ids=ISAS)
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (32, 32), (31, 33), (33, 31), (65, 64), (64, 97), (7, 200), (130, 3)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1), (32, 32), (31, 33), (33, 31), (65, 64), (64, 97), (7, 200), (130, 3)], ids=str)
 def test_of_a_matrix_in_memory(isa, shape):
     sums(normal(*shape).astype(np.float32), isa)
 
@@ -54,9 +50,7 @@ def test_of_a_matrix_in_memory(isa, shape):
 def test_a_block_with_an_infinity_is_not_finite_and_no_other_is():
     x = normal(70, 70).astype(np.float32)
     x[40, 69] = np.inf
-    found = check_op(
-        ops.BlockSquares, isa_named(ISAS[0]), {"x": persistent(x, "fp32", "gradient")}, bounds={"partials": None}
-    )
+    found = check_op(ops.BlockSquares, isa_named(ISAS[0]), {"x": persistent(x, "fp32", "gradient")}, bounds={"partials": None})
     assert np.argwhere(~np.isfinite(found["partials"])).tolist() == [[1, 2]]
 
 
@@ -68,9 +62,7 @@ def gradient(N: int, K: int, mode: str) -> Program:
     dy, x = p.input("dy", (*shape, N), "bf16"), p.input("x", (*shape, K), "bf16")
     grad = p.gradient_of(weight)
     p.apply(ops.MatmulDw, into={"dweight": (grad, mode)}, dy=dy, x=x)
-    p.apply(
-        ops.BlockSquares, into={"partials": (p.cache("squares", (-(-N // 32), -(-K // 32)), "fp32"), "store")}, x=grad
-    )
+    p.apply(ops.BlockSquares, into={"partials": (p.cache("squares", (-(-N // 32), -(-K // 32)), "fp32"), "store")}, x=grad)
     return p
 
 
@@ -83,9 +75,7 @@ def with_squares(isa, N: int, K: int, mode: str, scalars, before=None, config=No
     op, found = run_fused(lambda: gradient(N, K, mode), isa, arrays, scalars, name="matmul_dw_squares", config=config)
     given = {"dy": arrays["dy"].astype(np.float64), "x": arrays["x"].astype(np.float64)}
     want = op.run(
-        given,
-        scalars,
-        {"dweight": before.astype(np.float64)} if before is not None and op.adds("dweight", scalars) else {},
+        given, scalars, {"dweight": before.astype(np.float64)} if before is not None and op.adds("dweight", scalars) else {}
     )
     np.testing.assert_allclose(found["dweight"], want["dweight"], rtol=0, atol=2e-5 * np.abs(want["dweight"]).max())
     np.testing.assert_allclose(found["squares"], want["squares"], rtol=2e-5)
@@ -129,17 +119,12 @@ def test_no_choice_changes_a_bit(isa):
         first = found
 
 
-@pytest.mark.parametrize(
-    "isa", [isa_named(name) for name in ISAS if name != "amx_bf16"], ids=[n for n in ISAS if n != "amx_bf16"]
-)
+@pytest.mark.parametrize("isa", [isa_named(name) for name in ISAS if name != "amx_bf16"], ids=[n for n in ISAS if n != "amx_bf16"])
 def test_vector_registers_leave_them_to_a_kernel_of_their_own(isa):
     assert [op.name for op in Lowered(gradient(40, 40, "start"), isa, 2).ops] == ["matmul_dw", "block_squares"]
     session = CpuSession(model(), isa=isa, threads=2)
     session.close()
-    assert (
-        "block_squares" not in names(session, "forward_backward")
-        and names(session, "optimizer_step").count("sum_squares") == 4
-    )
+    assert "block_squares" not in names(session, "forward_backward") and names(session, "optimizer_step").count("sum_squares") == 4
 
 
 # --- sessions ---
@@ -214,9 +199,7 @@ def test_a_head_sums_its_squares_behind_its_chunks_of_tokens(isa, softcap, monke
 def test_a_session_in_fp32_has_none():
     session = CpuSession(model("fp32"), threads=2)
     session.close()
-    assert (
-        "matmul_dw" in names(session, "forward_backward") and names(session, "optimizer_step").count("sum_squares") == 4
-    )
+    assert "matmul_dw" in names(session, "forward_backward") and names(session, "optimizer_step").count("sum_squares") == 4
 
 
 @each_tiles

@@ -25,11 +25,7 @@ def operands(shape, dtype, *, packed: bool) -> tuple[np.ndarray, np.ndarray, dic
     gate, up = whole[..., 3 : 3 + F], whole[..., 3 + F :]
     if not packed:
         return gate, up, {"given": {"gate": tokens(gate.copy(), dtype), "up": tokens(up.copy(), dtype)}}
-    return (
-        gate,
-        up,
-        {"given": {"both": tokens(whole, dtype)}, "views": {"gate": ("both", 3, F), "up": ("both", 3 + F, F)}},
-    )
+    return (gate, up, {"given": {"both": tokens(whole, dtype)}, "views": {"gate": ("both", 3, F), "up": ("both", 3 + F, F)}})
 
 
 def check_forward(isa, shape, dtype, *, packed=True):
@@ -69,9 +65,7 @@ def test_swiglu_backward(isa, shape, dtype, packed):
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize(
-    "packed, modes", [(True, ("add", "add")), (False, ("store", "add")), (False, ("add", "store"))]
-)
+@pytest.mark.parametrize("packed, modes", [(True, ("add", "add")), (False, ("store", "add")), (False, ("add", "store"))])
 def test_gradients_are_added_to_what_is_there(isa, dtype, packed, modes):
     check_backward(isa, (2, 5, 65), dtype, packed=packed, modes=modes)
 
@@ -99,10 +93,5 @@ def test_gates_of_every_activation(isa, dtype, activation):
     size = size * (1 + np.abs(dy.values))
     views = case["views"] | {"dgate": ("d", 0, 65), "dup": ("d", 65, 65)}
     check_op(
-        op.backward,
-        isa,
-        {"dy": dy, **case["given"]},
-        views=views,
-        bounds={"dgate": rough * size, "dup": rough * size},
-        plan=(3, 7),
+        op.backward, isa, {"dy": dy, **case["given"]}, views=views, bounds={"dgate": rough * size, "dup": rough * size}, plan=(3, 7)
     )

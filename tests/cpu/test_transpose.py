@@ -53,9 +53,7 @@ def test_what_is_no_transpose_is_refused(target):
     """Another shape, another dtype, and the matrix itself."""
     p = Program(Store())
     source = p.state("a", (2, 3) if target[0] == "b" else (3, 3))
-    with pytest.raises(
-        ValueError, match=r"^transpose_copy expects two matrices, \(R, C\) and \(C, R\), of one dtype: "
-    ):
+    with pytest.raises(ValueError, match=r"^transpose_copy expects two matrices, \(R, C\) and \(C, R\), of one dtype: "):
         p.transpose_copy(source, p.state(*target))
 
 

@@ -41,19 +41,7 @@ from barellm.tools.inspect import kernels
 from tests.cpu.check import changed as changed_constants
 
 MODEL = ModelConfig(layers=2, heads=2, d_model=40, vocab_size=131, max_seq=24)
-TINY = (
-    "shakespeare-char",
-    "--model.layers",
-    "1",
-    "--model.d_model",
-    "8",
-    "--model.heads",
-    "1",
-    "--batch",
-    "1",
-    "--seq",
-    "8",
-)
+TINY = ("shakespeare-char", "--model.layers", "1", "--model.d_model", "8", "--model.heads", "1", "--batch", "1", "--seq", "8")
 
 
 WAY = {"tile": [8, 3], "mc": [8, 8], "nc": 48, "order": "rows", "kc": None, "overlap": "prefetch"}
@@ -181,12 +169,7 @@ def test_works_are_what_lowering_asks_for():
     """Else nothing would ever find its entry. A chunk that is not full asks as a full one."""
     found = works()
     assert len({w.key(host(), 2) for w in found}) == len(found)
-    assert {w.operation for w in found} >= {
-        "forward_gelu",
-        "forward_residual",
-        "input_gradient_gelu_backward",
-        "weight_gradient",
-    }
+    assert {w.operation for w in found} >= {"forward_gelu", "forward_residual", "input_gradient_gelu_backward", "weight_gradient"}
     for work in found:
         for spec, operands in zip(work.specs, work.operands, strict=True):
             assert len(spec.operands) == len(operands)
@@ -195,9 +178,7 @@ def test_works_are_what_lowering_asks_for():
 
 
 @pytest.mark.parametrize(
-    "axes, more",
-    [((Dim("batch", 2), Dim("seq", 5), 3), 0), ((41,), 0), ((41,), 5)],
-    ids=["inner axis", "static", "views"],
+    "axes, more", [((Dim("batch", 2), Dim("seq", 5), 3), 0), ((41,), 0), ((41,), 5)], ids=["inner axis", "static", "views"]
 )
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes, more):
@@ -236,15 +217,9 @@ def a_work(op_type, rows, cols, depth, isa, dtype="fp32"):
     if op_type is ops.MatmulDw:
         given = {"dy": p.input("dy", (*tokens, rows), dtype), "x": p.input("x", (*tokens, cols), dtype)}
     elif op_type is ops.MatmulDx:
-        given = {
-            "dy": p.input("dy", (*tokens, depth), dtype),
-            "weight": store.get("w", (depth, cols), dtype, "parameter"),
-        }
+        given = {"dy": p.input("dy", (*tokens, depth), dtype), "weight": store.get("w", (depth, cols), dtype, "parameter")}
     else:
-        given = {
-            "x": p.input("x", (*tokens, depth), dtype),
-            "weight": store.get("w", (cols, depth), dtype, "parameter"),
-        }
+        given = {"x": p.input("x", (*tokens, depth), dtype), "weight": store.get("w", (cols, depth), dtype, "parameter")}
     p.output("result", next(iter(p.apply(op_type, **given).outputs.values())))  # pyright: ignore[reportArgumentType]
     (work,) = problems_of(lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"])
     return work
@@ -336,9 +311,7 @@ def test_code_has_what_is_done_ahead_and_no_more(op_type):
 
 def test_a_prompt_of_many_rows_is_run_with_as_many():
     """A decoding program has a kernel for few rows, so the one for many does nothing with them."""
-    calls = lower_and_plan(build(replace(MODEL, max_seq=128), batch=1, seq=8, decode_batch=1)[1], threads=2).calls[
-        "decode"
-    ]
+    calls = lower_and_plan(build(replace(MODEL, max_seq=128), batch=1, seq=8, decode_batch=1)[1], threads=2).calls["decode"]
     found = problems_of(calls)
     many = [w for w in found if not w.skinny]
     for work in found:  # one row of a few is timed, and all rows of the others
@@ -351,9 +324,7 @@ def test_a_prompt_of_many_rows_is_run_with_as_many():
 
 
 def test_products_on_amx_tiles_are_tried_with_other_claims():
-    config = changed(
-        preset("gpt2-124m"), {"model.layers": 1, "train.micro_batch_size": 4, "train.seq": 256, "train.dtype": "bf16"}
-    )
+    config = changed(preset("gpt2-124m"), {"model.layers": 1, "train.micro_batch_size": 4, "train.seq": 256, "train.dtype": "bf16"})
     isa = isas.cross("amx_bf16", kernels.X86_TRIPLE)
     built = lower_and_plan(build_programs(config), isa=isa, threads=2)
     found = {}
@@ -377,9 +348,7 @@ def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
         session = CpuSession(decode, threads=2)
         for name, t in session.tensors.items():
             if t.role == "parameter":
-                session.write_rows(
-                    name, 0, np.random.default_rng(len(name)).standard_normal(t.shape).astype(np.float32)
-                )
+                session.write_rows(name, 0, np.random.default_rng(len(name)).standard_normal(t.shape).astype(np.float32))
         for pos, count in ((0, 5), (5, 1)):
             session.write("tokens", np.arange(count, dtype=np.int32)[None] + 3)
             session.run("decode", batch=1, seq=count, pos=pos)

@@ -24,7 +24,5 @@ def test_fused_scaled_products_mean_their_sequence(isa, compute, limit, activati
         limit=limit,
         ids=51,
     )
-    rows = {
-        f"{product}{then}" for product in ("linear_rescale", "matmul_dx_rescale") for then in ("", f"_{activation}")
-    }
+    rows = {f"{product}{then}" for product in ("linear_rescale", "matmul_dx_rescale") for then in ("", f"_{activation}")}
     assert found >= rows and "rescale" not in found

@@ -152,9 +152,7 @@ def test_silu_slope(isa):
 
 
 @each_isa
-@pytest.mark.parametrize(
-    "function, smallest", [("gelu", 1e-5), ("gelu_slope", 0.25), ("silu", 1e-5), ("silu_slope", 0.25)]
-)
+@pytest.mark.parametrize("function, smallest", [("gelu", 1e-5), ("gelu_slope", 0.25), ("silu", 1e-5), ("silu_slope", 0.25)])
 def test_values_for_bf16_err_by_far_less_than_rounding_does(isa, function, smallest):
     x = np.concatenate([every_exponent(), np.linspace(-12, 12, 400001)]).astype(np.float32)
     x = x[np.abs(x) < 1e9]

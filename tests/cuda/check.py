@@ -31,9 +31,7 @@ class InterpretedSession(ArenaSession):
     """Programs of the CUDA backend over host memory. `execute`: who runs a launch, given its specialisation, parameters and
     grid."""
 
-    def __init__(
-        self, programs: dict[str, Program], *, target: Target = PLAIN, execute: Execute = interpreter.execute
-    ) -> None:
+    def __init__(self, programs: dict[str, Program], *, target: Target = PLAIN, execute: Execute = interpreter.execute) -> None:
         built = lower_and_plan(programs, target)
         super().__init__(programs, built.plan)
         self.lowered = built.lowered
@@ -49,13 +47,7 @@ class InterpretedSession(ArenaSession):
     def _interpret(self, program: str) -> None:
         sizes = Sizes.of({name: int(self._block.ints[SCALARS[name].index]) for name in self._limits[program]})
         for launch in self.lowered[program].launches:
-            interpreter.run(
-                launch,
-                sizes,
-                self._address,
-                (self._block.address, self._block.address + NBYTES),
-                self.execute,
-            )
+            interpreter.run(launch, sizes, self._address, (self._block.address, self._block.address + NBYTES), self.execute)
             assert not self.counter.any(), f"{launch.spec.name} leaves the counter at {self.counter[0]}"
 
     def _address(self, region: Region | Counter) -> tuple[int, int]:
@@ -96,9 +88,7 @@ class Arena:
 class DeviceSession(CudaSession):
     """Programs of the CUDA backend on a GPU, or on what stands for its driver."""
 
-    def __init__(
-        self, programs: dict[str, Program], *, sms: int | None = None, config: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, programs: dict[str, Program], *, sms: int | None = None, config: Any = None, **options: Any) -> None:
         """`sms`: multiprocessors that persistent grids fill, at most; the card's own where a test does not say."""
         target = Target.of(driver.device(), **options)
         target = replace(target, sms=min(sms or target.sms, target.sms), config=config)

@@ -36,9 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _checks_an_op(item: pytest.Function) -> bool:
     """But not those of the interpreter itself, whose kernels leave their operands on purpose."""
-    return (
-        "check_op" in item.function.__code__.co_names and item.module.__name__.rpartition(".")[2] != "test_interpreter"
-    )
+    return "check_op" in item.function.__code__.co_names and item.module.__name__.rpartition(".")[2] != "test_interpreter"
 
 
 @pytest.hookimpl(wrapper=True)

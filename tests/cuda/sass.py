@@ -25,9 +25,7 @@ def rows(specs: Mapping[Specialisation, str], arch: int) -> dict[str, Row]:
     codes = compiled(specs, arch, processes=step.processes())
     for spec, code in codes.items():
         cubin.hold(spec, code)
-    found = [
-        row_of(code, sass) for code, sass in zip(codes.values(), disassembled([*codes.values()], arch), strict=True)
-    ]
+    found = [row_of(code, sass) for code, sass in zip(codes.values(), disassembled([*codes.values()], arch), strict=True)]
     labels = [label(spec) for spec in codes]
     assert len(set(labels)) == len(labels), "two specialisations have one label"
     return dict(zip(labels, found, strict=True))
@@ -36,9 +34,7 @@ def rows(specs: Mapping[Specialisation, str], arch: int) -> dict[str, Row]:
 def label(spec: Specialisation) -> str:
     """A specialisation in one line: its constants, its operands' types, options that are not the usual ones."""
     constants = " ".join(f"{name}={value}" for name, value in spec.constants if value is not None)
-    operands = " ".join(
-        f"{name}:{kind.lstrip('*')}" for name, kind in spec.signature if kind != "i32" and name != "scalars"
-    )
+    operands = " ".join(f"{name}:{kind.lstrip('*')}" for name, kind in spec.signature if kind != "i32" and name != "scalars")
     loose = [n for n, kind in spec.signature if kind.startswith("*") and n not in spec.aligned]
     options = [f"{k}={v}" for k, v in spec.options if (k, v) not in (("num_warps", 4), ("num_stages", 3))]
     parts = [spec.name, constants, operands, " ".join([*options, *(f"{n} unaligned" for n in loose)])]
@@ -75,9 +71,7 @@ def wrong(name: str, row: Row) -> list[str]:
     if row["shared"] > SHARED:
         found.append(f"{name}: {row['shared']} bytes of shared memory, at most {SHARED}")
     if row.get("HGMMA", 0) >= 8 and row["WARPGROUP"] >= 2 * row["HGMMA"]:
-        found.append(
-            f"{name}: each of {row['HGMMA']} products is waited for before the next: ptxas has serialized them"
-        )
+        found.append(f"{name}: each of {row['HGMMA']} products is waited for before the next: ptxas has serialized them")
     if name.startswith("hopper_gemm") and not all(row.get(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")):
         found.append(f"{name}: not done by HGMMA, UTMALDG and UTMASTG: {row}")
     return found
@@ -136,9 +130,7 @@ def _writers(code: Iterable[tuple[str, str, str]], registers: set[int]) -> list[
         if op.startswith("WARPGROUP.DEPBAR"):
             break
         to = None if op.startswith(NO_RESULT) else re.match(r"(?:U?P\w+, )?R(\d+)", args)
-        size = (
-            4 if ".128" in op or op.endswith(".4") else 2 if ".64" in op or "WIDE" in op or op.startswith("CS2R") else 1
-        )
+        size = 4 if ".128" in op or op.endswith(".4") else 2 if ".64" in op or "WIDE" in op or op.startswith("CS2R") else 1
         if to and registers & set(range(int(to[1]), int(to[1]) + size)):
             found.append(f"{at}: {op} {args}")
     return found

@@ -19,11 +19,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, length, heads, head size): length 1, primes, one more than a block, heads that are and are not a power of two
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (1, 129, 1, 20), (1, 64, 2, 80)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-TILES = {
-    "forward": AttentionConfig(64, 32, 4, 1),
-    "keys": AttentionConfig(32, 64, 4, 1),
-    "queries": AttentionConfig(64, 32, 4, 1),
-}
+TILES = {"forward": AttentionConfig(64, 32, 4, 1), "keys": AttentionConfig(32, 64, 4, 1), "queries": AttentionConfig(64, 32, 4, 1)}
 
 check_op = partial(check.check_op, target=replace(PLAIN, config=TILES))
 ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
@@ -89,11 +85,7 @@ def test_keys_in_smaller_blocks_than_queries(monkeypatch):
 def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
     """A last piece that is full, begun, and not there at all."""
     monkeypatch.setitem(attention_config.MAX_HEAD_SIZE_DKV, "bf16", 128)
-    check_op(
-        ops.AttentionBackward,
-        **backward_case((2, 37, 2, D), dtype, rate=rate),
-        modes=ADDED,
-    )
+    check_op(ops.AttentionBackward, **backward_case((2, 37, 2, D), dtype, rate=rate), modes=ADDED)
 
 
 def test_dk_and_dv_of_wide_heads_that_serve_several(monkeypatch):
@@ -144,14 +136,10 @@ each_bound = pytest.mark.parametrize("shape, groups, bounds", BOUNDED, ids=str)
 def test_bounded(shape, groups, bounds, dtype):
     more = {"groups": groups, "packed": shape[1] % 2 == 0, **bounded(**bounds)}
     check_op(ops.Attention, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))
-    check_op(
-        ops.AttentionBackward, **backward_case(shape, dtype, **more), modes=ADDED if more["packed"] else {"dk": "add"}
-    )
+    check_op(ops.AttentionBackward, **backward_case(shape, dtype, **more), modes=ADDED if more["packed"] else {"dk": "add"})
 
 
-@pytest.mark.parametrize(
-    "shape, groups, rate", [((2, 67, 2, 20), 2, 0.0), ((1, 130, 4, 16), 2, 0.3), ((1, 64, 1, 32), 1, 0.0)]
-)
+@pytest.mark.parametrize("shape, groups, rate", [((2, 67, 2, 20), 2, 0.0), ((1, 130, 4, 16), 2, 0.3), ((1, 64, 1, 32), 1, 0.0)])
 @each_dtype
 @pytest.mark.extended
 def test_over_all_keys(shape, groups, rate, dtype):
@@ -187,9 +175,7 @@ def test_cached(dtype, pos, T):
 
 @each_dtype
 @each_packing
-@pytest.mark.parametrize(
-    "heads, groups, pos, T", [(6, 2, 0, 1), (3, 1, 37, 7), (6, 2, 40, 16), (20, 1, 60, 1), (6, 2, 70, 40)]
-)
+@pytest.mark.parametrize("heads, groups, pos, T", [(6, 2, 0, 1), (3, 1, 37, 7), (6, 2, 40, 16), (20, 1, 60, 1), (6, 2, 70, 40)])
 @pytest.mark.extended
 def test_cached_with_grouped_heads(dtype, packed, heads, groups, pos, T):
     """The heads of a group are rows of one block: of several tokens, of a part of one. Of 16 tokens after 40 the first block needs

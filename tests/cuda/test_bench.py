@@ -41,14 +41,7 @@ def test_the_product_of_the_peak_is_done_in_every_turn(gpu):
     a, b = R.integers(-3, 4, (32, 16)).astype(np.float32), R.integers(-3, 4, (16, 16)).astype(np.float32)
     kinds = {"out": "*fp32", "a": "*fp32", "b": "*fp32", "iterations": "i32"}
     constants = {"ROWS": 32, "COLS": 16, "DEPTH": 16}
-    got = run(
-        gpu,
-        microbenchmarks.peak,
-        kinds,
-        {"out": np.zeros(3, np.float32), "a": a, "b": b, "iterations": 5},
-        constants,
-        3,
-    )
+    got = run(gpu, microbenchmarks.peak, kinds, {"out": np.zeros(3, np.float32), "a": a, "b": b, "iterations": 5}, constants, 3)
     assert np.array_equal(got["out"], [5 * (a @ b).sum()] * 3)
 
 

@@ -59,10 +59,7 @@ FORMS = {
 def form(name: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     rows, N, K, wave = FORMS[name]
     monkeypatch.setattr(gemm_config, "WAVE", wave)
-    given = {
-        "a": tokens(pack(signs(1, rows, K)), "i32"),
-        "b": persistent(pack(signs(N, K, seed=2)), "i32", "state"),
-    }
+    given = {"a": tokens(pack(signs(1, rows, K)), "i32"), "b": persistent(pack(signs(N, K, seed=2)), "i32", "state")}
     return Case(ops.BinaryMatmul, given, {"columns": K, "dtype": "fp32"}, {}, {}, {}, (2, rows + 3), {})
 
 
@@ -85,10 +82,7 @@ def test_a_form_as_it_is_compiled(name, arch, monkeypatch):
         n: partial(launch.execute, arch=arch, run=run, counts=counts)
         for n, run in list(launch.RUNS.items())[: 2 if arch == 80 else 1]
     }
-    check_case(
-        form(name, monkeypatch),
-        {n: partial(InterpretedSession, target=Target(arch), execute=e) for n, e in ways.items()},
-    )
+    check_case(form(name, monkeypatch), {n: partial(InterpretedSession, target=Target(arch), execute=e) for n, e in ways.items()})
     twice = {text for text, n in counts.passes.items() if n > counts.needed[text]}
     assert not {text for text in twice if not text.startswith("cp.async.ca")}, twice
     assert any("ldmatrix" in text for text in counts.passes) and not (twice and FORMS[name][2] // 32 % 4 == 0)
@@ -116,9 +110,7 @@ def test_a_fault_of_the_kernel_shows(name, monkeypatch):
             gluon_block.execute(spec, values, grid, way == "early", kernel)
 
     with pytest.raises((AssertionError, gluon_stub.Fault)):
-        check_case(
-            form("four at a time", monkeypatch), {"": partial(InterpretedSession, target=TENSOR_CORES, execute=execute)}
-        )
+        check_case(form("four at a time", monkeypatch), {"": partial(InterpretedSession, target=TENSOR_CORES, execute=execute)})
 
 
 FAULTS = {
@@ -146,9 +138,7 @@ def test_a_fault_of_the_compiled_code_shows(name, monkeypatch):
     monkeypatch.setattr(launch, "code_of", changed)
     execute = partial(launch.execute, arch=80, run=Run(seed=1, poison=0xFF, late=True))
     with pytest.raises((AssertionError, Fault), match=message):
-        check_case(
-            form("four at a time", monkeypatch), {"": partial(InterpretedSession, target=TENSOR_CORES, execute=execute)}
-        )
+        check_case(form("four at a time", monkeypatch), {"": partial(InterpretedSession, target=TENSOR_CORES, execute=execute)})
 
 
 def product(target: Target, rows: int, N: int, K: int) -> Specialisation:

@@ -22,11 +22,7 @@ from tests.simulators.mock_nccl import Nccl
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("barellm", "anatomy", "benchmarks", "tests/simulators", "tests/cuda")
 FUNCTION, TYPE, MEMBER = re.compile(r"cu[A-Z]\w+"), re.compile(r"CU[a-z]\w+"), re.compile(r"(CU|CUDA)_[A-Z]\w+")
-BY_NAME = {
-    "call": (1, None),
-    "finalizer": (2, None),
-    "wait": (1, 2),
-}  # what calls a function by its name: where its arguments are
+BY_NAME = {"call": (1, None), "finalizer": (2, None), "wait": (1, 2)}  # what calls a function by its name: where its arguments are
 BY_CTYPES = {"cuTensorMapEncodeTiled"}  # the library's own function, which has an argument for its result
 RETURNS = re.compile(r"^( *)Returns\n *-+\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -110,13 +106,7 @@ def calls(parsed: dict[str, ast.Module]) -> list[Use]:
 @pytest.mark.extended
 def test_every_call_of_the_driver_is_one_of_the_bindings():
     found = calls(trees())
-    assert {name for _, name, _ in found} >= {
-        "cuInit",
-        "cuLaunchKernelEx",
-        "cuMemFree",
-        "cuKernelGetParamInfo",
-        "cuEventQuery",
-    }
+    assert {name for _, name, _ in found} >= {"cuInit", "cuLaunchKernelEx", "cuMemFree", "cuKernelGetParamInfo", "cuEventQuery"}
     assert not wrong_calls(found)
 
 
@@ -157,9 +147,7 @@ def test_the_mock_takes_and_gives_as_much_as_the_bindings():
         name = function.name
         wanted = arity(getattr(driver, name)) + (name in BY_CTYPES)
         assert arity(getattr(Gpu, name)) - 1 == wanted, name
-        given = [
-            n.value.elts for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)
-        ]
+        given = [n.value.elts for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
         assert given or name in BY_CTYPES, name
         for elements in given:
             if not any(isinstance(one, ast.Starred) for one in elements):
@@ -206,8 +194,7 @@ def test_fields_of_structures_are_those_of_the_bindings():
     fields = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and "config" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
+        if isinstance(node, ast.Attribute) and "config" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
     }
     assert {"gridDimX", "blockDimX", "sharedMemBytes", "hStream"} <= fields <= set(dir(config))
     for field in fields - {"hStream"}:
@@ -238,9 +225,7 @@ def test_every_call_of_nccl_is_one_of_nccl4py(real_nccl):
 
 def test_no_word_of_the_mock_is_other_than_nccl4pys(real_nccl):
     """Functions and the names of their parameters."""
-    names = [
-        name for name, f in vars(Nccl).items() if inspect.isfunction(f) and not name.startswith("_") and name != "left"
-    ]
+    names = [name for name, f in vars(Nccl).items() if inspect.isfunction(f) and not name.startswith("_") and name != "left"]
     assert len(names) >= 10
     for name in names:
         parameters = list(inspect.signature(getattr(real_nccl, name)).parameters)

@@ -43,6 +43,4 @@ def test_gradients_have_as_much_scratch_as_the_most_parts_need():
 
 def test_gradients_of_tokens_in_parts():
     """So many tokens that their sum is split."""
-    check_op(
-        ops.BlockMatmulDw, **block_case(ops.BlockMatmulDw, LAYOUTS["one of 64"], "fp32", batch=2, seq=601, mode="add")
-    )
+    check_op(ops.BlockMatmulDw, **block_case(ops.BlockMatmulDw, LAYOUTS["one of 64"], "fp32", batch=2, seq=601, mode="add"))

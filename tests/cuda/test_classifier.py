@@ -92,9 +92,7 @@ def test_cross_entropy_backward(shape, dtype, mode):
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(
-    "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
-)
+@pytest.mark.parametrize("sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str)
 @pytest.mark.extended
 def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, monkeypatch):
     """Of a whole small model; its 33 tokens make three chunks, the last not full, and of fewer tokens some are empty."""
@@ -102,9 +100,7 @@ def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, activation, 
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     found = check_network(SmallTiles, compute=compute, limit=limit, bias=bias, sizes=sizes, activation=activation)
     assert found >= {"classifier", "classifier_loss", f"linear_{activation}", f"matmul_dx_{activation}"}
-    assert found <= {f.name for f in FUSIONS} | {
-        getattr(ops, name).name for name in ops.__all__ if name != "ACTIVATIONS"
-    }
+    assert found <= {f.name for f in FUSIONS} | {getattr(ops, name).name for name in ops.__all__ if name != "ACTIVATIONS"}
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])

@@ -37,9 +37,7 @@ def text(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.parametrize(
-    "words", [["train", "--data", "no/such/file"], ["sample", "no/such/run"], ["eval", "no/such/run"]]
-)
+@pytest.mark.parametrize("words", [["train", "--data", "no/such/file"], ["sample", "no/such/run"], ["eval", "no/such/run"]])
 def test_without_a_gpu_a_command_says_so_before_anything_else(monkeypatch, capsys, words):
     gpu = Gpu()
     gpu.errors["cuInit"] = 100
@@ -53,9 +51,7 @@ def test_without_a_gpu_a_command_says_so_before_anything_else(monkeypatch, capsy
 def test_doctor_describes_the_gpu_or_what_is_missing_for_it(gpu, text, capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["gpu"]
-    assert (
-        found["device cuda"] == "Mock GPU" and found["compute capability"] == "8.0" and found["driver"] == "CUDA 13.0"
-    )
+    assert found["device cuda"] == "Mock GPU" and found["compute capability"] == "8.0" and found["driver"] == "CUDA 13.0"
     assert found["cubin cache"].endswith("cubins: 0 kernels")
     gpu.version = 12000
     assert main(["doctor"]) == 0
@@ -84,9 +80,7 @@ def test_a_run_moves_between_backends(gpu, text, tmp_path, capsys):
     for device in ("cpu", "cuda"):
         assert main(["eval", str(run), "--tokens", "64", "--device", device, "--json"]) == 0
         nats.append(last(capsys)["nats"])
-        assert (
-            main(["sample", str(run), "--max-new-tokens", "4", "--temperature", "0", "--device", device, "--json"]) == 0
-        )
+        assert main(["sample", str(run), "--max-new-tokens", "4", "--temperature", "0", "--device", device, "--json"]) == 0
         assert len(last(capsys)["tokens"]) == 4
     assert "skinny_gemm" in {name for name, _ in gpu.launched}  # a token at a time
     assert nats[0] == pytest.approx(nats[1], rel=1e-3)

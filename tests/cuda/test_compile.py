@@ -45,10 +45,7 @@ def moved(y, x, first, out):
 
 
 def maps() -> tuple[Lowering, dict[str, Tensor]]:
-    t = {
-        n: Tensor(n, s, d, "input")
-        for n, s, d in [("x", (40, 256), "bf16"), ("y", (16, 64), "bf16"), ("o", (40,), "fp32")]
-    }
+    t = {n: Tensor(n, s, d, "input") for n, s, d in [("x", (40, 256), "bf16"), ("y", (16, 64), "bf16"), ("o", (40,), "fp32")]}
     c = Lowering(Op(dict(t), {}), Target(90))
     x = TensorMap(part(t["x"]), "bf16", lambda s: s.seq, 192, (16, 64), 256)
     y = TensorMap(part(t["y"]), "bf16", 16, 64, (16, 64), 64)
@@ -171,9 +168,7 @@ def test_the_key_has_everything_that_decides_the_code(monkeypatch):
             SCALED.function, SCALED.signature, SCALED.constants, (("num_stages", 3), ("num_warps", 8)), SCALED.aligned
         )
         loose = Specialisation(SCALED.function, SCALED.signature, SCALED.constants, SCALED.options, ())
-        block = Specialisation(
-            SCALED.function, SCALED.signature, (("BLOCK", 512), ("FACTOR", 2)), SCALED.options, SCALED.aligned
-        )
+        block = Specialisation(SCALED.function, SCALED.signature, (("BLOCK", 512), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
         return [cuda_compile._path(SCALED, 80), *(cuda_compile._path(s, 90) for s in (SCALED, warps, loose, block))]
 
     before = keys()
@@ -234,9 +229,7 @@ def test_helpers_compile_the_same_bytes(cache):
     assert job[:2] == ["tests.cuda.specs", "scaled"]
 
 
-@pytest.mark.parametrize(
-    "found, text", [(None, "needs triton 3.6.0: pip install"), ("3.7.1", "triton 3.7.1 is installed")]
-)
+@pytest.mark.parametrize("found, text", [(None, "needs triton 3.6.0: pip install"), ("3.7.1", "triton 3.7.1 is installed")])
 def test_another_compiler_or_none_is_refused_where_one_is_needed(cache, monkeypatch, found, text):
     def version(name: str) -> str:
         if found is None:

@@ -79,9 +79,7 @@ def test_all_three_roles(library, dtype, shape):
     bounds = {"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}
     for mode, accumulate in (("store", 0), ("start", 0), ("start", 1), ("add", 0)):
         check_op(ops.MatmulDw, {"dy": dy, "x": x}, bounds, {"dweight": mode}, {"accumulate": accumulate})
-    assert library is None or (
-        len(library.done) == 2 * 7 and {"fp32 none float32", "fp32 none float32 adds"} <= set(library.done)
-    )
+    assert library is None or (len(library.done) == 2 * 7 and {"fp32 none float32", "fp32 none float32 adds"} <= set(library.done))
 
 
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
@@ -103,12 +101,7 @@ def test_what_is_fused_means_its_sequence(library, build, compute, limit, bias):
 
 def test_what_it_does_not_have_stays_ours():
     """Rows of other than multiples of 16 bytes."""
-    for N, K, dtype, library in (
-        (24, 16, "bf16", True),
-        (20, 16, "bf16", False),
-        (20, 16, "fp32", True),
-        (24, 17, "fp32", False),
-    ):
+    for N, K, dtype, library in ((24, 16, "bf16", True), (20, 16, "bf16", False), (20, 16, "fp32", True), (24, 17, "fp32", False)):
         program = Program(Store(), compute=dtype)
         gemms.append(program, gemms.Gemm("", "matmul", N, K, 9), 0)
         (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
@@ -179,9 +172,7 @@ def test_without_the_library(gpu, monkeypatch):
 
     monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", nothing)
     cublaslt.functions.cache_clear()
-    with pytest.raises(
-        UserError, match=r"needs NVIDIA's libcublasLt, and none was found here: pip install nvidia-cublas$"
-    ):
+    with pytest.raises(UserError, match=r"needs NVIDIA's libcublasLt, and none was found here: pip install nvidia-cublas$"):
         CudaSession(gemm_program(), matmul="cublaslt")
     assert "cuMemAlloc" not in gpu.calls
 

@@ -85,9 +85,7 @@ def test_gradients_of_the_loss_are_multiplied_by_its_scale(small_blocks, mode, p
 def test_fused_ops_mean_their_sequence(activation, monkeypatch):
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: 2)
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
-    found = check_network(
-        InterpretedSession, compute="fp16", limit=4e-3, bias=True, sizes=(24, 40, 53), activation=activation
-    )
+    found = check_network(InterpretedSession, compute="fp16", limit=4e-3, bias=True, sizes=(24, 40, 53), activation=activation)
     assert found >= {"classifier", "classifier_loss"}
 
 
@@ -167,11 +165,7 @@ def test_evaluation_and_decoding_equal_the_references(gpu):
 def test_fp16_is_cut_as_bf16_is(arch):
     def launches(compute: str) -> list[tuple[str, tuple]]:
         p = open_session(lambda programs: programs, MODEL, SHAPE, compute)
-        found = (
-            lower_and_plan({"forward_backward": p["forward_backward"]}, Target(arch))
-            .lowered["forward_backward"]
-            .launches
-        )
+        found = lower_and_plan({"forward_backward": p["forward_backward"]}, Target(arch)).lowered["forward_backward"].launches
         cuts = ("BM", "BN", "BK", "DP", "DC", "BLOCK", "GROUP")
         return [(c.spec.name, tuple(kv for kv in c.spec.constants if kv[0] in cuts), c.spec.options) for c in found]
 

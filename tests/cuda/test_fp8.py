@@ -66,9 +66,7 @@ def test_where_scales_come_from():
         check_op(op_type, **case)
 
 
-@pytest.mark.parametrize(
-    "way, compute, limit", [("static", "bf16", 6e-2), ("delayed", "fp32", 1e-5), ("floating", "bf16", 6e-2)]
-)
+@pytest.mark.parametrize("way, compute, limit", [("static", "bf16", 6e-2), ("delayed", "fp32", 1e-5), ("floating", "bf16", 6e-2)])
 @pytest.mark.extended
 def test_a_network_with_a_classifier_in_8_bits(way, compute, limit):
     declare = partial(transposed_network, C=24, F=41, V=53, activation="relu2", scaling=WAYS[way])

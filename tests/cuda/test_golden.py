@@ -55,9 +55,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 GPT2 = ModelConfig(layers=1)
 ODD = ModelConfig(layers=1, heads=3, d_model=51, vocab_size=101, padded_vocab=101, max_seq=37)
 LLAMA = Llama(layers=1, tied=False)
-ODD_LLAMA = Llama(
-    layers=1, heads=6, kv_heads=2, d_model=60, d_ff=51, vocab_size=101, padded_vocab=101, max_seq=37, tied=False
-)
+ODD_LLAMA = Llama(layers=1, heads=6, kv_heads=2, d_model=60, d_ff=51, vocab_size=101, padded_vocab=101, max_seq=37, tied=False)
 SMALL = ModelConfig(layers=1, heads=2, d_model=64, vocab_size=320, padded_vocab=320, max_seq=64)
 
 
@@ -96,13 +94,7 @@ def hopper_products() -> dict[Specialisation, str]:
 
     def product(role: str, out: Tensor, N: int = N, **operands: Any) -> None:
         shapes = {"nt": ((tokens, K), (N, K)), "nn": ((tokens, N), (N, K)), "tn": ((tokens, N), (tokens, K))}[role]
-        given = {
-            "out": out,
-            "a": matrix(*shapes[0]),
-            "b": matrix(*shapes[1]),
-            "rows": lambda s: s.tokens,
-            "most": tokens,
-        }
+        given = {"out": out, "a": matrix(*shapes[0]), "b": matrix(*shapes[1]), "rows": lambda s: s.tokens, "most": tokens}
         given |= {"N": N, "K": K, **operands}
         assert fits(c, role, **given)
         launch_gemm(c, role, **given)
@@ -123,9 +115,7 @@ def hopper_products() -> dict[Specialisation, str]:
 def muon_specs(compute: str) -> dict[Specialisation, str]:
     """What updates GPT-2's matrices by Muon, with everything that it may do."""
     config = OptimConfig(name="muon", normuon=0.95, cautious=True)
-    _, programs = build(
-        GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config, hidden=HIDDEN)
-    )
+    _, programs = build(GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config, hidden=HIDDEN))
     found = lower_and_plan({"optimizer_step": programs["optimizer_step"]}, Target(90)).specs
     return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
 
@@ -163,15 +153,7 @@ def transposed_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if op.startswith(("softcapped", "matmul"))})
 
 
-GATES = (
-    "mix",
-    "mix_backward",
-    "gate_logits",
-    "gate_logits_backward",
-    "gated",
-    "gated_backward",
-    "cast_rows",
-)
+GATES = ("mix", "mix_backward", "gate_logits", "gate_logits_backward", "gated", "gated_backward", "cast_rows")
 
 
 def gates_specs(compute: str) -> dict[Specialisation, str]:
@@ -190,9 +172,7 @@ def ranks_specs() -> dict[Specialisation, str]:
     """What the second of three ranks launches in the update that one process does not, and what it launches on shares."""
     config = preset("gpt2-124m")
     config = replace(config, model=GPT2, train=replace(config.train, micro_batch_size=6, dtype="bf16"))
-    found = lower_and_plan(
-        {"optimizer_step": build_programs(config, ranks=Planned(1, 3))["optimizer_step"]}, Target(90)
-    ).specs
+    found = lower_and_plan({"optimizer_step": build_programs(config, ranks=Planned(1, 3))["optimizer_step"]}, Target(90)).specs
     return one_of_each({s: op for s, op in found.items() if s.name in ("sum_over_ranks", "sum_squares", "adamw")})
 
 
@@ -255,9 +235,7 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"forward_backward": p}, Target(90)).specs
-    return one_of_each(
-        {s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".group_norm"))}
-    )
+    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".group_norm"))})
 
 
 def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
@@ -281,9 +259,7 @@ def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
     saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute, distances=distances)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
-    return {
-        s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("block_sparse_")
-    }
+    return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("block_sparse_")}
 
 
 def block_product_specs(compute: str) -> dict[Specialisation, str]:
@@ -321,9 +297,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
     "gpt2-124m fp16": lambda: one_of_each(specs(GPT2, 64, "fp16", 90)),
-    "GEMM in TF32": lambda: one_of_each(
-        {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
-    ),
+    "GEMM in TF32": lambda: one_of_each({s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}),
     "GEMM on Hopper": hopper_products,
     "llama-124m bf16": lambda: llama_specs(LLAMA, 64, "bf16"),
     "odd Llama fp32": lambda: llama_specs(ODD_LLAMA, 3, "fp32"),
@@ -417,9 +391,7 @@ def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, mon
 def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     """Widths that no vector divides, and so many tokens that they take the largest tile."""
     model = ModelConfig(layers=1, heads=6, d_model=384, vocab_size=65, padded_vocab=65, max_seq=256)
-    found = {
-        s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
-    }
+    found = {s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()}
     assert any(dict(s.constants)["BM"] == 128 for s in found)
     clean(rows(found, 90))
 

@@ -101,15 +101,11 @@ def test_what_a_stage_kept_outlives_it(tmp_path, monkeypatch, children):
     )
     assert runner.run_all(every, tmp_path, small=True, mock=False) == 1
     found = json.loads((tmp_path / "gpu-check.json").read_text())["stages"]
-    assert (
-        found["fails"]["status"] == "failed" and found["fails"]["rows"] == [1] and found["fails"]["exit_status"] == -11
-    )
+    assert found["fails"]["status"] == "failed" and found["fails"]["rows"] == [1] and found["fails"]["exit_status"] == -11
     assert found["hangs"]["status"] == "ran past its limit" and found["hangs"]["rows"] == [2]
     assert found["fails"]["gpu_answers"] is None  # there is none here
     pid = int((tmp_path / "pid").read_text())
-    assert (
-        not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    )
+    assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 NONSENSE = Stage("correct", "correct", "nonsense", 60, "no such stage")
@@ -204,10 +200,7 @@ def test_a_rung_s_time_begins_with_its_first_launch(tmp_path, monkeypatch):
         began = clock.began
         driver.call("cuGraphLaunch", 1, 2)
     driver.call("cuGraphLaunch", 1, 2)
-    assert seen == [
-        ("cuMemAlloc", False),
-        *[("cuLaunchKernelEx", True), ("cuGraphLaunch", True), ("cuGraphLaunch", True)],
-    ]
+    assert seen == [("cuMemAlloc", False), *[("cuLaunchKernelEx", True), ("cuGraphLaunch", True), ("cuGraphLaunch", True)]]
     assert clock.began == began and scale.left_s > 1.0
 
 
@@ -273,10 +266,7 @@ def test_what_stands_on_a_rung_that_broke_is_left_out(tmp_path, capsys):
     """A branch ends with what broke it, and all of them where the GPU does not answer any more; what did not run is no reason."""
     by_name = {s.name: s for s in STAGES}
     good = {"status": "done", "bars": [bars.holds("right", True)]}
-    missed, hung = (
-        {"status": "done", "bars": [bars.bar("wrong cases", 1, 0, at_most=True)]},
-        {"status": "ran past its limit"},
-    )
+    missed, hung = ({"status": "done", "bars": [bars.bar("wrong cases", 1, 0, at_most=True)]}, {"status": "ran past its limit"})
     assert not runner.left_out(by_name["ring"], {"tile": good}) and not runner.left_out(by_name["ring"], {})
     for bad in (missed, hung):
         assert runner.left_out(by_name["ring"], {"tile": bad}) == "tile did not go well"
@@ -349,10 +339,7 @@ def test_four_long_sequences_are_all_hopper_s():
 
 def test_the_table_says_what_was_reached():
     stages = {
-        "step": {
-            "status": "done",
-            "bars": [bars.bar("faster", 1.2, 1.15, "x"), bars.bar("memory", 9000, 8000, at_most=True)],
-        },
+        "step": {"status": "done", "bars": [bars.bar("faster", 1.2, 1.15, "x"), bars.bar("memory", 9000, 8000, at_most=True)]},
         "gemm": {"status": "done", "bars": [bars.bar("of cuBLAS", None, 0.95), bars.holds("equal", True)]},
         "start": {"status": "done", "skipped": "no peer"},
     }

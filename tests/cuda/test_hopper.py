@@ -276,9 +276,7 @@ def test_columns_of_wider_tensors(small_waves, op_type, dtype, monkeypatch):
 @pytest.mark.parametrize("first, whole, kernel", [(8, 88, "hopper_gemm"), (8, 84, "gemm"), (4, 88, "gemm")])
 def test_views_whose_rows_begin_elsewhere_than_at_16_bytes_are_tritons(small_waves, first, whole, kernel):
     p = Program(Store(), compute="bf16")
-    p.linear(
-        View(p.input("x", (Dim("batch", 2), Dim("seq", 90), whole), "bf16"), first, 72), p.parameter("w", (128, 72))
-    )
+    p.linear(View(p.input("x", (Dim("batch", 2), Dim("seq", 90), whole), "bf16"), first, 72), p.parameter("w", (128, 72)))
     assert [call.spec.name for call in lower_and_plan({"op": p}, small_waves).calls["op"]] == [kernel]
 
 
@@ -324,9 +322,7 @@ def test_a_bias_s_gradient_comes_with_its_weight_s(small_waves, monkeypatch, par
     p.apply(ops.MatmulDw, into={"dweight": (into["dweight"], mode)}, dy=dy, x=x)
     session, oracle = InterpretedSession({"op": p}, target=small_waves), ReferenceSession({"op": p})
     assert [launch.spec.name for launch in session.lowered["op"].launches] == kernels
-    for i, (name, shape) in enumerate(
-        {"x": (2, 133, 72), "dy": (2, 133, N), "dweight": (N, 72), "dbias": (N,)}.items()
-    ):
+    for i, (name, shape) in enumerate({"x": (2, 133, 72), "dy": (2, 133, N), "dweight": (N, 72), "dbias": (N,)}.items()):
         for s in (session, oracle):
             s.write(name, stored(operand(*shape, seed=i + 1), "bf16" if len(shape) == 3 else "fp32"))
     for s in (session, oracle):
@@ -365,9 +361,7 @@ def sloped(name: str) -> Callable[..., None]:
 
 def sloped_transposed(p: Program, x, w, b):
     y = p.apply(ops.Matmul, x=x, weight=w).y
-    p.output(
-        "y", p.apply(ACTIVATIONS["relu2"].backward, dy=y, x=p.input("pre", (*x.shape[:-1], w.shape[0]), "bf16")).dx
-    )
+    p.output("y", p.apply(ACTIVATIONS["relu2"].backward, dy=y, x=p.input("pre", (*x.shape[:-1], w.shape[0]), "bf16")).dx)
 
 
 FUSED = [linear, linear_residual, *map(activated, COMMON), *map(sloped, COMMON), sloped_transposed]

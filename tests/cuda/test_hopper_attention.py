@@ -179,9 +179,7 @@ def test_tiles_are_done_once_and_evenly(seq, heads):
         assert max(blocks) <= 1.1 * sum(blocks) / 132
 
 
-@pytest.mark.parametrize(
-    "D, dtype, groups, packed", [(64, "bf16", 2, True), (64, "bf16", 1, True), (128, "fp16", 2, False)]
-)
+@pytest.mark.parametrize("D, dtype, groups, packed", [(64, "bf16", 2, True), (64, "bf16", 1, True), (128, "fp16", 2, False)])
 def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
     shape, plan = (2, 131, 2, D), (3, 150)
     subject = tuning.AttentionProblem("forward", dtype, *plan, 2, D, kv_heads=groups % 2)
@@ -203,9 +201,7 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
 def test_it_is_no_choice_where_it_does_not_fit():
     def names(**changes):
         fields = {"operation": "forward", "dtype": "bf16", "batch": 1, "seq": 256, "heads": 2, "head": 64}
-        return [
-            t.warp_specialized for t in tuning.AttentionProblem(**fields | changes).all_configs(changes.pop("arch", 90))
-        ]
+        return [t.warp_specialized for t in tuning.AttentionProblem(**fields | changes).all_configs(changes.pop("arch", 90))]
 
     assert sum(names()) == 1
     for role in ("forward", "queries", "keys"):
@@ -217,10 +213,7 @@ def test_it_is_no_choice_where_it_does_not_fit():
     backward = attention_config.WARP_SPECIALIZED_BACKWARD["keys", 64]
     assert not attention_config.bitwise_equal("keys", backward, AttentionConfig(64, 128, 8, 2))
     forward = attention_config.WARP_SPECIALIZED[64]
-    assert (
-        not attention_config.bitwise_equal("forward", forward, AttentionConfig(128, 128, 8, 2))
-        and not usual.warp_specialized
-    )
+    assert not attention_config.bitwise_equal("forward", forward, AttentionConfig(128, 128, 8, 2)) and not usual.warp_specialized
 
 
 def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():

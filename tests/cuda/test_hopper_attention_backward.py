@@ -82,8 +82,7 @@ def launch(keys, batch, seq, heads, D, *, stages, share=1, seed=1, dtype=BF16, s
         "DKV_STRIDES": (written["dx"].shape[1], groups * D if keys else 0),
     }  # fmt: skip
     return args, [
-        (written[n], joined(results[n]), joined(limits[n]) + rounding * np.abs(joined(results[n])) + least)
-        for n in written
+        (written[n], joined(results[n]), joined(limits[n]) + rounding * np.abs(joined(results[n])) + least) for n in written
     ]
 
 
@@ -176,9 +175,7 @@ ONE = {  # of which one result is enough
     ),
 }  # fmt: skip
 ALL = ONE | {
-    f"{name}: {result}": (f"{sizes}, {result}", *edit)
-    for name, (sizes, *edit) in MUTANTS.items()
-    for result in ("keys", "queries")
+    f"{name}: {result}": (f"{sizes}, {result}", *edit) for name, (sizes, *edit) in MUTANTS.items() for result in ("keys", "queries")
 }
 
 
@@ -240,9 +237,7 @@ def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed
     assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] in s.rivals(90) for s in subjects)
     attrs = backward_case((2, 131, 2, D), dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    check_case(
-        Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": partial(Session, config)}
-    )
+    check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": partial(Session, config)})
     keys = "attention_dkv" if modes else "hopper_attention_backward"
     assert Session.launched == [["attention_stats", keys, "hopper_attention_backward"]]
 

@@ -44,9 +44,7 @@ def test_constant_init(shape, dtype, missing):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16_i16", "fp16_fp32", "bf16_u16"])
-@pytest.mark.parametrize(
-    "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
-)
+@pytest.mark.parametrize("op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str)
 @pytest.mark.extended
 def test_a_parameter_that_begins_with_bf16(op_type, size, dtype):
     check_bf16_init(check_op, op_type, dtype, **size)

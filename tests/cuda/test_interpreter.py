@@ -126,10 +126,7 @@ def test_tensor_maps_read_zeros_outside_and_write_nothing_there():
     arrays = {t: np.zeros((6, 16), BF16) for t in (xs, ys)}
     arrays[xs][:5, :12] = np.arange(60).reshape(5, 12)
     c = Lowering(Op({"x": xs}, {}), PLAIN)
-    maps = {
-        "x": TensorMap(part(xs), "bf16", 5, 12, (8, 8), 16),
-        "y": TensorMap(part(ys), "bf16", lambda s: s.seq, 12, (8, 8), 16),
-    }
+    maps = {"x": TensorMap(part(xs), "bf16", 5, 12, (8, 8), 16), "y": TensorMap(part(ys), "bf16", lambda s: s.seq, 12, (8, 8), 16)}
     c.launch(boxed, maps, grid=lambda s: (1,), writes="y")
 
     def address(region):

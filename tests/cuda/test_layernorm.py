@@ -15,9 +15,7 @@ each_parameter_mode = pytest.mark.parametrize("mode", ["store", "add", "start", 
 # Rows of more than some IN_REGISTERS columns are walked in blocks; here, of more than 32.
 LONG = [(1, 3, 65), (2, 1, 384)]
 each_walk = pytest.mark.parametrize(
-    "shape, long",
-    [(s, False) for s in SHAPES] + [(s, True) for s in LONG],
-    ids=lambda v: "in blocks" if v is True else str(v),
+    "shape, long", [(s, False) for s in SHAPES] + [(s, True) for s in LONG], ids=lambda v: "in blocks" if v is True else str(v)
 )
 
 
@@ -77,9 +75,7 @@ def test_layernorm_dx(shape, dtype, mode, long, monkeypatch):
     given = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
     n = (x.values - mean.values[..., None]) * rstd.values[..., None]
     dn = np.abs(dy.values * weight.values)
-    size = rstd.values[..., None] * (
-        dn + dn.mean(-1, keepdims=True) + np.abs(n) * (dn * np.abs(n)).mean(-1, keepdims=True)
-    )
+    size = rstd.values[..., None] * (dn + dn.mean(-1, keepdims=True) + np.abs(n) * (dn * np.abs(n)).mean(-1, keepdims=True))
     bounds = {"dx": 8 * EPS * size + 4 * EPS}
     check_op(ops.LayerNormDx, given, modes={"dx": mode}, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 

@@ -74,9 +74,7 @@ def step() -> dict[str, tuple[Code, str]]:
     """Code and SASS of kernels of gpt2-124m's step at 64 x 1024."""
     _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)
     names = ("row_losses", "attention_forward", "attention_dkv", "attention_dq")
-    specs = [
-        s for s in lower_and_plan({"forward_backward": programs["forward_backward"]}, Target()).specs if s.name in names
-    ]
+    specs = [s for s in lower_and_plan({"forward_backward": programs["forward_backward"]}, Target()).specs if s.name in names]
     codes = compiled(specs, 90, processes=1).values()
     texts = disassembled([*codes], 90)
     return {code.name: (code, text) for code, text in zip(codes, texts, strict=True)}
@@ -166,9 +164,7 @@ def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
 def test_warpgroups_that_multiply_have_as_many_registers_as_the_page_says():
     """Before and after the warps with roles part: ptxas says how many a thread begins with, USETMAXREG what each has then."""
     _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)
-    spec = products_of(lower_and_plan({"forward_backward": programs["forward_backward"]}, Target()).specs)[
-        "nt", "gelu", True
-    ]
+    spec = products_of(lower_and_plan({"forward_backward": programs["forward_backward"]}, Target()).specs)["nt", "gelu", True]
     (code,) = compiled([spec], 90, processes=1).values()
     (sass,) = disassembled([code], 90)
     counts = {int(n, 0) for n in re.findall(r"USETMAXREG\S*\s+(0x\w+)", sass)}

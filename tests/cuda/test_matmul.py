@@ -159,9 +159,7 @@ FUSED = [*FORWARD, *map(sloped, COMMON)]
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 4e-3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(
-    "tile", [GemmConfig(32, 64, 16, 4, 2), GemmConfig(16, 256, 16, 4, 2)], ids=["one part", "four parts"]
-)
+@pytest.mark.parametrize("tile", [GemmConfig(32, 64, 16, 4, 2), GemmConfig(16, 256, 16, 4, 2)], ids=["one part", "four parts"])
 def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile):
     C, F = 35, 77
     p = Program(Store(), compute=compute)

@@ -38,13 +38,7 @@ def same_weights(session, oracle) -> None:
 
 
 def train_beside_the_references(
-    model: Any,
-    compute: str,
-    limit: float,
-    *,
-    shape: tuple[int, int] = SHAPE,
-    steps: int = 2,
-    **options,
+    model: Any, compute: str, limit: float, *, shape: tuple[int, int] = SHAPE, steps: int = 2, **options
 ) -> CudaSession:
     """Steps of two micro-batches, the second of other sizes. The session, still open."""
     oracle = open_session(ReferenceSession, model, shape, compute)
@@ -73,9 +67,7 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, model, compute, li
     train_beside_the_references(model, compute, limit)
 
 
-def evaluate_and_decode_beside_the_references(
-    model: Any, compute: str, limit: float, shape: tuple[int, int] = SHAPE
-) -> None:
+def evaluate_and_decode_beside_the_references(model: Any, compute: str, limit: float, shape: tuple[int, int] = SHAPE) -> None:
     oracle = open_session(ReferenceSession, model, shape, compute)
     session = open_session(CudaSession, model, shape, compute)
     session.run("init", seed=3)

@@ -10,14 +10,7 @@ import pytest
 
 from barellm.config import OptimConfig
 from barellm.cuda.kernel import Lowering, Table
-from barellm.cuda.kernels.optim.multi_tensor import (
-    entry_constants,
-    find_entry,
-    first_programs,
-    integer,
-    number,
-    pointer,
-)
+from barellm.cuda.kernels.optim.multi_tensor import entry_constants, find_entry, first_programs, integer, number, pointer
 from barellm.cuda.lang import device, tl
 from barellm.cuda.step import CudaSession
 from barellm.optim.adamw import adamw
@@ -120,9 +113,7 @@ def test_the_mock_looks_at_every_address_of_a_table(monkeypatch, wrong, field):
     column, entry = list(table.fields).index(field), table.entries - 1
     address = session.memory.address + wrong if wrong < 0 else wrong
     at = session._address(table) + 8 * (column * table.entries + entry)
-    session.memory.write(
-        at - session.memory.address, np.frombuffer(struct.pack("<q", address), np.uint8), session.stream
-    )
+    session.memory.write(at - session.memory.address, np.frombuffer(struct.pack("<q", address), np.uint8), session.stream)
     with pytest.raises(AssertionError, match="are not the device's"):
         session.run("optimizer_step", step=1, lr=0.1)
         session.synchronize()

@@ -117,9 +117,7 @@ def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path)
     machine.install(monkeypatch)
     monkeypatch.setattr(profile, "measured_ceiling", lambda device: CEILING)
     config = small(monkeypatch, **RECIPES["adamw"][0])
-    ours, theirs = each_rank(
-        2, lambda ranks: profile.measure(config, steps=1, folder=tmp_path, device="cuda", ranks=ranks)
-    )
+    ours, theirs = each_rank(2, lambda ranks: profile.measure(config, steps=1, folder=tmp_path, device="cuda", ranks=ranks))
     rows = ours["between_ranks"]
     assert [row["s"] for row in rows] == [row["s"] for row in theirs["between_ranks"]]
     seconds: dict[tuple[str, str], np.ndarray] = {}
@@ -314,9 +312,7 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
 
 def test_without_the_package_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"^several ranks on GPUs need the package nccl4py, which is not installed: pip"
-    ):
+    with pytest.raises(UserError, match=r"^several ranks on GPUs need the package nccl4py, which is not installed: pip"):
         nccl.bindings()
 
 
@@ -340,9 +336,7 @@ def test_a_library_that_is_not_there_is_named(machine, monkeypatch):
         raise RuntimeError('Failure finding "libnccl.so.2"\nin 3 places')
 
     monkeypatch.setattr(machine.nccl, "get_unique_id", missing, raising=False)
-    with pytest.raises(
-        UserError, match=r'^several ranks on GPUs need NVIDIA\'s NCCL .Failure finding "libnccl.so.2" in 3'
-    ):
+    with pytest.raises(UserError, match=r'^several ranks on GPUs need NVIDIA\'s NCCL .Failure finding "libnccl.so.2" in 3'):
         nccl.call("get_unique_id")
 
 

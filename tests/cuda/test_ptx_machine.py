@@ -60,10 +60,7 @@ def test_barrier_orders_what_warps_exchange():
 def found_wrong(body: str, want: list[int], threads: int = 128) -> bool:
     """Whether one of the runs fails, or gives something else."""
     try:
-        return any(
-            run(body, np.arange(128, dtype="u4"), "u4", threads=threads, how=how).tolist() != want
-            for how in RUNS.values()
-        )
+        return any(run(body, np.arange(128, dtype="u4"), "u4", threads=threads, how=how).tolist() != want for how in RUNS.values())
     except Fault:
         return True
 
@@ -207,9 +204,7 @@ def test_asynchronous_copy_that_is_read_too_early_shows():
 def test_copy_that_nobody_awaits_is_a_fault():
     with pytest.raises(Fault, match="while a copy is under way"):
         run(
-            COPY.replace("WAIT", "2")
-            .replace("ld.shared.b64 %rd5, [%r3+SECOND];", "")
-            .replace("cp.async.wait_group 0;", ""),
+            COPY.replace("WAIT", "2").replace("ld.shared.b64 %rd5, [%r3+SECOND];", "").replace("cp.async.wait_group 0;", ""),
             np.zeros(32, "u8"),
             "u8",
         )
@@ -228,18 +223,7 @@ def test_sectors_of_a_warp_are_counted():
 
 @pytest.mark.parametrize(
     "nbytes, stride, want",
-    [
-        (4, 4, 1),
-        (4, 8, 2),
-        (4, 128, 32),
-        (4, 0, 1),
-        (4, 132, 1),
-        (8, 8, 1),
-        (8, 16, 2),
-        (16, 16, 1),
-        (16, 128, 8),
-        (16, 144, 1),
-    ],
+    [(4, 4, 1), (4, 8, 2), (4, 128, 32), (4, 0, 1), (4, 132, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 128, 8), (16, 144, 1)],
 )
 def test_passes_over_the_banks(nbytes, stride, want):
     lanes = min(32, 128 // nbytes)

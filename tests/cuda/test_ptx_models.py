@@ -11,11 +11,7 @@ import pytest
 from barellm.cuda.step import CudaSession
 from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session, train
-from tests.cuda.test_models import (
-    MODEL,
-    evaluate_and_decode_beside_the_references,
-    train_beside_the_references,
-)
+from tests.cuda.test_models import MODEL, evaluate_and_decode_beside_the_references, train_beside_the_references
 from tests.simulators.mock import Gpu
 from tests.simulators.ptx.counts import Counts
 from tests.simulators.ptx.launch import RUNS, execute
@@ -55,8 +51,6 @@ def test_memory_is_asked_for_little_more_than_is_needed(monkeypatch):
     for name, found in counts.items():
         sectors, asked = found.sectors.total(), found.asked.total()
         passes, needed = found.passes.total(), found.needed.total()
-        print(
-            f"{name:20s} sectors {sectors / max(asked, 1):.2f}, passes {passes / max(needed, 1):.2f} of what would do"
-        )
+        print(f"{name:20s} sectors {sectors / max(asked, 1):.2f}, passes {passes / max(needed, 1):.2f} of what would do")
         assert sectors <= SECTORS[name] * asked, name
         assert passes <= PASSES[name] * needed, name

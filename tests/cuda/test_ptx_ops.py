@@ -91,15 +91,9 @@ def test_attention_in_windows_of_documents():
 
 def test_rope():
     angle = np.random.default_rng(3).uniform(0, 6, (17, 16))
-    given = {
-        "x": tokens(normal(2, 13, 160), "bf16"),
-        "cos": persistent(np.cos(angle)),
-        "sin": persistent(np.sin(angle)),
-    }
+    given = {"x": tokens(normal(2, 13, 160), "bf16"), "cos": persistent(np.cos(angle)), "sin": persistent(np.sin(angle))}
     bounds = {"y": 4 * EPS * (1 + np.abs(given["x"].values).max())}
-    check_op(
-        ops.Rope, given, bounds=bounds, scalars={"pos": 2}, heads=3, inverse=True, modes={"y": "add"}, plan=(3, 15)
-    )
+    check_op(ops.Rope, given, bounds=bounds, scalars={"pos": 2}, heads=3, inverse=True, modes={"y": "add"}, plan=(3, 15))
 
 
 def test_rmsnorm_of_few_columns():
@@ -128,10 +122,7 @@ def test_product_of_columns(op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_few_rows(dtype):
     """In fp32 lanes of a warp disagreed about the last bit of a sum, and all of them stored it."""
-    x, weight = (
-        tokens(normal(1, 3, 7), dtype),
-        persistent(normal(5, 7, seed=2), dtype if dtype == "fp32" else "bf16_i16"),
-    )
+    x, weight = (tokens(normal(1, 3, 7), dtype), persistent(normal(5, 7, seed=2), dtype if dtype == "fp32" else "bf16_i16"))
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": 1e-5}, plan=(1, 5))
 
 

@@ -37,9 +37,7 @@ def test_product(weights, dtype, shape):
 
 
 @pytest.mark.parametrize("target", [90, 80])
-@pytest.mark.parametrize(
-    "weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("nf4", "fp16", (1, 8, 16, 72))], ids=str
-)
+@pytest.mark.parametrize("weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("nf4", "fp16", (1, 8, 16, 72))], ids=str)
 @pytest.mark.extended
 def test_a_product_on_tensor_cores_as_it_is_compiled(weights, dtype, shape, target, monkeypatch):
     monkeypatch.setattr(check, "DEVICE", "ptx")

@@ -5,15 +5,7 @@ import pytest
 
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
-from tests.cuda.test_layernorm import (
-    each_dtype,
-    each_mode,
-    each_parameter_mode,
-    each_shape,
-    each_walk,
-    normal,
-    walk_blocks,
-)
+from tests.cuda.test_layernorm import each_dtype, each_mode, each_parameter_mode, each_shape, each_walk, normal, walk_blocks
 
 each_weight = pytest.mark.parametrize("weighed", [True, False], ids=["weight", "no weight"])
 

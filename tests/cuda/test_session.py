@@ -41,9 +41,7 @@ def programs() -> dict[str, Program]:
     x = p.input("x", (*dims, C), "fp32")
     rounded = p.apply(ops.Cast, x=x, dtype="bf16")
     into = {"dx": (store.get("total", (C,), "fp32", "state"), "add")}
-    p.apply(
-        ops.ACTIVATIONS["gelu"].backward, into=into, dy=p.input("row", (C,), "fp32"), x=p.input("far", (C,), "fp32")
-    )  # slope 1
+    p.apply(ops.ACTIVATIONS["gelu"].backward, into=into, dy=p.input("row", (C,), "fp32"), x=p.input("far", (C,), "fp32"))  # slope 1
     p.output("y", p.apply(ops.Cast, x=rounded.y, dtype="fp32").y)
     q = Program(store)
     q.output("z", q.apply(ops.Cast, x=q.input("x", (*dims, 3), "fp32"), dtype="bf16").y)
@@ -215,9 +213,7 @@ def test_a_hang_is_told_once_and_ends_with_ctrl_c(gpu, monkeypatch, capsys):
 def test_a_short_wait_does_not_sleep(gpu, monkeypatch, capsys):
     session = opened()
     session.write("x", np.ones((2, 8, C)))
-    monkeypatch.setattr(
-        driver, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: pytest.fail("it sleeps"))
-    )
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: pytest.fail("it sleeps")))
     session.run("p", batch=2, seq=8)
     session.synchronize()
     assert not gpu.streams[0].queue and capsys.readouterr().err == ""
@@ -311,9 +307,7 @@ def test_a_grid_that_no_gpu_has_is_one_line(gpu, monkeypatch):
     session = opened()
     session.write("x", np.ones((2, 8, C)))
     monkeypatch.setattr(launch, "MOST_GRID", (2**31 - 1, 0, 65535))
-    with pytest.raises(
-        UserError, match=r"kernel cast of op cast, grid \(\d+, 1, 1\): a GPU runs at most .* than 2 of 8 tokens"
-    ):
+    with pytest.raises(UserError, match=r"kernel cast of op cast, grid \(\d+, 1, 1\): a GPU runs at most .* than 2 of 8 tokens"):
         session.run("p", batch=2, seq=8)
 
 

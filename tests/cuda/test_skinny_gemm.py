@@ -28,9 +28,7 @@ MODEL = ModelConfig(layers=1, heads=3, d_model=21, vocab_size=37, padded_vocab=4
 
 
 @each_dtype
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (1, 1, 65, 33), (8, 1, 7, 129), (2, 4, 19, 4097), (1, 3, 5, 9000)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 65, 33), (8, 1, 7, 129), (2, 4, 19, 4097), (1, 3, 5, 9000)], ids=str)
 def test_matmul(dtype, shape):
     x, _, weight = operands(shape, dtype)
     bounds = {"y": chain_bound(x.values, as_operand(weight, dtype).T)}

@@ -44,13 +44,7 @@ def test_the_error_of_each_role_is_within_the_bound(shape):
     for op_type, given, name, a, b in cases:
         bound = BOUND * (np.abs(a) @ np.abs(b)) + chain_bound(a, b) + 2 * EPS
         form = bound.shape if name == "dweight" else (*shape[:2], -1)
-        got = check_op(
-            op_type,
-            given,
-            bounds={name: bound.reshape(form)},
-            target=target,
-            plan=(3, 40),
-        )
+        got = check_op(op_type, given, bounds={name: bound.reshape(form)}, target=target, plan=(3, 40))
         seen_a, seen_b = (tf32(v.astype(np.float32)).astype(np.float64) for v in (a, b))
         got = np.asarray(got[name], np.float64).reshape(bound.shape)
         assert check.DEVICE == "cuda" or np.all(np.abs(got - seen_a @ seen_b) <= chain_bound(a, b) + 2 * EPS)

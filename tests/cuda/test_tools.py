@@ -26,19 +26,7 @@ def gpu(monkeypatch):
 @pytest.mark.extended
 def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
-    words = [
-        "profile",
-        "shakespeare-char",
-        *WORDS,
-        "--dtype",
-        "bf16",
-        "--steps",
-        "1",
-        "--device",
-        "cuda",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ["profile", "shakespeare-char", *WORDS, "--dtype", "bf16", "--steps", "1", "--device", "cuda", "--out", str(tmp_path)]
     assert main.main(words) == 0
     result = json.loads((tmp_path / "profile.json").read_text())
     with opened(small(train__dtype="bf16"), device="cuda") as (bench, _):

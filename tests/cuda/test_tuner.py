@@ -38,15 +38,11 @@ def cache(tmp_path, monkeypatch):
 
 def test_everything_that_a_model_does_is_there_once_with_all_tiles():
     works = problems_of(build_programs(small(train__dtype="bf16")), MOCK)
-    assert {w.operation for w in works} == {"nt", "nn", "tn", "forward", "keys", "queries"} and len(set(works)) == len(
-        works
-    )
+    assert {w.operation for w in works} == {"nt", "nn", "tn", "forward", "keys", "queries"} and len(set(works)) == len(works)
     for work in works:
         default, *others = candidates(work, MOCK)
         assert default.config == work.default(80)
-        assert {default.config, *(c.config for c in others)} == set(work.configs(80)) and len(others) == len(
-            set(others)
-        )
+        assert {default.config, *(c.config for c in others)} == set(work.configs(80)) and len(others) == len(set(others))
         if isinstance(work, GemmProblem):
             assert {c.config for c in (default, *others)} == set(gemm_config.gemm_configs(work.dtype, 80))
             assert {c.config.group_m for c in (default, *refined(default))} == set(gemm_config.GROUP_SIZES)
@@ -129,9 +125,7 @@ def key_of(at: str) -> tuning.Problem:
     found = re.fullmatch(name, words)
     assert found, at
     role, dtype, batch, heads, kv_heads, head, seq, dropout = found.groups()
-    return tuning.AttentionProblem(
-        role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0)
-    )
+    return tuning.AttentionProblem(role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0))
 
 
 def test_a_key_names_the_heads_of_keys_only_where_they_are_fewer():
@@ -164,11 +158,7 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
     Database.opened.cache_clear()
     assert not tuning.database().entries and tuning.select_config(HOPPER, GELU) == other.config
     plain = replace(GELU, epilogue="")
-    for target, product in (
-        (MOCK, GELU),
-        (Target(90, 3, name="NVIDIA H200"), GELU),
-        (HOPPER, plain),
-    ):
+    for target, product in ((MOCK, GELU), (Target(90, 3, name="NVIDIA H200"), GELU), (HOPPER, plain)):
         assert tuning.select_config(target, product) == product.default(target.arch)
 
 

@@ -162,9 +162,7 @@ def test_this_pythons_library_is_megabytes_of_code():
     assert 0.1 <= val / (train + val) < 0.13
     names = {piece.path.name for piece in corpus.train + corpus.val}
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= names
-    assert not any(
-        part in ("test", "tests", "site-packages") for piece in corpus.train for part in piece.path.parts[-3:-1]
-    )
+    assert not any(part in ("test", "tests", "site-packages") for piece in corpus.train for part in piece.path.parts[-3:-1])
 
 
 def test_a_text_with_a_byte_order_mark_is_cut_as_the_same_without(tmp_path):
@@ -181,9 +179,7 @@ def test_a_text_with_a_byte_order_mark_is_cut_as_the_same_without(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_where_no_document_begins_in_the_last_share_the_last_one_is_for_validation(name, tmp_path):
     texts = ["x" * 10, "y" * 50, "z" * 20, ""]
-    lines = (
-        [json.dumps({"text": text}) for text in texts] if name == "a.jsonl" else ["id,text", *(f"1,{t}" for t in texts)]
-    )
+    lines = [json.dumps({"text": text}) for text in texts] if name == "a.jsonl" else ["id,text", *(f"1,{t}" for t in texts)]
     (tmp_path / name).write_text("".join(line + "\n" for line in lines))
     corpus = text_corpus([tmp_path / name], 0.1, name="x")
     assert corpus.documents(corpus.train) == texts[:2] and corpus.documents(corpus.val) == texts[2:]

@@ -42,10 +42,7 @@ def test_a_row_that_the_text_cannot_fill_begins_again_at_its_first_document():
     assert found[0][:7].tolist() == [0, 5, 6, 7, 8, 0, 0] and np.array_equal(found[0], found[1])
     found = rows([(40, 0), (25, 0)], 2)
     assert found[1][:6].tolist() == [0, 2, 3, 4, 5, 0]  # the documents that are left have 25 tokens, one too few
-    with pytest.raises(
-        UserError,
-        match="fills no row: its documents have fewer than 100 tokens, of each at most all",
-    ):
+    with pytest.raises(UserError, match="fills no row: its documents have fewer than 100 tokens, of each at most all"):
         rows([(99, 0)], 1)
 
 
@@ -117,8 +114,6 @@ def test_shards_apart_are_those_of_the_record(seed):
 
 
 def test_shards_that_fill_no_row_alone_are_refused_in_a_line():
-    with pytest.raises(
-        UserError, match=r"^training part of x fills no row: its documents in a shard have fewer than 31 "
-    ):
+    with pytest.raises(UserError, match=r"^training part of x fills no row: its documents in a shard have fewer than 31 "):
         Documents(stream(), separator=0, shape=lambda i: (30, 0), span=False).spans(0)
     assert Documents(stream(), separator=0, shape=lambda i: (30, 0)).spans(0)

@@ -55,9 +55,7 @@ def test_a_conversation_is_lines_and_every_answer_counts(tmp_path, small_bpe):
     eot = small_bpe.eot
     text = b"".join(b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens.tolist()).decode()
     assert text == "|System: Be brief.\nUser: Hi\nAssistant: Hello.|User: More\nAssistant: No.|"
-    answers = b"".join(
-        b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens[examples.answer].tolist()
-    )
+    answers = b"".join(b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens[examples.answer].tolist())
     assert answers == b" Hello.| No.|"
 
 
@@ -106,9 +104,7 @@ def test_each_example_is_whole_in_one_row_unless_it_is_longer(sizes, seq, seed):
         return
     rows = ExampleRows(examples, seq=seq, seed=seed, fill=0)
     count = len(rows.packed.rows)
-    wanted = [
-        t for i in fits for t in range(examples.begins[i], min(examples.begins[i] + seq + 1, examples.begins[i + 1]))
-    ]
+    wanted = [t for i in fits for t in range(examples.begins[i], min(examples.begins[i] + seq + 1, examples.begins[i + 1]))]
     for epoch in range(3):
         inputs, targets = rows.batch(epoch * count, count, seq=seq, document=0)
         assert sorted(targets[targets >= 0].tolist()) == [t for t in wanted if answer[t]]
@@ -127,9 +123,7 @@ def test_each_example_is_whole_in_one_row_unless_it_is_longer(sizes, seq, seed):
 def test_epochs_and_seeds_have_orders_of_their_own():
     examples = Examples(np.arange(300), np.arange(300) % 3 > 0, np.arange(0, 301, 3))
     found = {
-        tuple(
-            ExampleRows(examples, seq=5, seed=seed, fill=0).batch(epoch * 50, 50, seq=5, document=0)[0][:, 0].tolist()
-        )
+        tuple(ExampleRows(examples, seq=5, seed=seed, fill=0).batch(epoch * 50, 50, seq=5, document=0)[0][:, 0].tolist())
         for seed in range(2)
         for epoch in range(2)
     }
@@ -149,10 +143,7 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
     assert [int(inputs[0]) for part, _ in batches for inputs in part] == list(range(0, 300, 30))
     assert few.targets == 40 and few.text_bytes(np.ones(300, np.int64)) == 40
     assert (
-        ExampleValidation(Examples(np.zeros(4, int), np.arange(4) > 1, np.array([0, 4])), seq=5, fill=0).text_bytes(
-            np.ones(1)
-        )
-        == 2
+        ExampleValidation(Examples(np.zeros(4, int), np.arange(4) > 1, np.array([0, 4])), seq=5, fill=0).text_bytes(np.ones(1)) == 2
     )
     assert Packed(examples, [3, 1], seq=5, fill=0).rows == [[(9, 12), (3, 6)]]
 
@@ -168,10 +159,7 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
         ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
         ([1], "line 2 has: list; expected"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2 has no message of the assistant"),
-        (
-            {"messages": [{"role": "tool", "content": "a"}]},
-            r"line 2 has a message .*'tool'.* expected a role \(system, user",
-        ),
+        ({"messages": [{"role": "tool", "content": "a"}]}, r"line 2 has a message .*'tool'.* expected a role \(system, user"),
         ({"messages": "hi"}, "line 2 has a message None, expected a role"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "line 2 has a message .* expected a role"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "no message of the assistant with a loss"),
@@ -187,10 +175,7 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
         ({"prompt": "a", "answer": "b", "train": False}, "line 2 has a record with train False, which barellm cannot"),
         ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a record with system 'Be brief.', which"),
         ({"prompt": "a", "answer": "\ud800"}, r"line 2 has \\ud800 alone in its text"),
-        (
-            {"prompt": "", "answer": "b"},
-            "a.jsonl: example 2 has no token in its prompt, and the tokenizer bytes has no end",
-        ),
+        ({"prompt": "", "answer": "b"}, "a.jsonl: example 2 has no token in its prompt, and the tokenizer bytes has no end"),
     ],
 )
 def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_path):
@@ -229,9 +214,7 @@ def test_what_does_not_go_with_stages_is_refused_at_the_start(tmp_path, refused)
     path = written(tmp_path / "a.jsonl", sums(9))
     run = ("train", "speedrun-small", "--device", "reference", "--out", tmp_path / "run", "--data.tokenizer", "bytes")
     message = refused(*run, "--data", text, "--data.order", "llmc")
-    assert message.startswith(
-        "data.order is 'llmc', and the runs of speedrun have stages, whose rows change their length"
-    )
+    assert message.startswith("data.order is 'llmc', and the runs of speedrun have stages, whose rows change their length")
     message = refused(*run, "--data", path, "--data.order", "epoch")
     assert "a.jsonl has prompts and answers, and the runs of speedrun have stages" in message
 

@@ -64,9 +64,7 @@ def test_a_folder_gives_all_its_text_sorted_and_says_what_it_leaves_out(folder):
 def test_many_skipped_files_are_counted_and_two_named(tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.png").write_bytes(b"\xff")
-    with pytest.raises(
-        UserError, match=r"has no text and no .bin shards. skipped 5 no UTF-8 text \(.*0.png, .*1.png, ...\)"
-    ):
+    with pytest.raises(UserError, match=r"has no text and no .bin shards. skipped 5 no UTF-8 text \(.*0.png, .*1.png, ...\)"):
         find_files([str(tmp_path)], Layout(), Skipped())
 
 

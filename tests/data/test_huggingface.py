@@ -23,9 +23,7 @@ from barellm.data.sources import prepare
 from barellm.errors import UserError
 from tests.data.llama import PATTERN, large_llama_json, llama_json
 
-TEXT = (
-    Path(__file__).read_text() + "  naïve façade — 你好，世界 🙂🙃 12345!!\r\n\r\n\t tabs  and   'S spaces \n\n\n" * 3
-)
+TEXT = Path(__file__).read_text() + "  naïve façade — 你好，世界 🙂🙃 12345!!\r\n\r\n\t tabs  and   'S spaces \n\n\n" * 3
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
 # Marks, letters, numbers and every kind of white space next to each other.
 awkward = st.text(st.sampled_from("ab1,'sé好 \t\r\n\x0b\u00a0\u2003🙂!\u0301"), max_size=60)
@@ -130,9 +128,7 @@ def test_ids_beyond_the_vocabulary_are_refused_in_uint32_shards(small, tmp_path)
     data = prepare(DataConfig(source=str(tmp_path), tokenizer=str(tmp_path)))
     assert data.train.array(0, 4).tolist() == [0, 507, 0, 507]
     write_shard(tmp_path / "b.bin", [np.array([0, 3_000_000_000] * 20)], magic=20240801)
-    with pytest.raises(
-        UserError, match=r"b.bin has token id 3000000000, beyond the vocabulary of tokenizer huggingface"
-    ):
+    with pytest.raises(UserError, match=r"b.bin has token id 3000000000, beyond the vocabulary of tokenizer huggingface"):
         prepare(DataConfig(source=str(tmp_path), tokenizer=str(tmp_path)))
 
 
@@ -213,9 +209,7 @@ def test_an_id_that_no_file_of_this_size_can_have_is_refused(wrong, where, tmp_p
         assert load_tokenizer(tmp_path).vocab_size == 10_001
         return
     name = "ab" if where == "vocab" else "x"
-    with pytest.raises(
-        UserError, match=rf"the token '{name}' has the id {wrong!r}, expected a whole number from 0 to \d+$"
-    ):
+    with pytest.raises(UserError, match=rf"the token '{name}' has the id {wrong!r}, expected a whole number from 0 to \d+$"):
         load_tokenizer(tmp_path)
 
 

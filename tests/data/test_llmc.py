@@ -13,38 +13,8 @@ from barellm.errors import UserError
 from barellm.training import metrics
 
 LENGTHS = (50, 31, 97)
-FIRST = [
-    (2, 54),
-    (2, 36),
-    (2, 6),
-    (2, 18),
-    (2, 90),
-    (2, 42),
-    (2, 30),
-    (2, 48),
-    (2, 12),
-    (2, 60),
-    (2, 0),
-    (2, 78),
-    (2, 66),
-    (2, 84),
-]
-FIRST += [
-    (2, 24),
-    (2, 72),
-    (1, 24),
-    (1, 12),
-    (1, 6),
-    (1, 18),
-    (1, 0),
-    (0, 36),
-    (0, 18),
-    (0, 12),
-    (0, 6),
-    (0, 42),
-    (0, 30),
-    (0, 0),
-]
+FIRST = [(2, 54), (2, 36), (2, 6), (2, 18), (2, 90), (2, 42), (2, 30), (2, 48), (2, 12), (2, 60), (2, 0), (2, 78), (2, 66), (2, 84)]
+FIRST += [(2, 24), (2, 72), (1, 24), (1, 12), (1, 6), (1, 18), (1, 0), (0, 36), (0, 18), (0, 12), (0, 6), (0, 42), (0, 30), (0, 0)]
 SECOND = [(0, 24), (2, 90), (2, 60), (2, 78), (2, 36), (2, 48), (2, 12)]
 THIRD = [(1, 6), (1, 24), (1, 12), (1, 0), (1, 18), (2, 30), (2, 48), (2, 12), (2, 0), (2, 66)]
 
@@ -77,9 +47,7 @@ def test_rows_follow_each_other_in_a_micro_batch():
 
 def test_what_llmc_refuses_is_refused():
     order(batch=1, seq=30)
-    with pytest.raises(
-        UserError, match=r"has a shard of 31 tokens, .* train.micro_batch_size x train.seq \+ 1 = 32 in each"
-    ):
+    with pytest.raises(UserError, match=r"has a shard of 31 tokens, .* train.micro_batch_size x train.seq \+ 1 = 32 in each"):
         order(batch=1, seq=31)
     with pytest.raises(UserError, match="shuffles micro-batches of 2 x 3 tokens, asked for 2 x 4"):
         order().batch(0, 2, seq=4, document=0)

@@ -57,11 +57,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len({tuple(order) for order in orders}) == 9
 
 
-@given(
-    order=st.sampled_from(WINDOWS),
-    first=st.integers(0, 10**9),
-    cuts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
-)
+@given(order=st.sampled_from(WINDOWS), first=st.integers(0, 10**9), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_micro_batches_and_resumed_runs_see_the_same_samples(order, first, cuts):
     tokens = stream(300, 3)
     whole = Batches(tokens, seq=8, seed=3, order=order).batch(first, sum(cuts))

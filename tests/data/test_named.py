@@ -63,9 +63,7 @@ def test_tiny_shakespeare_is_checked_and_kept(cache, monkeypatch):
             pass
 
         def do_GET(self):
-            body = sent.append(self.path) or (
-                content[:-7] if len(sent) == 1 else b"!" + content if len(sent) == 2 else content
-            )
+            body = sent.append(self.path) or (content[:-7] if len(sent) == 1 else b"!" + content if len(sent) == 2 else content)
             self.send_response(200)
             self.send_header("Content-Length", str(len(content) if len(sent) == 1 else len(body)))
             self.end_headers()

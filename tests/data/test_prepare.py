@@ -88,10 +88,7 @@ def test_training_refuses_shards_that_are_not_those_that_were_made(text, tmp_pat
     whole, listed = train.read_bytes(), manifest.read_text()
     for content, message in (
         (whole[:-2] + b"a\0", "train_000001.bin is damaged: its tokens have xxh3_128"),
-        (
-            whole[:8] + (len(TEXT) // 10).to_bytes(4, "little") + whole[12 : 1024 + len(TEXT) // 5],
-            "tokens, shards.json lists",
-        ),
+        (whole[:8] + (len(TEXT) // 10).to_bytes(4, "little") + whole[12 : 1024 + len(TEXT) // 5], "tokens, shards.json lists"),
     ):
         train.write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -176,9 +173,7 @@ def test_every_form_of_the_same_records_gives_the_same_shards(tmp_path, monkeypa
     tokens = np.concatenate([data.train.array(0, len(data.train)), data.val.array(0, len(data.val))])
     documents = np.split(tokens, np.flatnonzero(tokens == data.tokenizer.eot))[1:]
     assert [data.tokenizer.decode(one[1:]) for one in documents] == [text for text in RECORDS if text]
-    val = b"".join(text.encode() for text in RECORDS)[
-        -data.tokenizer.byte_lengths[data.val.array(0, len(data.val))].sum() :
-    ]
+    val = b"".join(text.encode() for text in RECORDS)[-data.tokenizer.byte_lengths[data.val.array(0, len(data.val))].sum() :]
     assert data.val.array(0, 1)[0] == data.tokenizer.eot and len(val) <= found["text_bytes"] / 10
 
 
@@ -257,9 +252,7 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
     with pytest.raises(UserError, match=r"out.part was begun with another text, tokenizer or options"):
         run(text, "--out", out, "--tokenizer", "chars")
     again = []
-    monkeypatch.setattr(
-        "barellm.training.console.Console.tokenizing", lambda self: lambda done, total: again.append(done)
-    )
+    monkeypatch.setattr("barellm.training.console.Console.tokenizing", lambda self: lambda done, total: again.append(done))
     assert run(text, "--out", out, "--tokenizer", "bytes") == 0
     assert again[0] > seen[-2] and not (tmp_path / "out.part").exists()
     state = tmp_path / "out2.part" / "state.json"

@@ -15,15 +15,7 @@ from barellm.data import records, unpacking
 from barellm.data.reading import Layout, blocks, documents, each_record
 from barellm.errors import UserError
 
-TEXTS = [
-    "doc, one",
-    "",
-    'with "quotes"',
-    "lines\nand\r\nlines\n\n",
-    "é 漢字 🎉 \u2028 \x0b \x0c \x85",
-    "\\n is no escape",
-    "[{",
-]
+TEXTS = ["doc, one", "", 'with "quotes"', "lines\nand\r\nlines\n\n", "é 漢字 🎉 \u2028 \x0b \x0c \x85", "\\n is no escape", "[{"]
 
 
 def table(rows, delimiter=",") -> str:

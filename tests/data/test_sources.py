@@ -260,9 +260,7 @@ def test_shards_go_with_the_tokenizer_beside_them(tmp_path):
         with pytest.raises(UserError, match="were made with tokenizer"):
             prepare(config, tokenizer=given)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(
-        UserError, match=r"have no tokenizer.json beside them \(llm.c's: gpt2\), data.tokenizer is 'chars'"
-    ):
+    with pytest.raises(UserError, match=r"have no tokenizer.json beside them \(llm.c's: gpt2\), data.tokenizer is 'chars'"):
         prepare(DataConfig(source=source, tokenizer="chars"))
 
 
@@ -286,9 +284,7 @@ def test_a_whole_text_is_tokenized_in_one_piece(kind, text, small_bpe, tmp_path)
     data = prepare(DataConfig(source=str(text)), tokenizer=tokenizer, whole=True)
     ids = tokenizer.encode(text.read_text()).tolist()
     assert len(data.train) == 0 and tokens(data.val) == ([] if kind == "bytes" else [tokenizer.eot]) + ids
-    fractions = [
-        i / 441 for i in range(10, 30)
-    ]  # the cut falls before each character of a word, and so into tokens of it
+    fractions = [i / 441 for i in range(10, 30)]  # the cut falls before each character of a word, and so into tokens of it
     cuts = [prepare(DataConfig(source=str(text), val_fraction=f), tokenizer=tokenizer) for f in fractions]
     more = {len(cut.train) + len(cut.val) - len(data.val) for cut in cuts}
     assert more == {0} if kind == "bytes" else max(more) >= 1

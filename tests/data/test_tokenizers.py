@@ -245,9 +245,7 @@ def test_missing_gpt2_vocabulary_says_what_to_put_where(tmp_path, monkeypatch, c
         raise ConnectionError("no route to host\nand much more")
 
     monkeypatch.setattr(tiktoken.load, "read_file_cached", offline)
-    with pytest.raises(
-        UserError, match=r"download failed \(ConnectionError\): put vocab.bpe .* BARELLM_GPT2_VOCAB"
-    ) as e:
+    with pytest.raises(UserError, match=r"download failed \(ConnectionError\): put vocab.bpe .* BARELLM_GPT2_VOCAB") as e:
         gpt2.Gpt2().encode_many(["text", "more", "of it"])
     assert capsys.readouterr().err.count("downloading") == 1  # not once a thread
     assert str(cache / "gpt2") in str(e.value) and "\n" not in str(e.value)

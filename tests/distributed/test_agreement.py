@@ -26,19 +26,10 @@ def config_of(preset: str = "shakespeare-char", **sections):
 @pytest.mark.parametrize(
     "config, words",
     [
-        (
-            config_of(train={"micro_batch_size": 7}),
-            "train.micro_batch_size is 7, and the run has 2 ranks, which do not divide it",
-        ),
-        (
-            config_of("speedrun", train={"micro_batch_size": 2}),
-            "the runs of speedrun have stages, and the run has 2 ranks",
-        ),
+        (config_of(train={"micro_batch_size": 7}), "train.micro_batch_size is 7, and the run has 2 ranks, which do not divide it"),
+        (config_of("speedrun", train={"micro_batch_size": 2}), "the runs of speedrun have stages, and the run has 2 ranks"),
         (config_of(train={"exponent_stats": 3}), "train.exponent_stats is 3, and the run has 2 ranks: expected 0"),
-        (
-            config_of(train={"signal_grace_period": 2.5}),
-            "train.signal_grace_period is 2.5, and the run has 2 ranks: expected 0",
-        ),
+        (config_of(train={"signal_grace_period": 2.5}), "train.signal_grace_period is 2.5, and the run has 2 ranks: expected 0"),
         (config_of(data={"order": "llmc"}), "data.order is 'llmc', and the run has 2 ranks"),
     ],
 )
@@ -71,10 +62,7 @@ def test_the_first_rank_that_differs_is_named_with_what_differs():
     said = 'the configuration is {"train": {"steps": 5}} on rank 2, and {"train": {"steps": 4}} on rank 0: all ranks need the same'
 
     def each(ranks):
-        mine = {
-            **facts,
-            "the configuration": {"train": {"steps": 4 + (ranks.rank == 2), "seq": 8}, "model": {"layers": 1}},
-        }
+        mine = {**facts, "the configuration": {"train": {"steps": 4 + (ranks.rank == 2), "seq": 8}, "model": {"layers": 1}}}
         try:
             agreement.check_consistent_across_ranks(ranks, mine)
         except UserError as error:

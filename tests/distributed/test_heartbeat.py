@@ -259,23 +259,13 @@ def test_sleep_is_no_work_until_time_was_used(tmp_path):
     process = heartbeat.Process(0)
     process._stat = str(tmp_path / "stat")
     seen = []
-    for state, user, system in (
-        ("S", 5, 5),
-        ("S", 5, 5),
-        ("S", 6, 5),
-        ("S", 6, 7),
-        ("T", 9, 9),
-        ("R", 9, 9),
-        ("Z", 9, 9),
-    ):
+    for state, user, system in (("S", 5, 5), ("S", 5, 5), ("S", 6, 5), ("S", 6, 7), ("T", 9, 9), ("R", 9, 9), ("Z", 9, 9)):
         Path(process._stat).write_text(f"7 (a) b) {state} 1 1 1 0 -1 4194304 100 0 0 0 {user} {system} 0 0 20 0 1 0")
         seen.append(process.works())
     assert seen == [False, False, True, True, False, True, False]
 
 
-@pytest.mark.parametrize(
-    "silent, slept", [(0.14, [0.12]), (0.16, [])], ids=["the first is well", "the first is silent"]
-)
+@pytest.mark.parametrize("silent, slept", [(0.14, [0.12]), (0.16, [])], ids=["the first is well", "the first is silent"])
 def test_who_is_not_the_first_speaks_if_the_first_does_not(mpi, monkeypatch, capfd, silent, slept):
     """Where rank 1 alone misses rank 2, rank 0 does not know, and a run ended without a word. Whoever has been silent for half of
     the limit of 0.3 s is not waited for."""

@@ -65,9 +65,7 @@ def test_the_launchers_own_words_do_not(monkeypatch):
     signed = "\x1ebarellm rank 3 4711\n\x1ebarellm rank 0 4708\n"
     seen, said = passed(monkeypatch, f"{signed}{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
     assert seen == RUN
-    words = (
-        "rank 3 (process 4711) was ended by SIGKILL: the run is ended; resume from its last checkpoint with --resume"
-    )
+    words = "rank 3 (process 4711) was ended by SIGKILL: the run is ended; resume from its last checkpoint with --resume"
     assert said[1] == {4711: 3, 4708: 0}
     assert launch._killed(*said[:2]) == words
 
@@ -84,9 +82,7 @@ def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
 def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch):
     _, said = passed(monkeypatch, BANNER)
     assert launch._killed(*said[:2]).startswith("a rank was ended by SIGKILL")
-    assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", {}).startswith(
-        "a rank was ended by signal 999"
-    )
+    assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", {}).startswith("a rank was ended by signal 999")
     assert launch._killed("", {}) == ""
 
 
@@ -111,8 +107,7 @@ def test_without_an_mpi_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        UserError,
-        match=r"^several processes need an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$",
+        UserError, match=r"^several processes need an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$"
     ):
         launch.mpiexec()
 
@@ -125,9 +120,7 @@ def test_torchruns_first_process_starts_all_and_the_others_none(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && exit\nprintf "%s " "$@"\necho "${RANK-no}" "${WORLD_SIZE-no}"\nexit 7\n'
     )
     (tmp_path / "mpiexec").chmod(0o755)
-    script = (
-        f"import sys; sys.executable = {str(python)!r}; from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
+    script = f"import sys; sys.executable = {str(python)!r}; from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     torch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for rank, status, said in (("0", 7, f"-n 2 {python} -m barellm train default --lr 1 no no\n"), ("1", 0, "")):
         done = subprocess.run(
@@ -215,9 +208,7 @@ def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monk
     launcher(f"cat {tmp_path / 'banner'}; exit 9")
     end = launch.Supervisor.end
     for first, status in ((512, 2), (9, 1), (None, 1)):
-        monkeypatch.setattr(
-            launch.Supervisor, "end", lambda g, first=first: (end(g), setattr(g, "first", (4711, first)))
-        )
+        monkeypatch.setattr(launch.Supervisor, "end", lambda g, first=first: (end(g), setattr(g, "first", (4711, first))))
         assert launch.start(2, ["train"]) == status
         assert ("was ended by SIGKILL" in capfd.readouterr().err) == (status == 1)
 
@@ -251,9 +242,7 @@ def test_a_rank_that_is_stopped_before_it_has_met_the_others_is_named(launcher, 
     """What the guard says counts, and not that the launcher then finds all ranks killed."""
     monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
     monkeypatch.setenv("BARELLM_RANK_LIMIT", "1.1")
-    launcher(
-        "PMI_RANK=0 sleep 60 & PMI_RANK=1 sh -c 'kill -STOP $$' & wait; printf 'BAD TERMINATION (signal 9)\\n'; exit 9"
-    )
+    launcher("PMI_RANK=0 sleep 60 & PMI_RANK=1 sh -c 'kill -STOP $$' & wait; printf 'BAD TERMINATION (signal 9)\\n'; exit 9")
     assert launch.start(2, ["train"]) == 1
     words = r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n"
     assert re.fullmatch(words, capfd.readouterr().err)
@@ -372,9 +361,7 @@ OPEN_MPI = (
     + b"-" * 74
     + b"\n\0"
 )
-PROXY = (
-    b"[proxy:0@vm] main (pmip.c:183): demux engine error waiting for event\n[mpiexec@vm] control_cb: assert failed\n"
-)
+PROXY = b"[proxy:0@vm] main (pmip.c:183): demux engine error waiting for event\n[mpiexec@vm] control_cb: assert failed\n"
 
 
 @pytest.mark.parametrize(
@@ -383,11 +370,7 @@ PROXY = (
         (b"a\n" + PROXY + b"b\n", b"a\nb\n", PROXY),
         (OPEN_MPI + b"barellm: error: x\n", b"barellm: error: x\n", OPEN_MPI[:-1]),
         (OPEN_MPI + OPEN_MPI, b"", 2 * OPEN_MPI[:-1]),
-        (
-            OPEN_MPI[:80] + b"\nbarellm: error: x\nit goes on\n",
-            b"barellm: error: x\n" + OPEN_MPI[:80] + b"\nit goes on\n",
-            b"",
-        ),
+        (OPEN_MPI[:80] + b"\nbarellm: error: x\nit goes on\n", b"barellm: error: x\n" + OPEN_MPI[:80] + b"\nit goes on\n", b""),
         (b"Traceback:\n  --- x ---\nno end", b"Traceback:\n  --- x ---\nno end", b""),
     ],
     ids=["MPICH", "Open MPI", "twice", "no banner", "neither"],

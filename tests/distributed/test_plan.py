@@ -50,8 +50,7 @@ def test_the_command_shows_each_rank(capsys):
 
 
 @pytest.mark.parametrize(
-    "ranks, words",
-    [("0", "--ranks is 0, expected at least 1"), ("3", "train.micro_batch_size is 4, and the run has 3 ranks")],
+    "ranks, words", [("0", "--ranks is 0, expected at least 1"), ("3", "train.micro_batch_size is 4, and the run has 3 ranks")]
 )
 def test_ranks_that_cannot_be_are_refused(ranks, words, capsys):
     assert main(["plan", "shakespeare-char", "--batch", "4", "--ranks", ranks]) == 2

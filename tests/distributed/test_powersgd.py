@@ -130,11 +130,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_all_ranks(monkeypatch):
     for rank in each_rank(2, lambda ranks: stepped(small(), ranks, spoil=1)):
         before, after, clip = rank[1]
         assert np.isnan(clip[1]) and after["skipped"][0] == 1
-        assert all(
-            np.array_equal(before[name], after[name])
-            for name in before
-            if not name.endswith(".grad") and name != "skipped"
-        )
+        assert all(np.array_equal(before[name], after[name]) for name in before if not name.endswith(".grad") and name != "skipped")
         assert after["h.0.mlp.c_fc.weight.error"].any() and np.isfinite(rank[2][2]).all()
 
 
@@ -271,14 +267,7 @@ def test_the_plan_shows_fewer_bytes_between_ranks_and_a_whole_state(capsys):
 
 @pytest.mark.parametrize(
     "shape, rank, expected",
-    [
-        ((8, 9), 4, True),
-        ((8, 9), 5, False),
-        ((8,), 1, False),
-        ((2, 99), 3, False),
-        ((2, 2), 1, False),
-        ((2, 3), 1, True),
-    ],
+    [((8, 9), 4, True), ((8, 9), 5, False), ((8,), 1, False), ((2, 99), 3, False), ((2, 2), 1, False), ((2, 3), 1, True)],
 )
 def test_matrices_are_compressed_where_factors_are_smaller(shape, rank, expected):
     t = Store().get("w", shape, "fp32", "parameter")

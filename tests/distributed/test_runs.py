@@ -154,10 +154,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(place, pair, count):
 @pytest.mark.parametrize(
     "more, complaint",
     [
-        (
-            ("--steps", "5"),
-            r'the configuration is {"train": {"steps": 5}} on rank 1, and {"train": {"steps": 4}} on rank 0',
-        ),
+        (("--steps", "5"), r'the configuration is {"train": {"steps": 5}} on rank 1, and {"train": {"steps": 4}} on rank 0'),
         (("--data", __file__), r"the text is .*test_runs.py.* on rank 1, and .*text.txt"),
         (("--data", "/nowhere"), r"rank 1: no such file or folder: /nowhere"),
     ],
@@ -271,16 +268,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
     [
         (0, signal.SIGKILL, r"rank 0 \(process \d+\) was ended by SIGKILL: the run is ended; resume from .*"),
         (1, signal.SIGKILL, r"rank 1 \(process \d+\) was ended by SIGKILL: the run is ended; resume from .*"),
-        (
-            0,
-            signal.SIGSTOP,
-            r"rank 0 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended",
-        ),
-        (
-            1,
-            signal.SIGSTOP,
-            r"rank 1 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended",
-        ),
+        (0, signal.SIGSTOP, r"rank 0 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended"),
+        (1, signal.SIGSTOP, r"rank 1 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended"),
     ],
 )
 def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, complaint):
@@ -341,16 +330,7 @@ def test_ctrl_c_saves_once(place):
 @linux
 def test_ranks_that_are_all_killed_go_on_to_the_same_bytes(place):
     """By SIGKILL to them and to all that have started them, in the middle of a run that saves."""
-    steps = (
-        "--steps",
-        "40",
-        "--train.checkpoint_every",
-        "5",
-        "--train.eval_every",
-        "10",
-        "--train.save_total_limit",
-        "99",
-    )
+    steps = ("--steps", "40", "--train.checkpoint_every", "5", "--train.eval_every", "10", "--train.save_total_limit", "99")
     assert run(place, "calm", *steps, "--ranks", "2").returncode == 0
     command = [sys.executable, "-m", "barellm", *words(place, "killed", *steps, "--ranks", "2")]
     launcher = subprocess.Popen(command, env=environment(place), cwd=place, stdout=subprocess.DEVNULL)

@@ -241,9 +241,7 @@ def test_the_threads_of_a_rank_change_no_bit(options, way, monkeypatch):
     assert all(np.array_equal(values, several[0][0][name]) for name, values in one[0][0].items())
     for (_, read, clip, _), (_, their_read, their_clip, _) in zip(one, several, strict=True):
         assert np.array_equal(clip, their_clip)
-        assert all(
-            np.array_equal(values.view(np.uint8), their_read[name].view(np.uint8)) for name, values in read.items()
-        )
+        assert all(np.array_equal(values.view(np.uint8), their_read[name].view(np.uint8)) for name, values in read.items())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

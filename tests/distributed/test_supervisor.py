@@ -129,9 +129,7 @@ def test_where_the_launcher_does_not_it_ends_the_others_as_soon_as_one_is_killed
 
 
 @PIDFD
-@pytest.mark.parametrize(
-    "alone, status, looks", [(True, 1 << 8, 4), (True, None, 4), (True, 0, 11), (False, 1 << 8, 11)]
-)
+@pytest.mark.parametrize("alone, status, looks", [(True, 1 << 8, 4), (True, None, 4), (True, 0, 11), (False, 1 << 8, 11)])
 def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, monkeypatch, alone, status, looks):
     """And longer after one that has ended well, or where it is the launcher who looks."""
     process, ranks = tree
@@ -216,9 +214,7 @@ def test_ranks_that_another_launcher_has_started_look_at_each_other(tmp_path):
     own = {"PYTHONPATH": ":".join(sys.path), "BARELLM_RANK_LIMIT": "1.1"}
     command = [sys.executable, str(tmp_path / "fellows.py")]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=30)
-    assert re.fullmatch(
-        r"barellm: error: rank 1 \(process \d+\) has been stopped for \d+ s: the run is ended\n", done.stderr
-    )
+    assert re.fullmatch(r"barellm: error: rank 1 \(process \d+\) has been stopped for \d+ s: the run is ended\n", done.stderr)
     # The first of those that are well, of which each waits for those before it: how long is tested below, without a clock.
     assert done.stdout in ("1 -9 -9\n", "-9 -9 1\n"), "one of those that are well ends the others"
 

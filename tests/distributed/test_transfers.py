@@ -70,10 +70,7 @@ def config_of(**optim):
     preset = models.preset("shakespeare-char")
     model = replace(preset.model, layers=4, d_model=256, heads=2)
     return resolved(
-        replace(
-            preset, model=model, optim=replace(preset.optim, **optim), train=replace(preset.train, micro_batch_size=6)
-        ),
-        "cpu",
+        replace(preset, model=model, optim=replace(preset.optim, **optim), train=replace(preset.train, micro_batch_size=6)), "cpu"
     )
 
 

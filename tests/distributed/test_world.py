@@ -35,9 +35,7 @@ def test_a_rank_knows_its_number_before_mpi_starts():
 
 
 def test_tasks_of_srun_that_do_not_know_of_each_other_are_refused():
-    with pytest.raises(
-        UserError, match=r"^srun has started 4 processes .* add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI$"
-    ):
+    with pytest.raises(UserError, match=r"^srun has started 4 processes .* add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI$"):
         world.started_as_one_of({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
     with pytest.raises(SystemExit) as others:  # one line is enough
         world.started_as_one_of({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"})

@@ -112,9 +112,7 @@ def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for t in threads:
         t.start()
-    ended = [
-        waiting.wait(lambda seconds, t=t: not (t.join(seconds) or t.is_alive()), idle_s=2 * IDLE_S) for t in threads
-    ]
+    ended = [waiting.wait(lambda seconds, t=t: not (t.join(seconds) or t.is_alive()), idle_s=2 * IDLE_S) for t in threads]
     if errors:
         raise errors[0]
     assert all(ended), "a rank waits for ever"

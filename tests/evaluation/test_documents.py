@@ -49,17 +49,7 @@ def test_documents_do_not_see_each_other(tmp_path, capsys, refused):
         path, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out{len(more)}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         capsys.readouterr()
-        command = [
-            "eval",
-            str(step),
-            "--data",
-            str(path),
-            "--per-document",
-            str(out),
-            "--device",
-            "reference",
-            "--json",
-        ]
+        command = ["eval", str(step), "--data", str(path), "--per-document", str(out), "--device", "reference", "--json"]
         assert main([*command, *more]) == 0
         return json.loads(capsys.readouterr().out), [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -89,17 +79,7 @@ def test_a_text_without_separators_is_one_document_as_long_as_it_is(tmp_path, ca
     """Its loss is that which `eval` finds without --per-document."""
     step = checkpoint_of(tmp_path / "run", TINY, random_arrays(TINY))
     (tmp_path / "text.txt").write_text(TEXTS[3])
-    command = [
-        "eval",
-        str(step),
-        "--data",
-        str(tmp_path / "text.txt"),
-        "--split",
-        "all",
-        "--device",
-        "reference",
-        "--json",
-    ]
+    command = ["eval", str(step), "--data", str(tmp_path / "text.txt"), "--split", "all", "--device", "reference", "--json"]
     assert main(command) == 0
     whole = json.loads(capsys.readouterr().out)
     assert main([*command, "--per-document", str(tmp_path / "out.jsonl")]) == 0

@@ -60,9 +60,7 @@ def test_both_files_hold_the_same_examples(tmp_path):
     streams = [words_of(e.index, e.label, [list(e.context), *map(list, e.endings)]) for e in found]
     path = as_bin(tmp_path / "val.bin", streams)
     assert hellaswag.read(path, Gpt2Bytes()) == found
-    assert (
-        hellaswag.read(path, Gpt2Bytes(), limit=2) == hellaswag.read(lines(tmp_path), Gpt2Bytes(), limit=2) == found[:2]
-    )
+    assert hellaswag.read(path, Gpt2Bytes(), limit=2) == hellaswag.read(lines(tmp_path), Gpt2Bytes(), limit=2) == found[:2]
 
 
 @pytest.mark.parametrize("change, said", [
@@ -91,9 +89,7 @@ def test_a_damaged_bin_is_named_by_its_example(tmp_path, stream):
 
 def test_ids_beyond_the_vocabulary_are_named(tmp_path):
     beyond = words_of(3, 1, [[1, 2], [3], [4, 256], [6], [7]])
-    with pytest.raises(
-        UserError, match=r"example 1 has token id 256, beyond the vocabulary of the tokenizer \(256 ids\)"
-    ):
+    with pytest.raises(UserError, match=r"example 1 has token id 256, beyond the vocabulary of the tokenizer \(256 ids\)"):
         hellaswag.read(as_bin(tmp_path / "val.bin", [GOOD, beyond]), Gpt2Bytes())
 
 
@@ -140,11 +136,7 @@ def test_each_text_has_its_own_losses_whatever_the_batch(batch, seq):
     for text, score in zip(texts, scores, strict=True):
         np.testing.assert_array_equal(score.losses, session.of(text.ids[-(seq + 1) :], min(text.scored, seq)))
     assert scores[0].greedy.tolist() == [True] and not scores[2].greedy.all()
-    assert (
-        done[-1] == len(texts)
-        and session.shapes[0][1] == min(seq, 29)
-        and session.shapes[-1][1] <= session.shapes[0][1]
-    )
+    assert done[-1] == len(texts) and session.shapes[0][1] == min(seq, 29) and session.shapes[-1][1] <= session.shapes[0][1]
 
 
 def test_a_plan_has_about_as_many_tokens_as_asked():
@@ -236,9 +228,7 @@ def test_a_bin_that_is_cut_between_bytes_is_damaged(tmp_path):
         hellaswag.read(path, Gpt2Bytes())
 
 
-@pytest.mark.parametrize(
-    "label, parts", [(5, [[1]] * 6), (65535, [[1]] * 6), (1, [[1], [2], [], [3]]), (1, [[], [2], [3]])]
-)
+@pytest.mark.parametrize("label, parts", [(5, [[1]] * 6), (65535, [[1]] * 6), (1, [[1], [2], [], [3]]), (1, [[], [2], [3]])])
 def test_a_bin_with_another_label_or_without_tokens_is_damaged(label, parts, tmp_path):
     with pytest.raises(UserError, match="example 0 is damaged"):
         hellaswag.read(as_bin(tmp_path / "val.bin", [words_of(3, label, parts)]), Gpt2Bytes())

@@ -16,8 +16,7 @@ def test_gzip_is_the_command_gzip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["x = 1", "    return [a for a in b]", "# anything ¤", "class A:", 's = "text"', "a b c", "f'{a!r}'", "naïve != 1"],
+    "line", ["x = 1", "    return [a for a in b]", "# anything ¤", "class A:", 's = "text"', "a b c", "f'{a!r}'", "naïve != 1"]
 )
 def test_lines_of_python(line):
     assert is_python_line(line)

@@ -64,10 +64,7 @@ def test_an_unknown_vocabulary_has_no_bits_per_byte():
 def test_a_stop_on_the_way_gives_no_result():
     windows = Validation(TokenStream([np.arange(200, dtype=np.uint16) % 11], name="test"), seq=4)
     asked = []
-    assert (
-        Evaluator(windows, batch=2, byte_lengths=None).run(Bigrams(11), stop=lambda: len(asked) or asked.append(1))
-        is None
-    )
+    assert Evaluator(windows, batch=2, byte_lengths=None).run(Bigrams(11), stop=lambda: len(asked) or asked.append(1)) is None
 
 
 def test_the_text_of_the_targets_is_what_was_evaluated():
@@ -107,11 +104,7 @@ def test_the_first_of_a_shorter_text_are_all_of_it():
 def test_a_record_is_forty_rows():
     """Lines 1588 and 1589 of the record's code: 10,485,760 tokens, 2,097,152 at a time for 8 GPUs or 8 micro-batches."""
     train = speedrun().train
-    assert (train.eval_tokens, train.eval_from, train.eval_shape(train.micro_batch_size)) == (
-        10485760,
-        "first",
-        (1, 2097152 // 8),
-    )
+    assert (train.eval_tokens, train.eval_from, train.eval_shape(train.micro_batch_size)) == (10485760, "first", (1, 2097152 // 8))
     data = Dataset("x", None, *[TokenStream([np.zeros(100_000_000, np.uint8)], name="x")] * 2, hash="")
     windows = data.validation(seq=train.eval_seq, max_tokens=train.eval_tokens, first=True)
     assert (windows.windows, windows.targets) == (40, 10485760)

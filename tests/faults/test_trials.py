@@ -81,16 +81,7 @@ class Place:
                 *("quantize", str(self.folder / "ours"), "--weights", "int8", "--tokens", "0"),
                 *("--device", "reference", "--out", out),
             ],
-            "prepare": [
-                "prepare",
-                f"{self.folder}/text*.txt",
-                "--tokenizer",
-                "chars",
-                "--shard-tokens",
-                "1000",
-                "--out",
-                out,
-            ],
+            "prepare": ["prepare", f"{self.folder}/text*.txt", "--tokenizer", "chars", "--shard-tokens", "1000", "--out", out],
             "build": ["build", "shakespeare-char", "--data", text, *SIZES, "--out", out],
             "native": [
                 *(str(self.folder / "program/train"), "--train", f"{data}/train_*.bin", "--val", f"{data}/val_*.bin"),
@@ -151,11 +142,7 @@ def timeless(path: Path) -> Any:
     data = path.read_bytes()
     if path.suffix == ".jsonl":
         return [masked(json.loads(line)) for line in data.splitlines()]
-    return (
-        masked(json.loads(data))
-        if (path.suffix == ".json" and b'"seconds"' in data) or path.name == "manifest.json"
-        else data
-    )
+    return masked(json.loads(data)) if (path.suffix == ".json" and b'"seconds"' in data) or path.name == "manifest.json" else data
 
 
 def masked(value: Any) -> Any:
@@ -176,10 +163,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
         arrays = models.random_arrays(models.TINY)
         models.hugging_face(folder / "theirs", models.TINY, models.their_tensors(arrays))
         models.checkpoint_of(folder / "ours", models.TINY, arrays)
-        assert (
-            main(["build", "shakespeare-char", "--data", str(folder / "text.txt"), *SIZES, "-o", f"{folder}/program"])
-            == 0
-        )
+        assert main(["build", "shakespeare-char", "--data", str(folder / "text.txt"), *SIZES, "-o", f"{folder}/program"]) == 0
         yield made
         assert made.server.stdin
         made.server.stdin.close()
@@ -218,9 +202,7 @@ def trials(place: Place, name: str, count: int, seed: int) -> tuple[Counter, lis
         elif found != expected:
             names = [path for path in sorted({*found, *expected}) if found.get(path) != expected.get(path)]
             more = [str(d.get(names[0]))[-1200:] for d in (found, expected)] if names[0].endswith("l") else ""
-            wrong.append(
-                f"{where}: after exit {done.status} {done.stderr[-300:]!r} not the same: {names} {more} {again}"
-            )
+            wrong.append(f"{where}: after exit {done.status} {done.stderr[-300:]!r} not the same: {names} {more} {again}")
     return outcomes, wrong
 
 

@@ -27,9 +27,7 @@ def test_temperature_zero_takes_the_lowest_id_of_equals():
     assert {draw(logits, Sampling(temperature=0, seed=seed), index=seed) for seed in range(20)} == {1}
 
 
-@pytest.mark.parametrize(
-    "k, kept", [(1, [0]), (2, [0, 2]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])]
-)
+@pytest.mark.parametrize("k, kept", [(1, [0]), (2, [0, 2]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])])
 def test_top_k_keeps_exactly_the_k_most_likely(k, kept):
     p = probabilities(LOGITS, Sampling(temperature=1.0, top_k=k))
     assert np.flatnonzero(p).tolist() == kept
@@ -42,8 +40,7 @@ def test_top_k_of_equal_logits_keeps_the_lower_ids():
 
 
 @pytest.mark.parametrize(
-    "top_p, kept",
-    [(0.01, [0]), (0.39, [0]), (0.41, [0, 2]), (0.64, [0, 2]), (0.66, [0, 2, 4]), (0.96, [0, 1, 2, 3, 4])],
+    "top_p, kept", [(0.01, [0]), (0.39, [0]), (0.41, [0, 2]), (0.64, [0, 2]), (0.66, [0, 2, 4]), (0.96, [0, 1, 2, 3, 4])]
 )
 def test_top_p_keeps_the_fewest_tokens_that_reach_p(top_p, kept):
     p = probabilities(LOGITS, Sampling(temperature=1.0, top_p=top_p))

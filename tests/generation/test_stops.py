@@ -10,9 +10,7 @@ from barellm.generation.stops import StopStrings
 TEXT = "aab aaab abc\n\nb bca aabc"
 
 
-@pytest.mark.parametrize(
-    "stops", [[], ["b"], ["aaab"], ["c\n\n", "never"], ["aab a", "ab "], ["abcd"], ["aabc", ""], ["bd", "bc"]]
-)
+@pytest.mark.parametrize("stops", [[], ["b"], ["aaab"], ["c\n\n", "never"], ["aab a", "ab "], ["abcd"], ["aabc", ""], ["bd", "bc"]])
 def test_a_text_ends_before_the_stop_string_that_is_complete_first(stops):
     places = [(TEXT.find(stop) + len(stop), TEXT.find(stop)) for stop in stops if stop and stop in TEXT]
     expected = TEXT[: min(places)[1]] if places else TEXT

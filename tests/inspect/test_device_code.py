@@ -25,9 +25,7 @@ def peak(**options: int) -> Specialisation:
     signature = (("out", "*fp32"), ("a", "*bf16"), ("b", "*bf16"), ("iterations", "i32"))
     constants = (("COLS", 128), ("DEPTH", 64), ("ROWS", 128))
     usual = {"num_stages": 1, "num_warps": 4}
-    return Specialisation(
-        microbenchmarks.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b")
-    )
+    return Specialisation(microbenchmarks.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b"))
 
 
 def test_instructions_are_counted_by_what_they_are():

@@ -17,15 +17,7 @@ from barellm.tools.inspect import kernels, machine_code
 from tests.cases import attention_both
 
 TARGETS = [*isas.X86, "neon_bf16", "neon"]
-WIDEST = {
-    "amx_bf16": "zmm",
-    "avx512_bf16": "zmm",
-    "avx512": "zmm",
-    "avx2": "ymm",
-    "generic": "xmm",
-    "neon_bf16": "v",
-    "neon": "v",
-}
+WIDEST = {"amx_bf16": "zmm", "avx512_bf16": "zmm", "avx512": "zmm", "avx2": "ymm", "generic": "xmm", "neon_bf16": "v", "neon": "v"}
 PRODUCT = {"amx_bf16": "tdpbf16ps", "avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
 ANY_PRODUCT = {**PRODUCT, "generic": "mulps", "neon": "fmla"}
 FP32_PRODUCT = {"generic": "mulps", "neon_bf16": "fmla", "neon": "fmla"}
@@ -61,9 +53,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         assert code.inner.stores == 0, u
         # A step of AMX takes 64 cycles: addresses of what is packed beside it may lie on the stack, but no vector.
         spills = [
-            x.vector_spills if product == "tdpbf16ps" else x.stack_references
-            for x in [code.inner, *code.loops]
-            if x.accumulators
+            x.vector_spills if product == "tdpbf16ps" else x.stack_references for x in [code.inner, *code.loops] if x.accumulators
         ]
         # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
         assert spills[0] == 0 and (name.startswith("neon") or max(spills) == 0), u
@@ -118,16 +108,11 @@ def test_heads_that_share_keys_have_the_same_inner_loops():
 
     def loops(kv_heads):
         found = attention(isa, "bf16", 64, kv_heads=kv_heads)
-        return {
-            name: [(x.multiply_adds, x.accumulators) for x in code.loops if x.accumulators]
-            for name, code in found.items()
-        }
+        return {name: [(x.multiply_adds, x.accumulators) for x in code.loops if x.accumulators] for name, code in found.items()}
 
     assert loops(1) == loops(2)
     shared = attention(isa, "bf16", 64, kv_heads=1).values()
-    assert not any(
-        loop.vector_spills or (loop.accumulators and loop.stack_references) for x in shared for loop in x.loops
-    )
+    assert not any(loop.vector_spills or (loop.accumulators and loop.stack_references) for x in shared for loop in x.loops)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -173,15 +158,7 @@ def test_every_kernel_of_gpt2_has_an_inner_loop_with_its_counts(dtype):
         if u.spec.name != "constant_init":
             assert inner.loads > 0, u
         seen |= set(u.ops)
-    assert {
-        "linear_gelu",
-        "attention_backward",
-        "classifier",
-        "layernorm_backward",
-        "bias_grad",
-        "embedding_dwte",
-        "adamw",
-    } <= seen
+    assert {"linear_gelu", "attention_backward", "classifier", "layernorm_backward", "bias_grad", "embedding_dwte", "adamw"} <= seen
 
 
 @pytest.mark.parametrize("name", ["avx2", "generic"])

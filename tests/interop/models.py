@@ -25,8 +25,7 @@ def random_arrays(model: AnyModel, seed: int = 1) -> Arrays:
     """By barellm's names, wte without padding; every element a different normal."""
     rng = np.random.default_rng(seed)
     return {
-        name: (0.3 * rng.standard_normal((t.valid_rows, *t.shape[1:]))).astype(np.float32)
-        for name, t in parameters(model).items()
+        name: (0.3 * rng.standard_normal((t.valid_rows, *t.shape[1:]))).astype(np.float32) for name, t in parameters(model).items()
     }
 
 
@@ -84,9 +83,7 @@ def in_folder(folder: Path, config: Mapping[str, object], tensors: Arrays, *, sh
 # --- llm.c ---
 
 
-def llmc_file(
-    path: Path, model: ModelConfig, arrays: Mapping[str, np.ndarray], *, version: int, padded: int, **words: int
-) -> Path:
+def llmc_file(path: Path, model: ModelConfig, arrays: Mapping[str, np.ndarray], *, version: int, padded: int, **words: int) -> Path:
     """As write_model of llm.c's train_gpt2.py; `words` replace some of the header's by their place, w0 to w255."""
     header = np.zeros(256, "<i4")
     header[:8] = [20240326, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model, padded]

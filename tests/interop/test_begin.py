@@ -18,15 +18,7 @@ from barellm.errors import UserError
 from barellm.interop import card
 from barellm.interop.sources import open_weights
 from barellm.training import metrics
-from tests.interop.models import (
-    TINY,
-    checkpoint_of,
-    hugging_face,
-    llmc_file,
-    random_arrays,
-    their_tensors,
-    weights_of,
-)
+from tests.interop.models import TINY, checkpoint_of, hugging_face, llmc_file, random_arrays, their_tensors, weights_of
 
 ARRAYS = random_arrays(TINY)
 COUNT = sum(array.size for array in ARRAYS.values())  # 256 ids need no padding
@@ -70,11 +62,7 @@ def test_every_kind_of_source_begins_the_same_run(tmp_path, begin, source, text,
     """Sizes, positions and tokenizer are the source's; the loss before the first step is what `eval` says of it."""
     file = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=3, padded=384)
     own = checkpoint_of(tmp_path / "own", TINY, ARRAYS)
-    kinds = {
-        "theirs": (source, "--data.tokenizer", "bytes"),
-        "llmc": (file, "--data.tokenizer", "bytes"),
-        "step": (own,),
-    }
+    kinds = {"theirs": (source, "--data.tokenizer", "bytes"), "llmc": (file, "--data.tokenizer", "bytes"), "step": (own,)}
     for name, start in (kinds | {"folder": (tmp_path / "own",)}).items():
         assert main(begin(*start, out=name)) == 0
         config = json.loads((tmp_path / name / "config.json").read_text())
@@ -182,9 +170,7 @@ def test_what_import_and_export_refuse(tmp_path, refused, monkeypatch):
         assert refused("export", bare, "--format", kind, *out) == (
             f"{bare}: model.bias is false, GPT-2 has biases there, expected true"
         )
-    assert "llmc-tokenizer has no place for it" in refused(
-        "export", step, "--format", "llmc-tokenizer", "--license", "mit", *out
-    )
+    assert "llmc-tokenizer has no place for it" in refused("export", step, "--format", "llmc-tokenizer", "--license", "mit", *out)
     deep = ("--out", tmp_path / "new" / "deep.bin")
     assert "have an end of text" in refused("export", step, "--format", "llmc-tokenizer", *deep)
     with monkeypatch.context() as patch:
@@ -237,10 +223,7 @@ def test_rows_of_padded_ids_are_zero_whatever_the_file_says():
 @pytest.mark.parametrize(
     "name, hint",
     [
-        (
-            "gpt2",
-            "gpt2 is a preset, whose weights barellm.train('gpt2') makes; those on the hub are a folder after: hf ",
-        ),
+        ("gpt2", "gpt2 is a preset, whose weights barellm.train('gpt2') makes; those on the hub are a folder after: hf "),
         ("gpt2-774m", "hf download gpt2-large --local-dir DIR"),
         ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir DIR"),
     ],

@@ -14,16 +14,7 @@ from safetensors.numpy import load_file
 from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
 from barellm.interop.sources import open_weights
-from tests.interop.models import (
-    ODD,
-    TINY,
-    checkpoint_of,
-    hugging_face,
-    random_arrays,
-    rounded,
-    their_config,
-    their_tensors,
-)
+from tests.interop.models import ODD, TINY, checkpoint_of, hugging_face, random_arrays, rounded, their_config, their_tensors
 
 ARRAYS = random_arrays(TINY)
 THEIRS = their_tensors(ARRAYS)
@@ -106,10 +97,7 @@ WRONG_TENSORS = {
         THEIRS | {"transformer.h.0.attn.rotary": np.ones(3, np.float32)},
         "has the tensor 'h.0.attn.rotary', which this model lacks",
     ),
-    "a layer too many": (
-        THEIRS | {"transformer.h.2.ln_1.bias": np.ones(12, np.float32)},
-        "has the tensor 'h.2.ln_1.bias'",
-    ),
+    "a layer too many": (THEIRS | {"transformer.h.2.ln_1.bias": np.ones(12, np.float32)}, "has the tensor 'h.2.ln_1.bias'"),
     "matrices as nn.Linear has them": (
         THEIRS | {"transformer.h.0.attn.c_attn.weight": ARRAYS["h.0.attn.c_attn.weight"]},
         "model.safetensors: h.0.attn.c_attn.weight is (36, 12), expected (12, 36) by config.json",

@@ -22,12 +22,8 @@ from barellm.models.llama3 import Config
 from tests.data.llama import llama_json
 from tests.interop.models import Arrays, checkpoint_of, in_folder, random_arrays, rounded
 
-TINY = Config(
-    layers=2, heads=4, kv_heads=2, d_model=24, d_ff=20, vocab_size=256, max_seq=20, tied=False, rope_theta=1e4
-)
-ODD = Config(
-    layers=1, heads=5, kv_heads=1, d_model=30, d_ff=7, vocab_size=97, max_seq=9, norm_eps=1e-6, rope_factor=2.0
-)
+TINY = Config(layers=2, heads=4, kv_heads=2, d_model=24, d_ff=20, vocab_size=256, max_seq=20, tied=False, rope_theta=1e4)
+ODD = Config(layers=1, heads=5, kv_heads=1, d_model=30, d_ff=7, vocab_size=97, max_seq=9, norm_eps=1e-6, rope_factor=2.0)
 BFLOAT16 = ml_dtypes.bfloat16
 
 
@@ -227,9 +223,7 @@ def test_an_import_is_called_after_the_preset_of_its_sizes(tmp_path):
 NEW = {"rope_type": "default", "rope_theta": 77.0}
 STRETCH = {"factor": 4, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 6}
 STRETCHED = {"rope_factor": 4.0, "rope_low": 2.0, "rope_high": 8.0, "rope_old_seq": 6}
-CONFIGS: dict[
-    str, tuple[dict[str, Any], dict[str, Any]]
-] = {  # what is changed there -> here; None: the key is left out
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what is changed there -> here; None: the key is left out
     "as it was": ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "as it is": ({"rope_theta": None, "rope_parameters": NEW}, {"rope_theta": 77.0}),
     "transformers' default": ({"rope_theta": None}, {"rope_theta": 1e4}),
@@ -304,15 +298,9 @@ def without(name: str) -> Arrays:
 
 K = "model.layers.1.self_attn.k_proj"
 WRONG_TENSORS = {
-    "a part is missing": (
-        without(f"{K}.weight"),
-        "lacks the tensor 'layers.1.self_attn.k_proj.weight' (1 missing in all)",
-    ),
+    "a part is missing": (without(f"{K}.weight"), "lacks the tensor 'layers.1.self_attn.k_proj.weight' (1 missing in all)"),
     "the head is missing": (without("lm_head.weight"), "lacks the tensor 'lm_head.weight'"),
-    "a bias": (
-        THEIRS | {f"{K}.bias": np.ones(12, np.float32)},
-        "has the tensor 'layers.1.self_attn.k_proj.bias', which",
-    ),
+    "a bias": (THEIRS | {f"{K}.bias": np.ones(12, np.float32)}, "has the tensor 'layers.1.self_attn.k_proj.bias', which"),
     "keys of every head": (
         THEIRS | {f"{K}.weight": np.ones((24, 24), np.float32)},
         "layers.1.self_attn.k_proj.weight is (24, 24), expected (12, 24) by config.json",

@@ -105,9 +105,7 @@ def test_a_file_that_is_cut_or_none(tmp_path, refused):
     assert "it begins with 0, expected 20240326" in refused("import", path, "--out", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "name, content", [("m.bin", b"PK\x03\x04zip"), ("m.bin", b"\x80\x02}q"), ("m.pt", b"anything")]
-)
+@pytest.mark.parametrize("name, content", [("m.bin", b"PK\x03\x04zip"), ("m.bin", b"\x80\x02}q"), ("m.pt", b"anything")])
 def test_a_pickle_is_never_read(tmp_path, refused, name, content):
     (tmp_path / name).write_bytes(content)
     said = refused("import", tmp_path / name, "--out", tmp_path / "run")

@@ -29,18 +29,7 @@ KEYS = (
     "--train.gradient_accumulation_steps",
     ACCUMULATE,
 )
-HOW = (
-    "--optim.name",
-    "adamw",
-    "--optim.warmup",
-    2,
-    "--train.eval_tokens",
-    64,
-    "--train.eval_every",
-    0,
-    "--dtype",
-    "fp32",
-)
+HOW = ("--optim.name", "adamw", "--optim.warmup", 2, "--train.eval_tokens", 64, "--train.eval_every", 0, "--dtype", "fp32")
 SEVEN = ("--steps", 7, "--device", "reference")
 
 
@@ -123,9 +112,7 @@ def flat(arrays, padded: int = 256) -> list[np.ndarray]:
     return [part.reshape(-1) for part in (*found, arrays["ln_f.weight"], arrays["ln_f.bias"])]
 
 
-def state_files(
-    folder, planes, *, step: int, tail: bytes = b"", ranks: int = 1, shares: bool = False, padded: int = 256, **words
-):
+def state_files(folder, planes, *, step: int, tail: bytes = b"", ranks: int = 1, shares: bool = False, padded: int = 256, **words):
     """As save_state of llm.c's train_gpt2.cu. `shares`: each rank has its part of each tensor of each layer (ZeRO-1)."""
     for rank in range(ranks):
         header = np.zeros(256, "<i4")
@@ -174,11 +161,7 @@ def test_a_run_goes_to_llm_c_and_back_and_ends_with_the_same_bits(shards, tmp_pa
         at, planes = loader(ACCUMULATE * step), (moments(adam, "m"), moments(adam, "v"), weights)
         place = {"w30": at.shard, "w32": at.sample, "w20": 13371337, "w21": 0, "w22": 13371337, "w23": 0}
         state_files(tmp_path / "expected", planes, step=step, tail=at.tail(), **place)
-        assert {path.name for path in log.iterdir()} == {
-            f"model_{step:08d}.bin",
-            f"state_{step:08d}_00000.bin",
-            f"DONE_{step:08d}",
-        }
+        assert {path.name for path in log.iterdir()} == {f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}"}
         state = f"state_{step:08d}_00000.bin"
         assert (log / state).read_bytes() == (tmp_path / "expected" / state).read_bytes()
 
@@ -218,17 +201,7 @@ def test_an_import_has_llm_cs_numbers(tmp_path, ranks, shares, master, version, 
     planes = list(kinds.values())[: 3 if master else 2]
     tail = loader(4).tail() if shuffled else b""
     state_files(tmp_path, planes, step=12, ranks=ranks, shares=shares, tail=tail, padded=padded, w30=1, w32=4)
-    words = (
-        "import",
-        tmp_path / "model_00000012.bin",
-        "--tokenizer",
-        "bytes",
-        "--out",
-        tmp_path / "run",
-        *HOW,
-        "--steps",
-        20,
-    )
+    words = ("import", tmp_path / "model_00000012.bin", "--tokenizer", "bytes", "--out", tmp_path / "run", *HOW, "--steps", 20)
     assert run(*words) == 0
     step = tmp_path / "run" / "checkpoints" / "step-000012"
     adam, weights = load_file(step / "optimizer.safetensors"), load_file(step / "weights.safetensors")
@@ -281,14 +254,7 @@ def test_a_state_that_is_cut_is_refused(tmp_path, refused):
     path = written(tmp_path)
     state = tmp_path / "state_00000012_00000.bin"
     content = state.read_bytes()
-    for size in (
-        len(content) - 1,
-        len(content) - 2520,
-        1024 + 12 * sum(map(len, flat(random_arrays(TINY)))) + 3,
-        1025,
-        100,
-        0,
-    ):
+    for size in (len(content) - 1, len(content) - 2520, 1024 + 12 * sum(map(len, flat(random_arrays(TINY)))) + 3, 1025, 100, 0):
         state.write_bytes(content[:size])
         said = refused("import", path, "--tokenizer", "bytes", "--out", tmp_path / "run", *HOW, "--steps", 20)
         assert "state_00000012_00000.bin" in said
@@ -302,18 +268,7 @@ def test_a_state_that_is_cut_is_refused(tmp_path, refused):
     (("--minutes", 3), "ends after some number of steps: --steps N"), (("--model.layers", 3), "model.layers is 2 in "),
 ])  # fmt: skip
 def test_a_run_that_could_not_have_come_there_is_refused(tmp_path, refused, words, message):
-    words = (
-        "import",
-        written(tmp_path),
-        "--tokenizer",
-        "bytes",
-        "--out",
-        tmp_path / "run",
-        *HOW,
-        "--steps",
-        20,
-        *words,
-    )
+    words = ("import", written(tmp_path), "--tokenizer", "bytes", "--out", tmp_path / "run", *HOW, "--steps", 20, *words)
     assert message in refused(*words)
 
 
@@ -323,19 +278,7 @@ def test_other_data_than_llm_cs_is_noticed(tmp_path, shards, refused):
         at = loader(36)
         path = written(tmp_path / name, w30=at.shard, w32=at.sample)
         words = ("--tokenizer", "bytes", "--out", tmp_path / name / "run", "--steps", 13)
-        assert (
-            run(
-                "import",
-                path,
-                "shakespeare-char",
-                *words,
-                *KEYS,
-                *HOW,
-                "--train.gradient_accumulation_steps",
-                accumulate,
-            )
-            == 0
-        )
+        assert run("import", path, "shakespeare-char", *words, *KEYS, *HOW, "--train.gradient_accumulation_steps", accumulate) == 0
     resume = ("--resume", "--data", shards, "--device", "reference")
     assert run("train", "--out", tmp_path / "right" / "run", *resume) == 0
     said = refused("train", "--out", tmp_path / "wrong" / "run", *resume)

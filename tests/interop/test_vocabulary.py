@@ -58,10 +58,7 @@ def test_without_files_50257_ids_are_gpt2_s(tmp_path, monkeypatch):
 
 
 WRONG = {
-    "no end of text": (
-        lambda ids: {name: i for name, i in ids.items() if i < 299},
-        "is not a BPE of bytes with <.endoftext.>",
-    ),
+    "no end of text": (lambda ids: {name: i for name, i in ids.items() if i < 299}, "is not a BPE of bytes with <.endoftext.>"),
     "a gap": (lambda ids: ids | {"<|endoftext|>": 300}, "has gaps in its ids up to 300, expected 300 without gaps"),
     "no byte": (lambda ids: ids | {"\n": 298}, "is not a BPE of bytes"),
     "a list": (list, "is not a BPE of bytes"),
@@ -197,9 +194,7 @@ def test_llama_s_file_goes_there_and_back_as_it_is(tmp_path, capsys):
 def test_a_tokenizer_must_fit(tmp_path, refused, bpe):
     source = hugging_face(tmp_path / "hf", TINY, their_tensors(random_arrays(TINY)))
     command = ("import", source, "--out", tmp_path / "run")
-    assert "tokenizer gpt2 has 50257 ids, the model 256: it is of another model" in refused(
-        *command, "--tokenizer", "gpt2"
-    )
+    assert "tokenizer gpt2 has 50257 ids, the model 256: it is of another model" in refused(*command, "--tokenizer", "gpt2")
     assert "unknown tokenizer 'byts', did you mean 'bytes'?" in refused(*command, "--tokenizer", "byts")
     assert "a tokenizer 'chars' is made from a text" in refused(*command, "--tokenizer", "chars")
     bpe.save(tmp_path)
@@ -223,9 +218,7 @@ def test_weights_without_a_tokenizer_come_train_on_shards_and_go(tmp_path, refus
     missing = "the model has 256 ids and no tokenizer, so there is no text"
     assert missing in refused("sample", tmp_path / "tuned", "--prompt", "a")
     (tmp_path / "text").write_text("a text to train on " * 99)
-    assert missing in refused(
-        "train", "gpt2-124m", "--init-from", source, "--data", tmp_path / "text", *words[:-1], tmp_path / "x"
-    )
+    assert missing in refused("train", "gpt2-124m", "--init-from", source, "--data", tmp_path / "text", *words[:-1], tmp_path / "x")
     write_shard(shards / "a.bin", [np.arange(3000) % 257], magic=20240520)
     assert "has token id 256" in refused("train", "--init-from", source, "--data", shards, *words[:-1], tmp_path / "x")
 

@@ -80,9 +80,7 @@ CASES = {
         {"groups": 2, "stride": (1, 2), "padding": 1},
     ),
     "matmul": Case(
-        kernels.matmul,
-        lambda a, b: a @ b,
-        [((3, 7, 33), (33, 65)), ((1, 1), (1, 1)), ((13,), (13, 3)), ((131, 257), (257, 67))],
+        kernels.matmul, lambda a, b: a @ b, [((3, 7, 33), (33, 65)), ((1, 1), (1, 1)), ((13,), (13, 3)), ((131, 257), (257, 67))]
     ),
     "layernorm": Case(
         kernels.layernorm,
@@ -90,17 +88,10 @@ CASES = {
         [((3, 5, 33), (33,), (33,)), ((7, 1), (1,)), ((257,), (257,), (257,)), ((2, 4099), (4099,))],
         {"eps": 1e-3},
     ),
-    "rmsnorm": Case(
-        kernels.rmsnorm,
-        rmsnorm,
-        [((3, 5, 33), (33,)), ((7, 1), (1,)), ((257,),), ((2, 4099),)],
-        {"eps": 1e-3},
-    ),
+    "rmsnorm": Case(kernels.rmsnorm, rmsnorm, [((3, 5, 33), (33,)), ((7, 1), (1,)), ((257,),), ((2, 4099),)], {"eps": 1e-3}),
     "softmax": Case(kernels.softmax, softmax, [((3, 5, 33),), ((7, 1),), ((257,),), ((2, 40_009),)], {"scale": 0.7}),
     "attention": Case(
-        kernels.attention,
-        attention,
-        [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+        kernels.attention, attention, [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3]
     ),
     "attention over all keys": Case(
         kernels.attention,

@@ -210,28 +210,13 @@ REFUSED = [
         lambda: kernels.matmul(ONE, ONE.T.astype(np.float64)),
         "matmul expects b as float32 or bfloat16, it is float64: cast it with b.astype(np.float32)",
     ),
-    (
-        lambda: kernels.matmul(ONE, ONE.T.astype(BFLOAT16)),
-        "matmul expects a and b of one dtype, a is fp32 and b is bf16",
-    ),
+    (lambda: kernels.matmul(ONE, ONE.T.astype(BFLOAT16)), "matmul expects a and b of one dtype, a is fp32 and b is bf16"),
     (lambda: kernels.rmsnorm([1.0]), "rmsnorm expects NumPy arrays, x is of type list"),  # pyright: ignore
     (lambda: kernels.rmsnorm(ONE[:0]), "rmsnorm expects x with at least one element, it has shape (0, 5)"),
-    (
-        lambda: kernels.layernorm(ONE, ONE[0, 1:]),
-        "layernorm expects weight (C,), C being 5 as in x (3, 5); it has shape (4,)",
-    ),
-    (
-        lambda: kernels.rmsnorm(ONE, out=ONE.T),
-        "rmsnorm expects out (3, 5) float32, it is (5, 3) float32",
-    ),
-    (
-        lambda: kernels.top_k(ONE, 6),
-        "top_k expects x (..., C) and 1 <= K <= C, K is 6: x (batch<=3, 5) fp32",
-    ),
-    (
-        lambda: kernels.attention(ONE, ONE, ONE),
-        "attention expects q (B, T, H, D), it has shape (3, 5)",
-    ),
+    (lambda: kernels.layernorm(ONE, ONE[0, 1:]), "layernorm expects weight (C,), C being 5 as in x (3, 5); it has shape (4,)"),
+    (lambda: kernels.rmsnorm(ONE, out=ONE.T), "rmsnorm expects out (3, 5) float32, it is (5, 3) float32"),
+    (lambda: kernels.top_k(ONE, 6), "top_k expects x (..., C) and 1 <= K <= C, K is 6: x (batch<=3, 5) fp32"),
+    (lambda: kernels.attention(ONE, ONE, ONE), "attention expects q (B, T, H, D), it has shape (3, 5)"),
     (
         lambda: kernels.attention(ONE.reshape(1, 3, 1, 5), *[ONE.reshape(1, 5, 1, 3)] * 2, causal=False),
         "attention is given 3 queries and 5 keys, expected as many: it is of a sequence to itself",
@@ -248,14 +233,8 @@ REFUSED = [
         lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, ONE.reshape(3, 1, 5)[:2], layout=AHEAD, causal=False),
         "layout_attention expects relative (an odd number, 5) fp32: q (batch<=1, 3, 5) fp32, relative (2, 5) fp32",
     ),
-    (
-        lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T),
-        "vjp_fn of rmsnorm expects dy (3, 5), it has shape (5, 3)",
-    ),
-    (
-        lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE, ONE),
-        "vjp_fn of rmsnorm expects 1 gradients, it was given 2",
-    ),
+    (lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T), "vjp_fn of rmsnorm expects dy (3, 5), it has shape (5, 3)"),
+    (lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE, ONE), "vjp_fn of rmsnorm expects 1 gradients, it was given 2"),
     (
         lambda: kernels.vjp(np.sum, ONE),
         "vjp expects a function of barellm.kernels that has gradients; sum made 0 calls of such functions",
@@ -266,10 +245,7 @@ REFUSED = [
     (lambda: kernels.rmsnorm(ONE, eps=np.nan), "rmsnorm expects a finite eps of at least 0, it is nan"),
     (lambda: kernels.rmsnorm(ONE, eps="1e-5"), "rmsnorm expects eps as a number, it is '1e-5'"),  # pyright: ignore
     (lambda: kernels.softmax(ONE, scale=ONE), "softmax expects scale as a number, it is of type ndarray"),  # pyright: ignore
-    (
-        lambda: kernels.softmax(ONE, scale=0),
-        "softmax expects x (..., C) and a scale above 0, it is 0.0: x (batch<=3, 5) fp32",
-    ),
+    (lambda: kernels.softmax(ONE, scale=0), "softmax expects x (..., C) and a scale above 0, it is 0.0: x (batch<=3, 5) fp32"),
     (lambda: kernels.top_k(ONE, True), "top_k expects k as an integer, it is True"),
     (lambda: kernels.top_k(ONE, np.True_), "top_k expects k as an integer, it is np.True_"),  # pyright: ignore
     (
@@ -280,10 +256,7 @@ REFUSED = [
     (lambda: kernels.softmax(ONE, scale=np.True_), "softmax expects scale as a number, it is np.True_"),  # pyright: ignore
     (lambda: kernels.conv2d(IMAGE, IMAGE, groups=True), "conv2d expects groups as an integer, it is True"),
     (lambda: kernels.conv2d(IMAGE, IMAGE, stride=True), "conv2d expects stride as an integer or two, it is True"),
-    (
-        lambda: kernels.conv2d(IMAGE, IMAGE, dilation=(1, True)),
-        "conv2d expects dilation as an integer or two, it is (1, True)",
-    ),
+    (lambda: kernels.conv2d(IMAGE, IMAGE, dilation=(1, True)), "conv2d expects dilation as an integer or two, it is (1, True)"),
     (lambda: kernels.conv2d(IMAGE, IMAGE, reflect="no"), "conv2d expects reflect as True or False, it is 'no'"),  # pyright: ignore
     (lambda: kernels.conv2d(IMAGE, IMAGE, flip_kernel=1), "conv2d expects flip_kernel as True or False, it is 1"),  # pyright: ignore
     (
@@ -346,11 +319,7 @@ def test_arrays_with_a_mask_are_refused(what):
     if what in ("vjp_fn", "out"):
         _, vjp_fn = kernels.vjp(kernels.rmsnorm, ONE)
         calls = [
-            (
-                "dy" if what == "vjp_fn" else "out",
-                lambda a: vjp_fn(a) if what == "vjp_fn" else kernels.rmsnorm(ONE, out=a),
-                ONE,
-            )
+            ("dy" if what == "vjp_fn" else "out", lambda a: vjp_fn(a) if what == "vjp_fn" else kernels.rmsnorm(ONE, out=a), ONE)
         ]
     elif what.endswith("quantize"):
         codes, scales = kernels.quantize(ONE)
@@ -370,9 +339,7 @@ def test_arrays_with_a_mask_are_refused(what):
         names = list(inspect.signature(case.function).parameters)
         calls = [(names[i], at(i), a) for i, a in enumerate(given)]
     for name, call, array in calls:
-        with pytest.raises(
-            ValueError, match=rf"expects arrays without a mask, {name} has one: fill it with {name}.filled"
-        ):
+        with pytest.raises(ValueError, match=rf"expects arrays without a mask, {name} has one: fill it with {name}.filled"):
             call(np.ma.masked_array(array, np.zeros(array.shape, bool)))
 
 

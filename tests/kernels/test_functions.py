@@ -71,9 +71,7 @@ def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name,
     dy = np.random.default_rng(1).normal(size=y.shape).astype(FLOAT32)
     for mix in product((FLOAT32, BFLOAT16), repeat=len(given)):
         try:
-            y, rounded = kernels.vjp(
-                case.function, *(a.astype(t) for a, t in zip(given, mix, strict=True)), **case.options
-            )
+            y, rounded = kernels.vjp(case.function, *(a.astype(t) for a, t in zip(given, mix, strict=True)), **case.options)
         except (TypeError, ValueError) as error:
             assert len(set(mix)) == 2 and ("of one dtype" in str(error) or "expects relative" in str(error))
             continue

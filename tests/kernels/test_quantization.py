@@ -42,19 +42,10 @@ def test_what_fits_no_format_is_refused():
     w = np.ones((3, 64), np.float32)
     codes, scales = kernels.quantize(w)
     for call, says in [
-        (
-            lambda: kernels.quantize(w[0]),
-            r"quantize expects w \(N, K\) with at least one element, it has shape \(64,\)",
-        ),
+        (lambda: kernels.quantize(w[0]), r"quantize expects w \(N, K\) with at least one element, it has shape \(64,\)"),
         (lambda: kernels.quantize(w, "int3"), "unknown weights 'int3'"),
-        (
-            lambda: kernels.dequantize(codes, scales, "int8"),
-            r"expects codes \(N, K\) int8 of int8, found \(3, 64\) uint8",
-        ),
-        (
-            lambda: kernels.dequantize(codes, scales[:, :1]),
-            r"expects scales \(3, 2\) for codes \(3, 64\), found \(3, 1\)",
-        ),
+        (lambda: kernels.dequantize(codes, scales, "int8"), r"expects codes \(N, K\) int8 of int8, found \(3, 64\) uint8"),
+        (lambda: kernels.dequantize(codes, scales[:, :1]), r"expects scales \(3, 2\) for codes \(3, 64\), found \(3, 1\)"),
         (lambda: kernels.dequantize(codes + 16, scales), "expects codes from 0 to 15, the largest is"),
     ]:
         with pytest.raises(ValueError, match=says):

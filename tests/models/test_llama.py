@@ -16,9 +16,7 @@ from barellm.models import gpt2
 from barellm.models.llama3 import Config
 from barellm.training import metrics
 
-SMALL = Config(
-    layers=3, heads=4, kv_heads=2, d_model=64, d_ff=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False
-)
+SMALL = Config(layers=3, heads=4, kv_heads=2, d_model=64, d_ff=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False)
 
 
 def test_names_shapes_and_order():
@@ -127,10 +125,7 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
         ({"rotary_fraction": 0.2}, "model.rotary_fraction 0.2 rotates 3 of 16 columns, expected an even number"),
         ({"rotary_fraction": 1.5}, "model.rotary_fraction is 1.5, expected above 0 and at most 1"),
         ({"nope_layers": "0,3"}, "model.nope_layers is '0,3', expected numbers from 0 to 2 with commas between them"),
-        (
-            {"rope_type": "longrope", "rope_factor": 2.0},
-            "model.rope_short has 0 numbers, expected 8, one for each pair of",
-        ),
+        ({"rope_type": "longrope", "rope_factor": 2.0}, "model.rope_short has 0 numbers, expected 8, one for each pair of"),
         ({"rope_short": "a"}, "model.rope_short is 'a', expected numbers from 0 on with commas between them"),
         ({"qk_norm": "rows"}, "model.qk_norm is 'rows', expected none, head or row"),
     ],

@@ -52,9 +52,7 @@ def test_it_trains_is_saved_resumed_sampled_and_evaluated(train, tmp_path, capsy
     """A run that was stopped and resumed ends with the same bits as one that was not."""
     on = ("--device", device, "--train.dtype", "fp32")
     assert main(train(*on, "--steps", 30)) == 0
-    assert (
-        main(train(*on, "--steps", 30, "--train.checkpoint_every", 10, "--train.save_total_limit", 9, out="other")) == 0
-    )
+    assert main(train(*on, "--steps", 30, "--train.checkpoint_every", 10, "--train.save_total_limit", 9, out="other")) == 0
     for later in (tmp_path / "other" / "checkpoints").glob("step-00002*"):
         shutil.rmtree(later)
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "step-000030")
@@ -90,10 +88,7 @@ def test_a_configuration_without_a_name_is_gpt2s():
 def test_both_backends_train_it_alike(train, tmp_path):
     assert main(train("--device", "reference", "--steps", 10, out="a")) == 0
     assert main(train("--device", "cpu", "--dtype", "fp32", "--steps", 10, out="b")) == 0
-    a, b = (
-        [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
-        for name in "ab"
-    )
+    a, b = ([row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"] for name in "ab")
     assert a == pytest.approx(b, rel=1e-3)
 
 

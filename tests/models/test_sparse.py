@@ -155,9 +155,7 @@ def test_memory_is_linear_in_the_length():
         config = replace(SMALL, max_seq=8192, block=64, layout="local:128", relative=100)
         _, programs = build(config, batch=1, seq=seq, optimizer=lambda p: None)
         built = lower_and_plan(programs, threads=2)
-        return (
-            built.plan.arena_bytes - built.thread_scratch.nbytes
-        )  # threads' scratch follows from the blocks that are chosen
+        return built.plan.arena_bytes - built.thread_scratch.nbytes  # threads' scratch follows from the blocks that are chosen
 
     sizes = [arena(seq) for seq in (2048, 4096, 8192)]
     assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.01)

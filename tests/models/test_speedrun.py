@@ -37,18 +37,7 @@ STAGES = table(
         Stage(40, (2, 5)),
     ]
 )
-SMALL = Config(
-    heads=4,
-    d_model=64,
-    d_ff=96,
-    vocab_size=61,
-    max_seq=40,
-    block=4,
-    stages=STAGES,
-    separator=3,
-    extension=2,
-    untie=1,
-)
+SMALL = Config(heads=4, d_model=64, d_ff=96, vocab_size=61, max_seq=40, block=4, stages=STAGES, separator=3, extension=2, untie=1)
 LEFT_OUT = {
     "lanes": {"lanes_from": 11},
     "smear": {"smear": False},
@@ -117,10 +106,7 @@ def test_what_each_stage_tells_a_session():
         ("seq=8 windows=1,2", "expected some that add up to 1, and a last stage without one"),
         ("share=1/2 seq=8 windows=1,2; seq=8 windows=1,2", "has shares 1/2, 0"),
         ("share=1 seq=8; seq=8 windows=1,2", "stage 1 of model.stages has no windows"),
-        (
-            "share=1 seq=8 windows=1,2; seq=8 window=1,2",
-            "stage 2 of model.stages has 'window=1,2', expected one each of",
-        ),
+        ("share=1 seq=8 windows=1,2; seq=8 window=1,2", "stage 2 of model.stages has 'window=1,2', expected one each of"),
         ("share=1 seq=8 windows=1; seq=8 windows=1,2", "has 'windows=1', expected for example windows=1,3"),
         ("share=1/0 seq=8 windows=1,2; seq=8 windows=1,2", "has 'share=1/0', expected for example share=1/3"),
         ("share=1 seq=0 windows=1,2; seq=8 windows=1,2", "expected sizes of at least 1"),
@@ -145,9 +131,7 @@ def test_a_table_is_read_as_it_was_written():
 ])  # fmt: skip
 def test_a_run_that_the_table_does_not_fit_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
-        training_schedule(
-            Run(preset="", model=SMALL, train=replace(TrainConfig(micro_batch_size=1, seq=40, steps=9), **wrong))
-        )
+        training_schedule(Run(preset="", model=SMALL, train=replace(TrainConfig(micro_batch_size=1, seq=40, steps=9), **wrong)))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +188,7 @@ def test_each_part_can_be_left_out(left_out):
     """The CPU's losses are the references' with any part missing."""
     model = replace(SMALL, **LEFT_OUT[left_out])
     session = CpuSession(programs_of(model, "fp32"))
-    found, wanted = (
-        trained(session, model, 2),
-        trained(ReferenceSession(programs_of(model, "fp32"), dtype="float64"), model, 2),
-    )
+    found, wanted = (trained(session, model, 2), trained(ReferenceSession(programs_of(model, "fp32"), dtype="float64"), model, 2))
     session.close()
     assert found == pytest.approx(wanted, rel=3e-5)
     assert abs(loss_of_the_whole() - wanted[0]) > 1e-6  # it made a difference
@@ -216,13 +197,7 @@ def test_each_part_can_be_left_out(left_out):
 FACTORS = {"qkv.scale": 11, "proj.scale": 11, "resid.attn": 11, "resid.mlp": 11, "post.mlp": 11, "x0.scale": 11}
 FACTORS |= {"lanes.attn0": 11, "lanes.attn1": 11, "lanes.mlp1": 11, "bigrams.scale": 11}
 FACTORS |= {"smear.scale": 1, "backout.scale": 1, "skip.scale": 1}
-OF = {
-    "lanes": "lanes.",
-    "smear": "smear.",
-    "bigram": "bigrams.",
-    "backout": "backout.",
-    "attention in every layer": "skip.",
-}
+OF = {"lanes": "lanes.", "smear": "smear.", "bigram": "bigrams.", "backout": "backout.", "attention in every layer": "skip."}
 
 
 @pytest.mark.parametrize("left_out", [None, *OF])
@@ -240,9 +215,7 @@ def test_the_record_s_scales_of_8_bits():
     assert found == Static("head", x=100 / 448, weight=1.6 / 448, dy=0.75 / 448)
 
 
-@pytest.mark.parametrize(
-    "compute, fp8", [("fp32", "delayed"), ("bf16", "off"), ("bf16", "static"), ("fp32", "floating")]
-)
+@pytest.mark.parametrize("compute, fp8", [("fp32", "delayed"), ("bf16", "off"), ("bf16", "static"), ("fp32", "floating")])
 @pytest.mark.extended
 def test_equal_bits_for_any_number_of_threads(compute, fp8):
     digests, model = set(), replace(SMALL, fp8=fp8)
@@ -254,16 +227,7 @@ def test_equal_bits_for_any_number_of_threads(compute, fp8):
     assert len(digests) == 1
 
 
-SIZES = {
-    "heads": 4,
-    "d_model": 64,
-    "d_ff": 64,
-    "max_seq": 40,
-    "block": 4,
-    "extension": 2,
-    "untie": 1,
-    "stages": STAGES,
-}
+SIZES = {"heads": 4, "d_model": 64, "d_ff": 64, "max_seq": 40, "block": 4, "extension": 2, "untie": 1, "stages": STAGES}
 
 
 def small_run(tmp_path: Path, **model: str) -> list[str]:
@@ -272,16 +236,7 @@ def small_run(tmp_path: Path, **model: str) -> list[str]:
     text.write_text(TEXT)
     words = ["train", "speedrun-small", "--data", str(text), "--data.tokenizer", "bytes"]
     words += [word for key, value in (SIZES | model).items() for word in (f"--model.{key}", str(value))]
-    words += [
-        "--train.seq",
-        "40",
-        "--train.steps",
-        "8",
-        "--train.checkpoint_every",
-        "1",
-        "--train.save_total_limit",
-        "9",
-    ]
+    words += ["--train.seq", "40", "--train.steps", "8", "--train.checkpoint_every", "1", "--train.save_total_limit", "9"]
     return [*words, "--train.eval_every", "4", "--out", str(tmp_path / "whole")]
 
 
@@ -326,10 +281,7 @@ def test_a_run_that_began_before_these_keys_goes_on_as_it_began(tmp_path, monkey
     neither. Both ends have the bits of a run that was never stopped."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     old = {"bigram_first": "token", "adam_weights": "fp32"}
-    assert {key: getattr(speedrun_small().model, key) for key in old} == {
-        "bigram_first": "reserved",
-        "adam_weights": "bf16",
-    }
+    assert {key: getattr(speedrun_small().model, key) for key in old} == {"bigram_first": "reserved", "adam_weights": "bf16"}
     assert main([*small_run(tmp_path, **old), "--dtype", "fp32"]) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "old")
     for later in range(5, 9):
@@ -359,9 +311,7 @@ def test_which_weights_are_bf16():
     names = {name.split(".")[-1] for name, t in store.tensors.items() if t.bf16}
     assert names == {"embed", "bigrams", "gate", "head", *"01234"}
     exact = {name.split(".")[-1] for name, t in store.tensors.items() if not t.bf16 and len(t.shape) == 2}
-    assert exact == {"qkv", "proj", "up", "down"} and not any(
-        t.bf16 for t in store.tensors.values() if len(t.shape) == 1
-    )
+    assert exact == {"qkv", "proj", "up", "down"} and not any(t.bf16 for t in store.tensors.values() if len(t.shape) == 1)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -80,9 +80,7 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     for name in ("tokens", "targets"):
         session.write(name, r.integers(0, 61, (batch, cfg.max_seq)))
     step = training_schedule(run).step(0, 1000)
-    session.run(
-        "forward_backward_stats", batch=batch, seq=cfg.max_seq, accumulate=0, inv_targets=step.inv_targets, step=1
-    )
+    session.run("forward_backward_stats", batch=batch, seq=cfg.max_seq, accumulate=0, inv_targets=step.inv_targets, step=1)
     shown = float(session.read("loss")[0]) * step.shown
     counts, sums = session.read(COUNTS).reshape(-1, BINS), session.read(TOTALS).reshape(-1, len(SUMS))
     session.close()

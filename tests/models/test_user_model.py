@@ -68,10 +68,7 @@ def test_as_a_user_does_it(train, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from palm import *\nfrom palm import PRESETS as theirs\nPRESETS = {'mine': theirs['palm-3m']}\n"
     )
-    words = [
-        word.replace(str(PALM), "palm.py")
-        for word in train("--train.checkpoint_every", 3, "--train.save_total_limit", 9)
-    ]
+    words = [word.replace(str(PALM), "palm.py") for word in train("--train.checkpoint_every", 3, "--train.save_total_limit", 9)]
     done = command(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"next     barellm sample {tmp_path}/run --model {tmp_path}/palm.py" in done.stdout
@@ -199,9 +196,7 @@ PRESETS = {"mine": lambda: Run(preset="mine", model=Config())}
         ("Run(preset", "Run(prefix", "24: TypeError: .* unexpected keyword argument 'prefix'"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_the_model_is_one_line_with_the_file_the_line_and_the_parameter(
-    tmp_path, refused, right, wrong, message
-):
+def test_a_mistake_in_the_model_is_one_line_with_the_file_the_line_and_the_parameter(tmp_path, refused, right, wrong, message):
     for folder, text in (("right", MODEL), ("wrong", MODEL.replace(right, wrong))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(text)

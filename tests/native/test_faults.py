@@ -33,16 +33,7 @@ from tests.native.test_native import FILES, numbers, pytestmark  # noqa: F401
 STEPS = 12
 SIZES = ("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "16")
 SIZES += ("--batch", "1", "--steps", str(STEPS), "--train.eval_every", "2", "--train.eval_tokens", "64")
-SIZES += (
-    "--train.checkpoint_every",
-    "4",
-    "--train.save_total_limit",
-    "1",
-    "--train.keep_every",
-    "8",
-    "--optim.warmup",
-    "2",
-)
+SIZES += ("--train.checkpoint_every", "4", "--train.save_total_limit", "1", "--train.keep_every", "8", "--optim.warmup", "2")
 TEXT = "".join(f"{i} squared is {i * i}.\n" for i in range(300))
 FOR_EVER = "1000000000"
 
@@ -66,9 +57,7 @@ class Program:
 
     def train(self, run: Path, *options: str, **faults: object) -> subprocess.CompletedProcess:
         env = self.environment(run, **faults) if faults else {}
-        return subprocess.run(
-            self.command(run, *options), env=env, capture_output=True, text=True, errors="replace", timeout=120
-        )
+        return subprocess.run(self.command(run, *options), env=env, capture_output=True, text=True, errors="replace", timeout=120)
 
     def calls(self, run: Path) -> list[str]:
         return run.with_name(f"{run.name}.log").read_text().splitlines()
@@ -89,9 +78,7 @@ class Program:
         """A process that stands still before a call, and goes on behind the block."""
         env = self.environment(run, first=call, do="stop")
         command = ["sh", "-c", f'exec "$@" {streams}', "sh", *self.command(run, data=data)]
-        with subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
+        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
                 yield process
@@ -378,8 +365,7 @@ def test_a_row_that_was_cut_short_is_dropped(program, tmp_path, tail):
 
 
 @pytest.mark.parametrize(
-    "key, value",
-    [("step", 5.5), ("step", -1), ("step", 13), ("total_steps", None), ("seconds", 1e300), ("step", 1e300)],
+    "key, value", [("step", 5.5), ("step", -1), ("step", 13), ("total_steps", None), ("seconds", 1e300), ("step", 1e300)]
 )
 def test_numbers_of_a_checkpoint_are_whole_and_in_range(program, tmp_path, key, value):
     path = tmp_path / "run/checkpoints/step-000007"
@@ -437,9 +423,7 @@ def test_a_signal_saves_and_a_second_one_ends_at_once(program, tmp_path, number)
     with program.halted(tmp_path / "twice", call) as process:
         process.send_signal(number)
         process.send_signal(signal.SIGTERM if number != signal.SIGTERM else signal.SIGINT)
-    assert process.returncode > 128 and process.said.endswith(
-        "barellm: stopped at once, without a checkpoint of the last steps\n"
-    )
+    assert process.returncode > 128 and process.said.endswith("barellm: stopped at once, without a checkpoint of the last steps\n")
     assert not checkpoint.steps(tmp_path / "twice/checkpoints")
     assert program.train(tmp_path / "twice").returncode == 0
     assert state(tmp_path / "twice") == state(program.folder / "whole")
@@ -593,8 +577,7 @@ def test_an_id_that_equals_the_vocabulary_is_refused(program):
             lib.barellm_evaluate(session, ids, good, *sizes, ctypes.byref(loss)) == 0,
             lib.barellm_evaluate(session, good, ids, *sizes, ctypes.byref(loss)) == 0,
             lib.barellm_logits(session, ids, count, ctypes.c_int64(0), logits) == 0,
-            lib.barellm_sample(session, text, *sizes[:1], sizes[0], how.ctypes.data_as(ctypes.c_void_p), None, None)
-            == 1,
+            lib.barellm_sample(session, text, *sizes[:1], sizes[0], how.ctypes.data_as(ctypes.c_void_p), None, None) == 1,
             lib.barellm_token(one, ctypes.byref(length)) is not None,
         ]
 

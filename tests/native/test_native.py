@@ -48,26 +48,8 @@ SIZES = (
         "300",
     ),
     *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "20"),
-    *(
-        "--train.eval_tokens",
-        "128",
-        "--train.checkpoint_every",
-        "15",
-        "--train.keep_every",
-        "40",
-        "--train.save_total_limit",
-        "3",
-    ),
-    *(
-        "--train.sample_every",
-        "50",
-        "--optim.name",
-        "muon",
-        "--optim.muon_lr_ratio",
-        "7",
-        "--optim.momentum_warmup",
-        "9",
-    ),
+    *("--train.eval_tokens", "128", "--train.checkpoint_every", "15", "--train.keep_every", "40", "--train.save_total_limit", "3"),
+    *("--train.sample_every", "50", "--optim.name", "muon", "--optim.muon_lr_ratio", "7", "--optim.momentum_warmup", "9"),
 )
 FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
 COMPILERS = ("cc", "gcc", "clang")
@@ -95,9 +77,7 @@ def made(tmp_path_factory) -> Path:
 def train(folder: Path, out: str, *more: str, program: str = "train") -> subprocess.CompletedProcess:
     data = folder / "program" / "data"
     command = [folder / "program" / program, "--train", data / "train_*.bin", "--val", data / "val_*.bin"]
-    return subprocess.run(
-        [*command, "--out", folder / out, *more], env={}, capture_output=True, text=True, errors="replace"
-    )
+    return subprocess.run([*command, "--out", folder / out, *more], env={}, capture_output=True, text=True, errors="replace")
 
 
 def final(run: Path) -> list[bytes]:
@@ -134,9 +114,7 @@ def test_a_program_takes_the_steps_of_python(made, program, threads):
     assert numbers(made / out) == numbers(made / "python")
     assert final(made / out) == final(made / "python")
     folders = [sorted(p.name for p in (made / run / "checkpoints").iterdir()) for run in (out, "python")]
-    assert folders[0] == folders[1] == [f"step-{n:06}" for n in (40, 75, 80, 90, 100)], (
-        "milestones, and the newest three"
-    )
+    assert folders[0] == folders[1] == [f"step-{n:06}" for n in (40, 75, 80, 90, 100)], "milestones, and the newest three"
     drawn = texts(done.stdout)
     rows = {row["step"]: row["text"] for row in metrics.read(made / "python/metrics.jsonl") if row["kind"] == "sample"}
     assert drawn.keys() == rows.keys() == {50, 100}
@@ -177,17 +155,7 @@ def test_ctrl_c_saves_and_no_row_is_written_twice(made, tmp_path):
 
 @pytest.mark.extended
 def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
-    more = [
-        "--data",
-        str(made / "text.txt"),
-        *SIZES,
-        "--model.layers",
-        "1",
-        "--steps",
-        "1",
-        "--out",
-        str(tmp_path / "small"),
-    ]
+    more = ["--data", str(made / "text.txt"), *SIZES, "--model.layers", "1", "--steps", "1", "--out", str(tmp_path / "small")]
     assert main(["train", "shakespeare-char", *more]) == 0
     done = train(made, str(tmp_path / "small"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -214,15 +182,7 @@ def test_it_needs_no_python_and_no_llvm(made):
     for name in ("train", "libbarellm.so"):
         lines = subprocess.run(["ldd", made / "program" / name], capture_output=True, text=True).stdout.splitlines()
         needed = {Path(line.split()[0]).name.split(".")[0] for line in lines}
-        assert needed <= {
-            "linux-vdso",
-            "libbarellm",
-            "libc",
-            "libm",
-            "libpthread",
-            "ld-linux-x86-64",
-            "ld-linux-aarch64",
-        }
+        assert needed <= {"linux-vdso", "libbarellm", "libc", "libm", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
 CALLER = """
@@ -337,26 +297,13 @@ def test_the_c_code_of_the_page_takes_a_step(made, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--optim.name", "adamw"),
-        ("--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr_ratio", "0", "--optim.muon_lr", "0.02"),
-    ],
+    [("--optim.name", "adamw"), ("--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr_ratio", "0", "--optim.muon_lr", "0.02")],
     ids=["adamw alone", "a rate of zero"],
 )
 @pytest.mark.extended
 def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
-    common = [
-        "shakespeare-char",
-        "--data",
-        str(made / "text.txt"),
-        *SIZES,
-        "--steps",
-        "4",
-        "--model.layers",
-        "1",
-        *options,
-    ]
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--steps", "4", "--model.layers", "1", *options]
     assert main(["build", *common, "-o", str(tmp_path / "program")]) == 0
     assert main(["train", *common, "--out", str(tmp_path / "python")]) == 0
     assert train(tmp_path, "own").returncode == 0
@@ -371,15 +318,7 @@ def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
     more = [*SIZES, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BARELLM_CACHE", str(made / "cache"))
-        build = [
-            "build",
-            "shakespeare-char",
-            "--data",
-            str(made / "text.txt"),
-            *more,
-            "-o",
-            str(made / dtype / "program"),
-        ]
+        build = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *more, "-o", str(made / dtype / "program")]
         assert main(build) == 0
     assert train(made / dtype, "whole").returncode == 0
     assert train(made / dtype, "parts", "--stop", "2").returncode == 0
@@ -516,18 +455,7 @@ ARM = next(filter(shutil.which, ("qemu-aarch64-static", "qemu-aarch64")), None)
 def test_a_program_for_aarch64_runs_in_an_emulator(made, isa, monkeypatch):
     """Its numbers are Python's on this machine but for roundings, and its checkpoints are as good as any."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
-    common = [
-        "shakespeare-char",
-        "--data",
-        str(made / "text.txt"),
-        *SIZES,
-        "--steps",
-        "22",
-        "--threads",
-        "2",
-        "--isa",
-        isa,
-    ]
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--steps", "22", "--threads", "2", "--isa", isa]
     assert main(["build", *common, "-o", str(made / isa), "--static", "--dtype", "fp32"]) == 0
     data = made / "program/data"
     command = [ARM, "-cpu", "max", made / isa / "train-static", "--train", data / "train_*.bin"]
@@ -552,25 +480,9 @@ def test_the_checkpoints_say_what_pythons_say(made):
     assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
 
 
-REFUSED = {
-    "minutes",
-    "signal_grace_period",
-    "exponent_stats",
-    "hellaswag",
-    "track",
-    "init_from",
-    "eval_from",
-    "eval_seq",
-}
+REFUSED = {"minutes", "signal_grace_period", "exponent_stats", "hellaswag", "track", "init_from", "eval_from", "eval_seq"}
 NOT_HERE = {"hellaswag_every", "gemm_backend", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
-OTHER = {
-    "dtype": "bf16",
-    "recompute": True,
-    "micro_batch_size": 3,
-    "seq": 8,
-    "batch_rampup_from": 2,
-    "batch_rampup_tokens": 400,
-}
+OTHER = {"dtype": "bf16", "recompute": True, "micro_batch_size": 3, "seq": 8, "batch_rampup_from": 2, "batch_rampup_tokens": 400}
 
 
 def image_of(config) -> str:
@@ -598,9 +510,7 @@ def test_no_key_of_training_is_lost():
     config = replace(preset, model=model, train=train)
     for key in ("hellaswag", "init_from", "track"):
         job = SimpleNamespace(config=replace(config, train=replace(train, **{key: "tensorboard"})), data=None)
-        with pytest.raises(
-            UserError, match=f"^train.{key} is 'tensorboard', and a program without Python does not do that"
-        ):
+        with pytest.raises(UserError, match=f"^train.{key} is 'tensorboard', and a program without Python does not do that"):
             check(job)
     plain = image_of(config)
     for key in {f.name for f in fields(train)} - REFUSED - NOT_HERE:
@@ -644,10 +554,7 @@ def test_without_a_compiler_the_package_ziglang_is_asked(made, tmp_path, monkeyp
     assert main(["build", *common, "-o", str(made / "stub/program"), "--static"]) == 0
     requested = [json.loads(line) for line in (tmp_path / "ziglang" / "asked.jsonl").read_text().splitlines()]
     machine = platform.machine()
-    targets = (
-        {words[2] for words in requested if "-static" not in words},
-        {words[2] for words in requested if "-static" in words},
-    )
+    targets = ({words[2] for words in requested if "-static" not in words}, {words[2] for words in requested if "-static" in words})
     assert targets == ({f"{machine}-linux-gnu"}, {f"{machine}-linux-musl"})
     assert train(made / "stub", "run").returncode == 0
     assert final(made / "stub" / "run") == final(made / "python")

@@ -86,9 +86,7 @@ def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
     tokenizer = load_tokenizer(checkpoint.find(folder / "run")[0])
     ids = f"{tokenizer.start},{tokenizer.tokens.index(b'1')}"
     assert sampled(folder, "--ids", ids, "--tokens", "1").stdout.startswith(b"1")
-    ends = sampled(
-        folder, "--tokens", "4000", "--temperature", "30"
-    ).stdout  # one of 300 nearly equal tokens is the end
+    ends = sampled(folder, "--tokens", "4000", "--temperature", "30").stdout  # one of 300 nearly equal tokens is the end
     assert 0 < len(ends) < 4000
     done = sampled(folder, "--prompt", "12")
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"give the ids of its tokens" in done.stderr

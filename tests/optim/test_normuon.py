@@ -92,9 +92,7 @@ class Theirs:
         self.grads = {n: np.zeros_like(p) for n, p in params.items()}
         self.split_embed = False
 
-    def step(
-        self, grads: dict[str, np.ndarray], schedule: float, momentum: float, *, do_adam: bool, split: bool
-    ) -> None:
+    def step(self, grads: dict[str, np.ndarray], schedule: float, momentum: float, *, do_adam: bool, split: bool) -> None:
         for n, g in grads.items():
             self.grads[n] = self.grads[n] + g
         if do_adam and not self.split_embed:
@@ -137,9 +135,7 @@ def programs(compute: str = "fp32", **formats: str) -> dict[str, Program]:
 
 def begin(session: Any) -> dict[str, np.ndarray]:
     """Random weights, embed the head's transpose; states and gradients zero."""
-    params = {
-        n: normal(*shape, seed=i).astype(np.float32).astype(np.float64) for i, (n, shape) in enumerate(SHAPES.items())
-    }
+    params = {n: normal(*shape, seed=i).astype(np.float32).astype(np.float64) for i, (n, shape) in enumerate(SHAPES.items())}
     params["embed"] = params["head"].T.copy()
     for name, t in session.tensors.items():
         if t.role in ("state", "gradient"):
@@ -165,9 +161,7 @@ def drive(session: Any, steps: int = 9, split: int = 5):
 
 
 @pytest.mark.parametrize(
-    "session, rtol",
-    [(ReferenceSession, 1e-9), (lambda made: CpuSession(made, threads=2), 2e-3)],
-    ids=["reference", "cpu"],
+    "session, rtol", [(ReferenceSession, 1e-9), (lambda made: CpuSession(made, threads=2), 2e-3)], ids=["reference", "cpu"]
 )
 def test_nine_steps_are_theirs(session, rtol):
     """Of all kinds: with Adam and without, tied, the one that unties, and untied."""

@@ -151,9 +151,7 @@ def ours(
 ) -> dict[str, np.ndarray]:
     """The same of barellm, with the rows of padded ids cut off."""
     (batch, seq), cfg = tokens.shape, case.weights.model
-    _, programs = build(
-        cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig())
-    )
+    _, programs = build(cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig()))
     micro = programs["forward_backward"]
     micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
     with opened(programs, device) as session:

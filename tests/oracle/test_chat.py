@@ -63,9 +63,7 @@ def drawn(rng: random.Random, parts: list[str]) -> str:
     def one() -> str:
         if rng.random() < 0.8:
             return rng.choice(parts)
-        return chr(
-            rng.choice([rng.randrange(32, 0x250), rng.randrange(0x400, 0x3000), rng.randrange(0x1F300, 0x1F600)])
-        )
+        return chr(rng.choice([rng.randrange(32, 0x250), rng.randrange(0x400, 0x3000), rng.randrange(0x1F300, 0x1F600)]))
 
     return "".join(one() for _ in range(rng.randrange(1, 20)))
 

@@ -31,9 +31,7 @@ def opened(monkeypatch):
     """Opens CPU sessions and closes them after the test."""
     sessions = []
 
-    def open_session(
-        model: ModelConfig, batch: int, seq: int, *, compute: str, optim: OptimConfig | None = None, logits=False
-    ):
+    def open_session(model: ModelConfig, batch: int, seq: int, *, compute: str, optim: OptimConfig | None = None, logits=False):
         optimizer = partial(adamw, config=optim or OptimConfig())
         _, programs = build(model, batch=batch, seq=seq, compute=compute, optimizer=optimizer)
         if logits:  # a program whose logits are an output cannot fuse its classifier
@@ -155,9 +153,7 @@ def ten_losses(gpt2_124m) -> list[float]:
     optimizer = oracle.adamw(TEN_STEPS)
     tokens, targets = tokens_and_targets(model, 4, 64)
     inv_targets = 1 / (targets >= 0).sum()
-    return [
-        oracle.step(optimizer, tokens, targets, inv_targets, lr=TEN_STEPS.lr, clip=TEN_STEPS.clip) for _ in range(10)
-    ]
+    return [oracle.step(optimizer, tokens, targets, inv_targets, lr=TEN_STEPS.lr, clip=TEN_STEPS.clip) for _ in range(10)]
 
 
 @pytest.mark.slow

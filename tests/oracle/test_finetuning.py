@@ -36,25 +36,12 @@ def test_losses_of_answers_equal_pytorchs(tmp_path):
     """Six rows a step in three micro-batches, whose targets are unequal in number: the mean is over those of the whole step."""
     text, chat = tmp_path / "a.txt", tmp_path / "chat.jsonl"
     text.write_text("What is a plus b? It is c.\n" * 60)
-    sums = [
-        {"prompt": f"What is {a} plus {b}?", "answer": f" {a + b}" + ", I think" * (a % 3)}
-        for a in range(8)
-        for b in range(9)
-    ]
+    sums = [{"prompt": f"What is {a} plus {b}?", "answer": f" {a + b}" + ", I think" * (a % 3)} for a in range(8) for b in range(9)]
     chat.write_text("".join(json.dumps(one) + "\n" for one in sums))
     sizes = ["--model.layers", "2", "--model.d_model", "48", "--model.heads", "3", "--seq", "37", "--dtype", "fp32"]
     words = ["--data", str(text), "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", "--batch", "2", "--steps", "1"]
     assert main(["train", "gpt2-124m", *sizes, *words, "--out", str(tmp_path / "base")]) == 0
-    words = [
-        "--init-from",
-        str(tmp_path / "base"),
-        "--data",
-        str(chat),
-        "--batch",
-        "2",
-        "--train.gradient_accumulation_steps",
-        "3",
-    ]
+    words = ["--init-from", str(tmp_path / "base"), "--data", str(chat), "--batch", "2", "--train.gradient_accumulation_steps", "3"]
     words += ["--lr", "1e-3", "--optim.min_lr", "1e-4", "--optim.warmup", "4", "--steps", str(STEPS)]
     assert main(["train", "gpt2-124m", *words, "--seq", "37", "--dtype", "fp32", "--out", str(tmp_path / "tuned")]) == 0
 

@@ -38,9 +38,7 @@ def llama_3_tokenizer() -> HuggingFace:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    )
+    library.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
     library.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     return HuggingFace(library.to_str().encode(), path=Path("made"))
 

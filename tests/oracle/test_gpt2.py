@@ -55,9 +55,7 @@ def spread(session, seed: int = 1) -> dict[str, np.ndarray]:
     for name, t in session.tensors.items():
         if t.role == "parameter":
             shape = tuple(int(n) for n in t.shape)
-            w = rng.normal(size=shape) * (0.1 if len(shape) == 2 else 0.3) + (
-                1 if "ln_" in name and "weight" in name else 0
-            )
+            w = rng.normal(size=shape) * (0.1 if len(shape) == 2 else 0.3) + (1 if "ln_" in name and "weight" in name else 0)
             w[t.valid_rows :] = 0
             weights[name] = w.astype(np.float32)
             session.write(name, weights[name])

@@ -59,9 +59,7 @@ def tokenizer_of(folder: Path, ids: int) -> Path:
     return folder
 
 
-def ours_of(
-    weights: Weights, tokens, targets, *, backend: str = "float64", compute: str = "fp32", recompute=False
-) -> dict:
+def ours_of(weights: Weights, tokens, targets, *, backend: str = "float64", compute: str = "fp32", recompute=False) -> dict:
     """Logits of valid ids, the mean loss and every gradient."""
     batch, seq = tokens.shape
     sizes = {"batch": batch, "seq": seq, "compute": compute, "recompute": recompute}
@@ -72,9 +70,7 @@ def ours_of(
         weights.load(session)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run(
-            "forward_backward", batch=batch, seq=seq, accumulate=0, inv_targets=1 / (targets >= 0).sum(), step=1
-        )
+        session.run("forward_backward", batch=batch, seq=seq, accumulate=0, inv_targets=1 / (targets >= 0).sum(), step=1)
         names = ["loss", *(name for name, t in session.tensors.items() if t.role == "gradient")]
         logits = session.read("logits")[..., : weights.model.vocab_size].astype(np.float64)
         return {"logits": logits} | {name: session.read(name).copy() for name in names}

@@ -47,9 +47,7 @@ def tasks(tmp_path: Path, monkeypatch) -> Path:
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, body in TASKS.items():
-        head = (
-            f"task: barellm_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/rows.jsonl\n"
-        )
+        head = f"task: barellm_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/rows.jsonl\n"
         (folder / f"{name}.yaml").write_text(f"{head}test_split: test\n{body}")
     return folder
 

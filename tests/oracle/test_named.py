@@ -154,9 +154,7 @@ def test_a_wrong_byte_is_fetched_again_and_refused_the_second_time(hub, tmp_path
     path = "sample/10BT/002_00000.parquet"
 
     def wrong(times):
-        return lambda requested, count, body: (
-            body[:50] + b"!" + body[51:] if requested == path and count <= times else body
-        )
+        return lambda requested, count, body: body[:50] + b"!" + body[51:] if requested == path and count <= times else body
 
     hub.harm = wrong(1)
     assert prepared(tmp_path / "out") == 0 and hub.requested[path] == 2

@@ -25,9 +25,7 @@ def dense(q, k, v, relative, seen, first):
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
 
-@pytest.mark.parametrize(
-    "text, causal, M", [("local:40, strided:9+local:3", True, 25), ("spread:1:2+local:30", False, 51)]
-)
+@pytest.mark.parametrize("text, causal, M", [("local:40, strided:9+local:3", True, 25), ("spread:1:2+local:30", False, 51)])
 def test_forward_and_all_gradients_are_those_of_pytorch(text, causal, M):
     B, T, H, D = 2, 100, 2, 12
     layout = layouts.parse(text, length=T, block=16, heads=H, causal=causal)

@@ -16,22 +16,7 @@ from tests.oracle import llama  # noqa: E402
 from tests.oracle.test_interop import theirs  # noqa: E402
 
 pytestmark = pytest.mark.oracle
-WORDS = (
-    "the",
-    "cat",
-    "sat on",
-    "a",
-    "mat,",
-    "then",
-    "it ran",
-    "up",
-    "tree.",
-    "She puts",
-    "oil into",
-    "an old",
-    "pan",
-    "and",
-)
+WORDS = ("the", "cat", "sat on", "a", "mat,", "then", "it ran", "up", "tree.", "She puts", "oil into", "an old", "pan", "and")
 
 
 def examples(count: int, seed: int = 3) -> list[dict]:

@@ -43,20 +43,7 @@ class Page(HTMLParser):
 
 
 def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    words = [
-        "-m",
-        "sphinx",
-        "-c",
-        root / "docs",
-        "-q",
-        "-E",
-        "-W",
-        "--keep-going",
-        "-d",
-        out / "doctrees",
-        root,
-        out / "site",
-    ]
+    words = ["-m", "sphinx", "-c", root / "docs", "-q", "-E", "-W", "--keep-going", "-d", out / "doctrees", root, out / "site"]
     return subprocess.run([sys.executable, *words], capture_output=True, text=True)
 
 
@@ -68,9 +55,7 @@ def dead_links(site: Path) -> list[str]:
             name, _, anchor = link.partition("#")
             to = (path.parent / unquote(name.partition("?")[0])).resolve() if name else path
             outside = "://" in link or link.startswith("data:")
-            if not outside and not (
-                to.exists() and (not anchor or to not in pages or unquote(anchor) in pages[to].anchors)
-            ):
+            if not outside and not (to.exists() and (not anchor or to not in pages or unquote(anchor) in pages[to].anchors)):
                 found.append(f"{path.relative_to(site.resolve())}: {link}")
     return found
 

@@ -50,16 +50,10 @@ MODEL = Config(
 RATES = {"momentum_start": 0.85, "momentum": 0.95, "momentum_warmup": 12, "momentum_cooldown": 5}
 OPTIM = replace(speedrun().optim, **RATES)
 RUN = Run(
-    preset="",
-    model=MODEL,
-    optim=OPTIM,
-    train=TrainConfig(micro_batch_size=1, seq=T, steps=TOTAL, gradient_accumulation_steps=2),
+    preset="", model=MODEL, optim=OPTIM, train=TrainConfig(micro_batch_size=1, seq=T, steps=TOTAL, gradient_accumulation_steps=2)
 )
 SIZES = theirs.Sizes(vocab=MODEL.padded_vocab, d_model=64, heads=4, d_ff=128)
-BACKENDS = {
-    "float64": partial(ReferenceSession, dtype="float64"),
-    "cpu": CpuSession,
-}
+BACKENDS = {"float64": partial(ReferenceSession, dtype="float64"), "cpu": CpuSession}
 
 
 def text(seq: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,9 +104,7 @@ def packed(w: dict[str, Any]) -> dict[str, Any]:
     scalars = torch.stack([w["qkv.scale"], w["proj.scale"]], 1).flatten()
     return {
         "attn_bank": torch.stack([torch.cat([w[f"h.{i}.attn.qkv"], w[f"h.{i}.attn.proj"]]) for i in attended]),
-        "mlp_bank": torch.stack(
-            [torch.stack([w[f"h.{i}.mlp.up"], w[f"h.{i}.mlp.down"]]) for i in range(theirs.LAYERS)]
-        ),
+        "mlp_bank": torch.stack([torch.stack([w[f"h.{i}.mlp.up"], w[f"h.{i}.mlp.down"]]) for i in range(theirs.LAYERS)]),
         "attn_gate_bank": torch.stack([w[f"h.{i}.attn.gate"] for i in attended]),
         "ve_gate_bank": torch.stack([w[f"h.{i}.value.gate"] for i in theirs.VALUED]),
         "value_embeds": torch.cat([w[f"values.{k}"] for k in range(5)]),
@@ -171,9 +163,7 @@ def test_loss_and_every_gradient(backend, limit, step):
         wanted.backward()
         assert abs(session.read("loss")[0] / wanted.item() - 1) < limit
         found = {
-            name: relative(session.read(f"{name}.grad"), leaf.grad.numpy())
-            for name, leaf in w.items()
-            if leaf.grad is not None
+            name: relative(session.read(f"{name}.grad"), leaf.grad.numpy()) for name, leaf in w.items() if leaf.grad is not None
         }
         assert max(found.values()) < limit, sorted(found.items(), key=lambda pair: -pair[1])[:5]
         assert len(found) == len(w)

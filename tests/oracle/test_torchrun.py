@@ -38,18 +38,7 @@ def place(tmp_path_factory) -> Path:
 
 def start(place: Path, launcher: Sequence[str], out: str, *more: str) -> subprocess.Popen[str]:
     words = ["train", "shakespeare-char", "--data", str(place / "text.txt"), "--out", str(place / out)]
-    sizes = [
-        "--model.layers",
-        "1",
-        "--model.d_model",
-        "32",
-        "--model.heads",
-        "2",
-        "--model.max_seq",
-        "8",
-        "--seq",
-        "8",
-    ]
+    sizes = ["--model.layers", "1", "--model.d_model", "32", "--model.heads", "2", "--model.max_seq", "8", "--seq", "8"]
     words += [*sizes, "--batch", "12", "--train.eval_tokens", "256", "--optim.warmup", "1", *more]
     own = os.environ | {"PYTHONPATH": str(ROOT), "BARELLM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

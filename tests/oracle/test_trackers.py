@@ -34,9 +34,7 @@ def track(name: str, folder: Path) -> None:
         for row in rows:
             tracking.add(row)
         tracking.close()
-        if (
-            name == "wandb"
-        ):  # a resumed run is another process with a service of its own; in one service, a run whose id still
+        if name == "wandb":  # a resumed run is another process with a service of its own; in one service, a run whose id still
             import_module(name).teardown()  # ends elsewhere can lose all its records (wandb's issue 10833)
     assert said == []
 

@@ -15,9 +15,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 class TorchGPT2:
     """Leaves by our names, at `dtype`. `autocast`: bf16 as PyTorch's CPU autocast has it. No dropout; padded ids masked."""
 
-    def __init__(
-        self, cfg: ModelConfig, weights: Mapping[str, np.ndarray], *, dtype=torch.float32, autocast: bool = False
-    ) -> None:
+    def __init__(self, cfg: ModelConfig, weights: Mapping[str, np.ndarray], *, dtype=torch.float32, autocast: bool = False) -> None:
         self.cfg = cfg
         self.autocast = autocast
         self.weights = {k: torch.tensor(w, dtype=dtype).requires_grad_() for k, w in weights.items()}
@@ -71,9 +69,7 @@ class TorchGPT2:
         ]
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
-    def step(
-        self, optimizer: torch.optim.AdamW, tokens, targets, inv_targets: float, *, lr: float, clip: float
-    ) -> float:
+    def step(self, optimizer: torch.optim.AdamW, tokens, targets, inv_targets: float, *, lr: float, clip: float) -> float:
         """One training step; returns its loss."""
         loss, _ = self.gradients(tokens, targets, inv_targets)
         torch.nn.utils.clip_grad_norm_(self.weights.values(), clip)

@@ -80,9 +80,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window
     return torch.einsum("hts,shd->thd", p, v)
 
 
-def attention(
-    w: dict[str, Tensor], i: int, x: Tensor, ve: Tensor | None, documents: Tensor, sizes: Sizes, stage: Stage
-) -> Tensor:
+def attention(w: dict[str, Tensor], i: int, x: Tensor, ve: Tensor | None, documents: Tensor, sizes: Sizes, stage: Stage) -> Tensor:
     T, H, D, C = len(x), sizes.heads, sizes.head, sizes.d_model
     bank, sa = w["attn_bank"][i - (i > 6)], w["scalars"][2 * i : 2 * i + 2]  # 1349: layer 6 has none
     gate = w["attn_gate_bank"][i - (i > 6)]
@@ -143,9 +141,7 @@ def hidden(w: dict[str, Tensor], tokens: Tensor, documents: Tensor, sizes: Sizes
         else:
             ve = tables[VALUED[i]][tokens] if i in VALUED else None
             a = attention(w, i, norm(lane0), ve, documents, sizes, stage)
-            lane0 = (
-                r_attn * lane0 + (a if i < 7 else p_a0 * a) + inject
-            )  # 1366: before layer 7 without a factor of its own
+            lane0 = r_attn * lane0 + (a if i < 7 else p_a0 * a) + inject  # 1366: before layer 7 without a factor of its own
             lane1 = None if lane1 is None else r_attn * lane1 + p_a1 * a
         if i == 3:
             saved = lane0

@@ -67,9 +67,7 @@ def test_a_batch_stays_a_multiple_of_the_ranks():
 def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "24G")
     with (
-        pytest.raises(
-            UserError, match=r"BARELLM_MEMORY_LIMIT is 24576.0 MiB: no batch is small enough: choose a smaller model$"
-        ),
+        pytest.raises(UserError, match=r"BARELLM_MEMORY_LIMIT is 24576.0 MiB: no batch is small enough: choose a smaller model$"),
         open_model(bf16("llama3-8b"), device="cpu"),
     ):
         pass
@@ -77,9 +75,7 @@ def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
 
 def test_changes_that_fit_together_alone_are_advised_together(monkeypatch):
     config = bf16("gpt2-124m")
-    together = plan(
-        overrides.changed(config, {"train.micro_batch_size": 1, "train.recompute": True, "optim.moments": "16bit"})
-    )
+    together = plan(overrides.changed(config, {"train.micro_batch_size": 1, "train.recompute": True, "optim.moments": "16bit"}))
     wanted = "choose train.micro_batch_size 1, train.recompute and optim.moments 16bit together"
     assert advice.of_training(config, together.arena_bytes, plan) == wanted
 

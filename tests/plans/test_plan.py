@@ -19,9 +19,7 @@ SMALL = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "model.vocab_
 
 
 def config_of(name="gpt2-124m", *, dtype="bf16", batch=4, seq=64, recompute=False, **model):
-    config = overrides.changed(
-        preset(name), {"train.micro_batch_size": batch, "train.seq": seq, "train.recompute": recompute}
-    )
+    config = overrides.changed(preset(name), {"train.micro_batch_size": batch, "train.seq": seq, "train.recompute": recompute})
     config = overrides.changed(config, {k.replace("__", "."): v for k, v in model.items()})
     return replace(config, train=replace(config.train, dtype=dtype))
 
@@ -136,9 +134,7 @@ def test_a_step_of_a_run_with_stages_is_the_mean_of_its_cycle():
     config = replace(only_stage(config, 1), train=replace(only_stage(config, 1).train, dtype="fp32"))
     numbers, built = plan.report(config, ceiling=made_up())
     assert numbers["step"] == {"forward_backward": 3.0, "optimizer_step": 0.5, "optimizer_step_tied": 0.5}
-    assert (
-        numbers["model_flops"] == 3 * build_programs(config)["forward_backward"].flops
-    )  # Muon's products are not counted
+    assert numbers["model_flops"] == 3 * build_programs(config)["forward_backward"].flops  # Muon's products are not counted
     adam = next(row for row in numbers["ops"] if row["op"] == "cautious_adam")
     assert adam["program"] == "optimizer_step_tied"
     ops = [op for op in built.lowered["optimizer_step_tied"].ops if op.name == "cautious_adam"]
@@ -179,17 +175,7 @@ def test_command_prints_json_and_tables(capsys):
 
 
 def test_which_parameter_gets_which_optimizer(capsys):
-    command = [
-        "plan",
-        "shakespeare-char",
-        "--optim.name",
-        "muon",
-        "--lr",
-        "0.002",
-        "--optim.muon_lr",
-        "0.03",
-        "--optim",
-    ]
+    command = ["plan", "shakespeare-char", "--optim.name", "muon", "--lr", "0.002", "--optim.muon_lr", "0.03", "--optim"]
     assert main.main([*command, "--json"]) == 0
     rows = {row["names"]: row for row in json.loads(capsys.readouterr().out)["optimizers"]}
     assert (rows["wte"]["optimizer"], rows["wte"]["rate"]) == ("AdamW", 0.002)

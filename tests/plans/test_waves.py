@@ -78,9 +78,7 @@ def test_registers_shared_memory_threads_or_their_number_limit_blocks(threads, r
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-124m"])
 def test_the_products_of_a_step_are_all_its_operations_but_attentions(name):
-    config = changed(
-        preset(name), {"train.dtype": "bf16", "train.micro_batch_size": 2, "train.seq": 1024, "model.layers": 2}
-    )
+    config = changed(preset(name), {"train.dtype": "bf16", "train.micro_batch_size": 2, "train.seq": 1024, "model.layers": 2})
     built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
     found = waves.gemms(built, ["forward_backward"], Sizes(2, 1024))
     done = sum(2 * c.M * c.N * c.K * count for c, count in found.items())
@@ -89,9 +87,7 @@ def test_the_products_of_a_step_are_all_its_operations_but_attentions(name):
 
 
 def test_products_that_other_kernels_do_are_said():
-    config = changed(
-        preset("gpt2-124m"), {"train.dtype": "bf16", "train.micro_batch_size": 2, "train.seq": 64, "model.layers": 2}
-    )
+    config = changed(preset("gpt2-124m"), {"train.dtype": "bf16", "train.micro_batch_size": 2, "train.seq": 64, "model.layers": 2})
     built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
     assert waves.uncounted(built, ["forward_backward"]) == {"attention": 2, "attention_backward": 2}
     assert waves.uncounted(devices.lower({"product": waves.one_gemm(8, 8, 8, "bf16")}, Target()), ["product"]) == {}

@@ -33,6 +33,4 @@ CEILING = made_up()
 
 
 def small(**keys) -> Config:
-    return resolved(
-        changed(preset("shakespeare-char"), SMALL | {k.replace("__", "."): v for k, v in keys.items()}), "cpu"
-    )
+    return resolved(changed(preset("shakespeare-char"), SMALL | {k.replace("__", "."): v for k, v in keys.items()}), "cpu")

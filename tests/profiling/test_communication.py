@@ -21,9 +21,7 @@ def results(monkeypatch, tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     measure = profile.measure
-    return each_rank(
-        2, lambda ranks: measure(config, steps=2, folder=tmp_path / str(ranks.rank), ranks=ranks)
-    ), tmp_path
+    return each_rank(2, lambda ranks: measure(config, steps=2, folder=tmp_path / str(ranks.rank), ranks=ranks)), tmp_path
 
 
 def test_every_rank_sees_what_all_spend_on_each_exchange(results):

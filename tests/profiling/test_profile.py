@@ -66,8 +66,7 @@ def test_parts_that_are_more_than_the_step_are_reported():
 
 
 @pytest.mark.parametrize(
-    "program, thread, call, which",
-    [("forward_backward", 1, 1, 0), ("optimizer_step", 0, 0, 2), ("forward_backward", 0, 0, 0)],
+    "program, thread, call, which", [("forward_backward", 1, 1, 0), ("optimizer_step", 0, 0, 2), ("forward_backward", 0, 0, 0)]
 )
 def test_a_counter_that_runs_backwards_is_refused(program, thread, call, which):
     step = by_hand()
@@ -112,9 +111,7 @@ def test_the_timeline_has_every_call_on_every_thread(traced):
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "python"} | {i + 1: f"thread {i}" for i in range(session.threads)}
     calls = [call for program in ("forward_backward", "optimizer_step") for call in session.calls[program]]
-    barriers = sum(
-        int((session.records[p][:, BARRIER // 8] != 0).sum()) for p in ("forward_backward", "optimizer_step")
-    )
+    barriers = sum(int((session.records[p][:, BARRIER // 8] != 0).sum()) for p in ("forward_backward", "optimizer_step"))
     for track in range(session.threads + 1):
         slices = [e for e in events if e["ph"] == "X" and e["tid"] == track]
         assert all(isinstance(e[k], float) and e[k] >= 0 for e in slices for k in ("ts", "dur"))
@@ -192,9 +189,7 @@ def result(tmp_path, monkeypatch):
 
 def test_the_numbers_of_a_profile_belong_together(result, tmp_path):
     assert json.loads((tmp_path / "profile.json").read_text()) == result
-    assert result["ops"] and sum(row["s"] for row in result["ops"]) == pytest.approx(
-        result["work_s"] + result["barrier_s"]
-    )
+    assert result["ops"] and sum(row["s"] for row in result["ops"]) == pytest.approx(result["work_s"] + result["barrier_s"])
     assert sum(row["percent_of_step"] for row in result["ops"]) < 100.1
     for row in result["ops"]:
         assert row["percent_of_bound"] == pytest.approx(100 * row["bound_s"] / row["s"])
@@ -203,9 +198,7 @@ def test_the_numbers_of_a_profile_belong_together(result, tmp_path):
             assert sum(part["wait_s"] for part in row["kernels"].values()) == pytest.approx(row["wait_s"])
     (classifier,) = [row for row in result["ops"] if row["op"] == "classifier"]
     assert classifier["family"] == "matmul" and len(classifier["kernels"]) >= 4
-    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"][0]["args"]["name"].startswith(
-        "shakespeare"
-    )
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"][0]["args"]["name"].startswith("shakespeare")
 
 
 def test_the_bars_of_the_picture_are_the_step(result, tmp_path):

@@ -18,16 +18,7 @@ from barellm.training.training_schedule import training_schedule
 from tests.profiling.conftest import CEILING, made_up, small
 
 STAGES = "share=1/2 seq=16 windows=1,2 mtp=1,0.5; share=1/2 seq=32 windows=1,3 lr=2; seq=32 windows=1,4"
-SIZES = {
-    "heads": 2,
-    "d_model": 32,
-    "d_ff": 48,
-    "block": 4,
-    "vocab_size": 65,
-    "max_seq": 32,
-    "stages": STAGES,
-    "untie": 1,
-}
+SIZES = {"heads": 2, "d_model": 32, "d_ff": 48, "block": 4, "vocab_size": 65, "max_seq": 32, "stages": STAGES, "untie": 1}
 SHARES = {"forward_backward": 1.0, "optimizer_step": 0.5, "optimizer_step_tied": 0.5}
 
 
@@ -69,9 +60,7 @@ def test_the_shares_name_the_programs_that_all_but_the_first_cycle_run(number):
 
 
 def test_a_model_without_stages_has_none_to_choose(refused):
-    assert "shakespeare-char' is gpt2, whose runs have no stages" in refused(
-        "bench", "step", "shakespeare-char", "--stage", "1"
-    )
+    assert "shakespeare-char' is gpt2, whose runs have no stages" in refused("bench", "step", "shakespeare-char", "--stage", "1")
 
 
 @pytest.mark.extended
@@ -85,12 +74,7 @@ def test_a_cycle_is_two_steps_with_the_course_s_scalars():
 
         assert bench.steps == 2 and bench.step(run=run).loss == pytest.approx(7, abs=1)
         assert bench.steps == 4 and session.default_scalars["window_long"] == 8
-    assert [program for program, _ in ran] == [
-        "forward_backward",
-        "optimizer_step",
-        "forward_backward",
-        "optimizer_step_tied",
-    ]
+    assert [program for program, _ in ran] == ["forward_backward", "optimizer_step", "forward_backward", "optimizer_step_tied"]
     first, update, second, adam = (values for _, values in ran)
     assert [first["accumulate"], second["accumulate"], first["inv_targets"], first["seq"]] == [0, 1, 1.0, 16]
     assert [update["step"], adam["step"]] == [1, 2] and update["lr"] > 0
@@ -118,16 +102,8 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     for name, share in SHARES.items():
         rows = [row for row in found["ops"] if row["program"] == name]
         assert sum(row["flops"] for row in rows) == share * sum(op.flops() for op in programs[name].ops)
-    slices = [
-        e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "python"
-    ]
-    assert [e["name"] for e in slices] == [
-        "step",
-        "forward_backward",
-        "optimizer_step",
-        "forward_backward",
-        "optimizer_step_tied",
-    ]
+    slices = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "python"]
+    assert [e["name"] for e in slices] == ["step", "forward_backward", "optimizer_step", "forward_backward", "optimizer_step_tied"]
 
 
 @pytest.mark.extended
@@ -142,9 +118,7 @@ def test_a_measured_step_is_an_average_one():
 
 def test_the_bound_has_each_update_as_often_as_it_runs():
     programs = build_programs(speedrun(1))
-    alone = {
-        name: step_bound(programs, "fp32", CEILING, {name: 1.0}) for name in ("optimizer_step", "optimizer_step_tied")
-    }
+    alone = {name: step_bound(programs, "fp32", CEILING, {name: 1.0}) for name in ("optimizer_step", "optimizer_step_tied")}
     products = programs["forward_backward"].flops / CEILING.flops["fp32"]
     found = step_bound(programs, "fp32", CEILING, SHARES)
     assert alone["optimizer_step_tied"] > alone["optimizer_step"] > products

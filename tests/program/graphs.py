@@ -79,9 +79,7 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
         if kind == 2:
             return p.layernorm(x, parameter(width), parameter(width) if rng.integers(2) else None)
         if kind == 3:
-            return p.attention(
-                *p.split(p.linear(x, parameter(3 * width, width)), 3), heads=2, dropout=0.3 * rng.integers(2)
-            )
+            return p.attention(*p.split(p.linear(x, parameter(3 * width, width)), 3), heads=2, dropout=0.3 * rng.integers(2))
         if kind == 4:
             return p.dropout(x, 0.25)
         if kind == 5:

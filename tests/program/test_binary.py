@@ -59,12 +59,7 @@ def test_the_gradient_is_that_of_signs_that_are_clipped_identities():
     logits = p.linear(y, head)
     p.output("loss", p.apply(ops.CrossEntropy, logits=logits, targets=targets, valid_vocab=11).loss)
     p.backward(p.named["loss"])
-    values = {
-        "x": r.normal(size=(B, T, K)),
-        "before": np.eye(K),
-        "w": r.normal(size=(N, K)),
-        "head": r.normal(size=(11, N)),
-    }
+    values = {"x": r.normal(size=(B, T, K)), "before": np.eye(K), "w": r.normal(size=(N, K)), "head": r.normal(size=(11, N))}
     values |= {"targets": r.integers(0, 11, (B, T))}
     session = ReferenceSession({"forward_backward": p})
     for name, value in values.items():

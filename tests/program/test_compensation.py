@@ -34,9 +34,7 @@ def correlated(K: int, rows: int = 500) -> np.ndarray:
     return normal(rows, 24, seed=3) @ normal(24, K, seed=4) + 0.1 * normal(rows, K, seed=5)
 
 
-@pytest.mark.parametrize(
-    "name, N, K", [("int4", 5, 1), ("int4", 7, 131), ("nf4", 3, 300), ("int4/128", 4, 257), ("int8", 6, 150)]
-)
+@pytest.mark.parametrize("name, N, K", [("int4", 5, 1), ("int4", 7, 131), ("nf4", 3, 300), ("int4/128", 4, 257), ("int8", 6, 150)])
 def test_codes_are_those_of_the_definition(name, N, K):
     how, w, x = scheme(name), normal(N, K, seed=2).astype(np.float32), correlated(K)
     codes, scales = compensated_codes(w, x.T @ x, how)

@@ -26,9 +26,7 @@ def of(values: np.ndarray) -> TensorStats:
 @pytest.mark.parametrize("name", TYPES)
 def test_ranges_are_those_of_the_formats(name):
     info = ml_dtypes.finfo(TYPES[name])
-    assert FORMAT_RANGES[name].largest == float(info.max) and FORMAT_RANGES[name].least == float(
-        info.smallest_subnormal
-    )
+    assert FORMAT_RANGES[name].largest == float(info.max) and FORMAT_RANGES[name].least == float(info.smallest_subnormal)
 
 
 @pytest.mark.parametrize("scale", [2.0**-7, 1.0, 2.0**30, 3e8])

@@ -26,13 +26,7 @@ BATCH, SEQ = 3, 11
 
 def programs(model, compute: str = "fp32", **more):
     return build(
-        model,
-        batch=BATCH + 1,
-        seq=SEQ,
-        compute=compute,
-        optimizer=lambda p: adamw(p, OptimConfig()),
-        ranges=True,
-        **more,
+        model, batch=BATCH + 1, seq=SEQ, compute=compute, optimizer=lambda p: adamw(p, OptimConfig()), ranges=True, **more
     )[1]
 
 
@@ -59,10 +53,7 @@ def found(make, built) -> tuple[dict, Any]:
     return {key: m for key, m in seen.items() if m.size}, session
 
 
-SESSIONS = {
-    "cpu": CpuSession,
-    "reference": lambda programs: ReferenceSession(programs, dtype="float32"),
-}
+SESSIONS = {"cpu": CpuSession, "reference": lambda programs: ReferenceSession(programs, dtype="float32")}
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
@@ -121,9 +112,7 @@ def test_a_step_that_is_looked_at_makes_the_same_calls_and_bits(model, compute):
 
 def test_nothing_is_planned_unless_it_is_asked_for():
     _, built = build(MODEL, batch=2, seq=8, optimizer=lambda p: adamw(p, OptimConfig()))
-    assert (
-        "forward_backward_stats" not in built and not {COUNTS, TOTALS} & built["forward_backward"].store.tensors.keys()
-    )
+    assert "forward_backward_stats" not in built and not {COUNTS, TOTALS} & built["forward_backward"].store.tensors.keys()
     assert not any(op.observer for p in built.values() for op in p.ops)
 
 

@@ -9,12 +9,7 @@ import pytest
 WORDS = np.arange(1 << 16, dtype=np.uint16)
 CODES = np.stack([WORDS >> (4 * i) & 15 for i in range(4)]).astype(np.float64)  # code i of each word
 LEFT, RIGHT = np.left_shift, np.right_shift
-DENORMAL = (
-    (0x000F, LEFT, 6),
-    (0x00F0, LEFT, 2),
-    (0x0F00, RIGHT, 2),
-    (0xF000, RIGHT, 6),
-)  # mask, and the way to bits 9 to 6
+DENORMAL = ((0x000F, LEFT, 6), (0x00F0, LEFT, 2), (0x0F00, RIGHT, 2), (0xF000, RIGHT, 6))  # mask, and the way to bits 9 to 6
 
 
 def denormals() -> np.ndarray:
@@ -32,9 +27,9 @@ def last_places() -> np.ndarray:
 def multiply_add(x: np.ndarray, scale: float, zero: float) -> np.ndarray:
     """x * scale + zero with one rounding, as the fp16 instruction has it: the products of fp16 are exact in float64."""
     with np.errstate(over="ignore"):
-        return (
-            x.astype(np.float64) * np.float16(scale).astype(np.float64) + np.float16(zero).astype(np.float64)
-        ).astype(np.float16)
+        return (x.astype(np.float64) * np.float16(scale).astype(np.float64) + np.float16(zero).astype(np.float64)).astype(
+            np.float16
+        )
 
 
 def test_a_code_is_a_denormal_at_every_place_of_every_word():

@@ -54,9 +54,7 @@ def test_a_code_is_its_own_nearest_and_a_tie_goes_to_the_even_one(dtype):
 def test_gradients_are_products_of_the_codes():
     x, weight, dy = numbers(2, 3, 5, seed=2), numbers(5, 7, seed=3), numbers(2, 3, 7, seed=1)
     session = product(Static("head", X, WEIGHT, DY), x, weight)
-    codes = {
-        name: round_to_eight(v / by, "e4m3").astype(float) * by for name, v, by in (("x", x, X), ("w", weight, WEIGHT))
-    }
+    codes = {name: round_to_eight(v / by, "e4m3").astype(float) * by for name, v, by in (("x", x, X), ("w", weight, WEIGHT))}
     dy = round_to_eight(dy / (DY * 0.5), "e5m2").astype(float) * (DY * 0.5)
     np.testing.assert_allclose(session.read("y"), codes["x"] @ codes["w"], rtol=1e-12)
     wanted = codes["x"].reshape(6, 5).T @ dy.reshape(6, 7)
@@ -120,16 +118,12 @@ def test_the_three_products_cost_the_same():
 
 def test_operands_that_do_not_fit_are_named():
     p = Program(Store())
-    x, weight, scale = (
-        p.input(n, s, d) for n, s, d in (("x", (2, 3), "e4m3"), ("w", (3, 4), "fp32"), ("s", (1,), "fp32"))
-    )
+    x, weight, scale = (p.input(n, s, d) for n, s, d in (("x", (2, 3), "e4m3"), ("w", (3, 4), "fp32"), ("s", (1,), "fp32")))
     with pytest.raises(
         ValueError, match=r"scaled_matmul expects operands that fit, all of e4m3 or e5m2 or of one dtype: x \(2, 3\)"
     ):
         p.apply(ops.ScaledMatmul, x=x, weight=weight, x_scale=scale, weight_scale=scale, dtype="fp32")
-    with pytest.raises(
-        ValueError, match=r"quantise expects a scale \(1,\) and one of e4m3, e5m2: scale \(1,\) fp32, fp16"
-    ):
+    with pytest.raises(ValueError, match=r"quantise expects a scale \(1,\) and one of e4m3, e5m2: scale \(1,\) fp32, fp16"):
         p.apply(ops.Quantise, x=weight, scale=scale, dtype="fp16", per_target=False)
     with pytest.raises(ValueError, match="expected fp32 or bf16, not fp16"):
         scaled_matmul(Program(Store(), compute="fp16"), x, weight, Static("head", X, WEIGHT, DY))

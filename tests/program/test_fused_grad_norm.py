@@ -72,10 +72,7 @@ def test_the_sum_is_behind_the_writer_and_the_norm_reads_it():
         if grad is not None:
             assert after.x is grad and after.outputs == {"partials": kept[grad]} and after.segment == op.segment
             assert after.modes == {"partials": "store"} and not after.counted
-    assert (
-        names(moved["optimizer_step"].ops).count("sum_squares")
-        == names(made["optimizer_step"].ops).count("sum_squares") - 3
-    )
+    assert names(moved["optimizer_step"].ops).count("sum_squares") == names(made["optimizer_step"].ops).count("sum_squares") - 3
     (clip,) = (op for op in moved["optimizer_step"].ops if op.name == "clip_scale")
     (plain,) = (op for op in made["optimizer_step"].ops if op.name == "clip_scale")
     assert len(set(clip.inputs.values()) & set(kept.values())) == 3
@@ -98,12 +95,7 @@ def fills(p: Program) -> None:
 
 def sums_after_change(p: Program) -> None:
     grad = p.gradient_of(p.store.tensors["one"])
-    p.apply(
-        ops.MatmulDw,
-        into={"dweight": (grad, "add")},
-        dy=p.input("dy", (*SHAPE, BLOCK + 3)),
-        x=p.input("by", (*SHAPE, 24)),
-    )
+    p.apply(ops.MatmulDw, into={"dweight": (grad, "add")}, dy=p.input("dy", (*SHAPE, BLOCK + 3)), x=p.input("by", (*SHAPE, 24)))
     p.apply(ops.SumSquares, x=grad)
 
 
@@ -117,9 +109,7 @@ def test_all_programs_that_write_a_gradient_sum_its_squares():
     made["forward_backward_stats"] = micro(made["forward_backward"].store)
     moved, kept = fuse_grad_norm(made, takes)
     for name in ("forward_backward", "forward_backward_stats"):
-        assert sorted(op.x.name for op in moved[name].ops if isinstance(op, BlockSquares)) == sorted(
-            t.name for t in kept
-        )
+        assert sorted(op.x.name for op in moved[name].ops if isinstance(op, BlockSquares)) == sorted(t.name for t in kept)
 
 
 def test_without_a_writer_nothing_is_taken():

@@ -56,11 +56,7 @@ TABLE = [
     Fusion(  # siblings: linked through a tensor that both read
         "layernorm_backward",
         sequence=[("layernorm_dx", {}), ("layernorm_dparams", {"dy": "0.dy", "x": "0.x"})],
-        inputs={
-            **{k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
-            "mean2": "1.mean",
-            "rstd2": "1.rstd",
-        },
+        inputs={**{k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")}, "mean2": "1.mean", "rstd2": "1.rstd"},
         outputs={"dx": "0.dx", "dweight": "1.dweight", "dbias": "1.dbias"},
     ),
     Fusion(
@@ -79,17 +75,10 @@ TABLE = [
 MODEL = ModelConfig(layers=2, heads=2, d_model=8, vocab_size=11, padded_vocab=13, max_seq=6)
 
 
-def run_model(
-    table, *, recompute: bool = False, dropout: float = 0.0, bias: bool = True, compute: str = "bf16", **options
-):
+def run_model(table, *, recompute: bool = False, dropout: float = 0.0, bias: bool = True, compute: str = "bf16", **options):
     optimizer = partial(adamw, config=OptimConfig())
     _, programs = build(
-        replace(MODEL, dropout=dropout, bias=bias),
-        batch=2,
-        seq=5,
-        optimizer=optimizer,
-        recompute=recompute,
-        compute=compute,
+        replace(MODEL, dropout=dropout, bias=bias), batch=2, seq=5, optimizer=optimizer, recompute=recompute, compute=compute
     )
     session = ReferenceSession(programs, table=table, **options)
     rng = np.random.default_rng(0)
@@ -193,9 +182,7 @@ def test_a_fused_reference_is_its_sequence():
     x, w, b = rng.normal(size=(2, 5, 8)), rng.normal(size=(32, 8)), rng.normal(size=32)
     found = op.reference(x=x, weight=w, bias=b)
     np.testing.assert_array_equal(found["pre"], x @ w.T + b)
-    np.testing.assert_array_equal(
-        found["y"], ops.ACTIVATIONS["gelu"].forward.reference(op.sequence[2], x=x @ w.T + b)["y"]
-    )
+    np.testing.assert_array_equal(found["y"], ops.ACTIVATIONS["gelu"].forward.reference(op.sequence[2], x=x @ w.T + b)["y"])
 
 
 def graph_with_gelu() -> tuple[Program, dict]:

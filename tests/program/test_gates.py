@@ -23,9 +23,7 @@ def refused(message: str):
 def test_what_gates_refuse():
     p = Program(Store())
     x, z, narrow = operands(p, x=12, z=5, narrow=3)
-    with refused(
-        "gated expects x and base (B, T, C) and z (B, T, N) where N divides C: x (batch<=2, seq<=5, 12) fp32, z"
-    ):
+    with refused("gated expects x and base (B, T, C) and z (B, T, N) where N divides C: x (batch<=2, seq<=5, 12) fp32, z"):
         p.gated(x, z)
     with refused("gated expects x and base (B, T, C)"):
         p.gated(x, narrow, base=narrow)

@@ -38,11 +38,7 @@ CASES = {
     **{name: (a.forward, {"x": (B, T, C)}, {}) for name, a in ops.ACTIVATIONS.items()},
     "layernorm": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,), "bias": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
     "layernorm without bias": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
-    "attention": (
-        ops.Attention,
-        dict.fromkeys("qkv", (B, T, C)),
-        {"heads": 2, "kv_heads": 2, "rate": 0.0, "stream": 0},
-    ),
+    "attention": (ops.Attention, dict.fromkeys("qkv", (B, T, C)), {"heads": 2, "kv_heads": 2, "rate": 0.0, "stream": 0}),
     "attention with dropout": (
         ops.Attention,
         dict.fromkeys("qkv", (B, T, C)),
@@ -98,11 +94,7 @@ CASES = {
     "rope": (ops.Rope, {"x": (B, T, 3 * 4 + 2)}, {"heads": 3, "inverse": False}),
     "qk_rotary": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 2, "kv_heads": 1}),
     "qk_rotary of pairs": (ops.QKRotary, {"x": (B, T, 6 * 4)}, QK_ROTARY | {"heads": 4, "kv_heads": 2, "paired": True}),
-    "qk_rotary with shifted keys": (
-        ops.QKRotary,
-        {"x": (B, T, 3 * 8)},
-        QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True},
-    ),
+    "qk_rotary with shifted keys": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True}),
     "softmax": (ops.Softmax, {"x": (B, T, C)}, {"scale": 0.7, "dtype": "fp32"}),
     **{gated.name: (gated, {"gate": (B, T, C), "up": (B, T, C)}, {}) for gated in GATED.values()},
     "head_rmsnorm": (ops.HeadRMSNorm, {"x": (B, T, 2 * C), "weight": (C,)}, {"eps": 1e-3}),
@@ -142,11 +134,7 @@ CASES = {
         {"logits": (B, T, 9)},
         {"valid_vocab": 7, "cap": (3.0, 0.5, 0.7), "predict": 3},
     ),
-    "cross entropy of two tokens": (
-        ops.SoftcapCrossEntropy,
-        {"logits": (B, T, 9)},
-        {"valid_vocab": 7, "cap": None, "predict": 2},
-    ),
+    "cross entropy of two tokens": (ops.SoftcapCrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7, "cap": None, "predict": 2}),
 }
 
 

@@ -24,12 +24,7 @@ def update() -> Program:
 def test_a_group_means_its_ops():
     p, r = update(), np.random.default_rng(3)
     found = group(p.ops, {"sum_squares": lambda op: 0, "adamw": lambda op: len(op.param.shape)})
-    assert [(op.name, len(members(op))) for op in found] == [
-        ("sum_squares", 4),
-        ("clip_scale", 1),
-        ("adamw", 2),
-        ("adamw", 2),
-    ]
+    assert [(op.name, len(members(op))) for op in found] == [("sum_squares", 4), ("clip_scale", 1), ("adamw", 2), ("adamw", 2)]
     matrices = found[2]
     assert isinstance(matrices, GroupedOp) and matrices.weight_decay == 0.1
     arrays = {name: r.random(t.shape) for name, t in matrices.inputs.items()}
@@ -86,11 +81,7 @@ def test_kinds_may_take_turns():
     assert [(op.name, len(members(op))) for op in found] == [("constant_init", 3), ("normal_init", 2)]
     p.apply(ops.NormalInit, param=p.store.get("x0", (4,), "fp32", "state"), std=1.0, stream=9, valid_rows=4)
     found = group(p.ops, {"constant_init": lambda op: 0, "normal_init": lambda op: 0})  # writes what another has
-    assert [(op.name, len(members(op))) for op in found] == [
-        ("constant_init", 3),
-        ("normal_init", 2),
-        ("normal_init", 1),
-    ]
+    assert [(op.name, len(members(op))) for op in found] == [("constant_init", 3), ("normal_init", 2), ("normal_init", 1)]
 
 
 def test_only_neighbours_go_together():

@@ -37,8 +37,7 @@ def test_every_code_decodes_to_its_definition_and_back(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype, largest, smallest",
-    [("e6m9", 15.984375, 2**-60 * (1 + 2**-9)), ("ue6m10", 15.9921875, 2**-60 * (1 + 2**-10))],
+    "dtype, largest, smallest", [("e6m9", 15.984375, 2**-60 * (1 + 2**-9)), ("ue6m10", 15.9921875, 2**-60 * (1 + 2**-10))]
 )
 def test_the_range_is_the_published_one(dtype, largest, smallest):
     values = positive(dtype)
@@ -92,9 +91,7 @@ def test_stochastic_rounding_keeps_the_mean_exactly(dtype):
         assert found.mean() == value and len(np.unique(found)) <= 2
     least = float(positive(dtype)[1])
     for share in (0.0, 1e-3, 0.3, 0.9999):
-        mean = decode(encode(np.full(1 << shift, share * least, np.float32), dtype, dithers), dtype).mean(
-            dtype=np.float64
-        )
+        mean = decode(encode(np.full(1 << shift, share * least, np.float32), dtype, dithers), dtype).mean(dtype=np.float64)
         assert abs(mean - share * least) <= least / (1 << shift)
 
 
@@ -138,11 +135,7 @@ def test_a_second_moment_sticks_when_rounded_to_nearest_and_moves_when_stochasti
 def test_a_second_moment_follows_the_mean_of_its_squares():
     """Gradients of a unit normal and beta2 = 0.999: to nearest too, since single squares leave the dead zone."""
     rng = np.random.default_rng(4)
-    v = {
-        "fp32": np.ones(2000, np.float32),
-        "nearest": np.ones(2000, np.float32),
-        "stochastic": np.ones(2000, np.float32),
-    }
+    v = {"fp32": np.ones(2000, np.float32), "nearest": np.ones(2000, np.float32), "stochastic": np.ones(2000, np.float32)}
     for step in range(1, 3001):
         square = (0.001 * rng.standard_normal(2000) ** 2).astype(np.float32)
         bits = random.shared_words(1, step, 0, 0, 2000) >> np.uint32(19)

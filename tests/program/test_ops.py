@@ -62,24 +62,9 @@ BAD = [
     (ops.RMSNorm, {"x": t(2, 8), "weight": t(7)}, {"eps": 1e-5, "dtype": "fp32"}, r"rmsnorm.*\(7,\)"),
     (ops.HeadRMSNorm, {"x": t(2, 8), "weight": t(3)}, {"eps": 1e-5}, r"head_rmsnorm.*\(2, 8\).*\(3,\)"),
     (ops.SwiGLU, {"gate": t(2, 8), "up": t(2, 7)}, {}, r"swiglu.*\(2, 7\)"),
-    (
-        ops.Rope,
-        {"x": t(2, 3, 8), "cos": t(4, 2), "sin": t(4, 2)},
-        {"heads": 3, "inverse": False},
-        r"W >= 3 heads.*\(2, 3, 8\)",
-    ),
-    (
-        ops.Rope,
-        {"x": t(2, 5, 8), "cos": t(4, 2), "sin": t(4, 2)},
-        {"heads": 2, "inverse": False},
-        r"5 positions.*have 4",
-    ),
-    (
-        ops.QKRotary,
-        {"x": t(2, 3, 24), "cos": t(4, 3), "sin": t(4, 3)},
-        {"heads": 2, "kv_heads": 1},
-        r"2 \+ 1 heads.*cos \(4, 3\)",
-    ),
+    (ops.Rope, {"x": t(2, 3, 8), "cos": t(4, 2), "sin": t(4, 2)}, {"heads": 3, "inverse": False}, r"W >= 3 heads.*\(2, 3, 8\)"),
+    (ops.Rope, {"x": t(2, 5, 8), "cos": t(4, 2), "sin": t(4, 2)}, {"heads": 2, "inverse": False}, r"5 positions.*have 4"),
+    (ops.QKRotary, {"x": t(2, 3, 24), "cos": t(4, 3), "sin": t(4, 3)}, {"heads": 2, "kv_heads": 1}, r"2 \+ 1 heads.*cos \(4, 3\)"),
     (
         ops.QKRotary,
         {"x": t(2, 3, 24), "cos": t(5, 2), "sin": t(5, 2)},
@@ -206,13 +191,9 @@ def test_a_run_that_names_no_weights_counts_the_next_token():
 
 def test_products_with_transposed_weights_name_their_shapes():
     p = Program(Store())
-    with pytest.raises(
-        ValueError, match=r"linear expects x \(\.\.\., K\) and a transposed weight \(K, N\): .*weight \(3, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"linear expects x \(\.\.\., K\) and a transposed weight \(K, N\): .*weight \(3, 5\)"):
         p.linear(t(2, 4), t(3, 5), transposed_weight=True)
-    with pytest.raises(
-        ValueError, match=r"softcapped_classifier expects x \(B, T, C\), head \(C, V\): .*head \(9, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"softcapped_classifier expects x \(B, T, C\), head \(C, V\): .*head \(9, 5\)"):
         p.softcapped_classifier(t(2, 3, 4), t(9, 5), t(2, 3), valid_vocab=5)
     assert tuple(p.linear(t(2, 4), t(4, 5), transposed_weight=True).shape) == (2, 5)
     assert tuple(p.linear_nn(t(2, 4), t(4, 5)).shape) == (2, 5), "the old name"
@@ -297,9 +278,7 @@ def test_attention_counts_the_pairs_of_the_widest_window():
         assert op.flops() == 2 * 2 * 2 * pairs * 8
 
 
-@pytest.mark.parametrize(
-    "more, says", [({"window": "w"}, "window"), ({"paired": True, "window": "w"}, "paired, window")]
-)
+@pytest.mark.parametrize("more, says", [({"window": "w"}, "window"), ({"paired": True, "window": "w"}, "paired, window")])
 def test_attention_over_all_keys_has_no_bounds(more, says):
     with pytest.raises(ValueError, match=f"attention that is not causal expects no {says}: q "):
         Program(Store()).apply(ops.Attention, **{name: t(2, 7, 8) for name in "qkv"}, **ATTENTION, causal=False, **more)
@@ -353,9 +332,7 @@ def test_the_tied_embedding_has_two_writers_in_order():
     model = ModelConfig(layers=1, heads=2, d_model=8, vocab_size=32, max_seq=6)
     store, programs = build(model, batch=2, seq=6, optimizer=lambda p: None)
     for t in store.of_role("gradient"):
-        writers = [
-            (op.name, op.modes[k]) for op in programs["forward_backward"].ops for k, x in op.outputs.items() if x is t
-        ]
+        writers = [(op.name, op.modes[k]) for op in programs["forward_backward"].ops for k, x in op.outputs.items() if x is t]
         if t.name == "wte.grad":
             assert writers == [("matmul_dw", "start"), ("embedding_dwte", "add")]
         else:

@@ -167,8 +167,7 @@ def test_a_plan_beyond_the_limit_is_refused_with_the_arithmetic():
     plan = plan_of(*programs_of(preset("shakespeare-char"), 4, 16, recompute=False))
     check_fits(plan, what="shakespeare-char", limit=(plan.arena_bytes, "the limit"))
     with pytest.raises(
-        UserError,
-        match=r"^train.micro_batch_size 4 needs [\d.]+ MiB \(.*gradients [\d.]+.*\), the limit is 1.0 MiB$",
+        UserError, match=r"^train.micro_batch_size 4 needs [\d.]+ MiB \(.*gradients [\d.]+.*\), the limit is 1.0 MiB$"
     ):
         check_fits(plan, what="train.micro_batch_size 4", limit=(2**20, "the limit"))
     available, source = memory_limit()

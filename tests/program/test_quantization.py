@@ -25,23 +25,16 @@ def test_no_element_is_further_from_its_code_than_half_a_gap(name):
     each = np.abs(np.repeat(scales.astype(np.float64), how.group or 133, 1)[:, :133])
     # At an end the gap is that to the end; 2^-11 is the rounding of a scale.
     allowed = each * np.diff(table).max() / 2 * (1 + 1e-5) + np.abs(w) * 2.0**-11
-    assert (
-        np.abs(dequantize(codes, scales, how) - w) <= allowed + (each if name.startswith("int4") else 0) * 0.5
-    ).all()
+    assert (np.abs(dequantize(codes, scales, how) - w) <= allowed + (each if name.startswith("int4") else 0) * 0.5).all()
     again, same = quantize(dequantize(codes, scales, how), how)
-    assert np.array_equal(dequantize(again, same, how), dequantize(codes, scales, how)), (
-        "codes of codes are they themselves"
-    )
+    assert np.array_equal(dequantize(again, same, how), dequantize(codes, scales, how)), "codes of codes are they themselves"
 
 
 @each_name
 def test_a_code_is_the_nearest_of_all(name):
     how, w = scheme(name), normal(3, 64, seed=4).astype(np.float32)
     codes, scales = quantize(w, how)
-    values = (
-        np.array(how.table or np.arange(-127.0, 128))
-        * np.repeat(scales.astype(float), how.group or 64, 1)[:, :64, None]
-    )
+    values = np.array(how.table or np.arange(-127.0, 128)) * np.repeat(scales.astype(float), how.group or 64, 1)[:, :64, None]
     nearest = np.abs(values - w[..., None]).min(-1)
     assert np.allclose(np.abs(dequantize(codes, scales, how) - w), nearest, rtol=1e-5, atol=1e-7)
 
@@ -67,9 +60,7 @@ def test_a_row_s_magnitude_changes_no_code_and_scales_follow_it_exactly(name):
 
 
 @pytest.mark.parametrize("name", ("int8", "int4", "nf4"))
-@pytest.mark.parametrize(
-    "size", [1e-42, 1e-38, 1e-30, 1e-6, 1e-5, 1.0, 1e5, 1e6, 1e30, 3e38, 3.4028235e38, -3.4028235e38]
-)
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-30, 1e-6, 1e-5, 1.0, 1e5, 1e6, 1e30, 3e38, 3.4028235e38, -3.4028235e38])
 def test_every_magnitude_of_fp32_is_held(name, size):
     """A row's elements of the largest magnitude have the code that has it, so they are off by the rounding of the scale alone: 11
     places, or of fp32's subnormal numbers as many as there are."""

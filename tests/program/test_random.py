@@ -66,9 +66,7 @@ def test_dropout_does_not_depend_on_the_split_into_micro_batches():
     halves = [random.keep_batch((3, 5, 33), 0.3, stream=2, seed=4, step=9, sample=100 + at) for at in (0, 3)]
     np.testing.assert_array_equal(whole, np.concatenate(halves))
     # Nor on the length: a shorter sequence sees the same bits.
-    np.testing.assert_array_equal(
-        whole[:, :3], random.keep_batch((6, 3, 33), 0.3, stream=2, seed=4, step=9, sample=100)
-    )
+    np.testing.assert_array_equal(whole[:, :3], random.keep_batch((6, 3, 33), 0.3, stream=2, seed=4, step=9, sample=100))
 
 
 def test_attention_dropout_does_not_depend_on_split_or_length():

@@ -73,11 +73,7 @@ def test_views_are_columns_of_their_base():
     p = Program(Store())
     x = p.input("x", (Dim("batch", 2), 12), "fp32")
     a, b, c = p.split(x, (2, 4, 6))
-    assert [(v.base, v.first_column, v.row_stride, v.nbytes) for v in (a, b, c)] == [
-        (x, 0, 12, 16),
-        (x, 2, 12, 32),
-        (x, 6, 12, 48),
-    ]
+    assert [(v.base, v.first_column, v.row_stride, v.nbytes) for v in (a, b, c)] == [(x, 0, 12, 16), (x, 2, 12, 32), (x, 6, 12, 48)]
     assert [t.shape[-1] for t in p.split(x, 3)] == [4, 4, 4]
     with pytest.raises(ValueError, match=r"split expects columns that 5 divides.*12"):
         p.split(x, 5)
@@ -127,9 +123,7 @@ def test_columns_side_by_side_are_stored_and_nothing_is_zeroed():
     a, b, c = p.split(y, 3)
     p.output("loss", p.apply(Weigh, x=p.swiglu(p.swiglu(c, a), b), seed=1).loss)
     p.backward(p.named["loss"])
-    writers = [
-        (name, op.modes[name]) for op in p.ops for name, t in op.outputs.items() if t.base.name == f"{y.name}.grad"
-    ]
+    writers = [(name, op.modes[name]) for op in p.ops for name, t in op.outputs.items() if t.base.name == f"{y.name}.grad"]
     assert writers == [("dup", "store"), ("dgate", "store"), ("dup", "store")]
     assert "zeros" not in [op.name for op in p.ops]
 
@@ -219,9 +213,7 @@ def test_scalars_have_a_limit(monkeypatch):
 
 
 def test_tensors_know_their_bytes():
-    assert (
-        Tensor("w", (3, 5), "fp16_fp32", "parameter").nbytes == 92
-    )  # 15 fp16, two bytes that align what follows, 15 fp32
+    assert Tensor("w", (3, 5), "fp16_fp32", "parameter").nbytes == 92  # 15 fp16, two bytes that align what follows, 15 fp32
     assert Tensor("w", (3, 5), "bf16_i16", "parameter").nbytes == 60
 
 

@@ -37,9 +37,7 @@ def test_code_under_the_name_of_another_key_is_compiled_again(tmp_path):
     assert artefacts.load(tmp_path / "objects" / "two.o") is None
 
 
-@pytest.mark.parametrize(
-    "mode, refused", [(0o700, False), (0o755, False), (0o777, True), (0o1777, True), (0o702, True)]
-)
+@pytest.mark.parametrize("mode, refused", [(0o700, False), (0o755, False), (0o777, True), (0o1777, True), (0o702, True)])
 def test_a_cache_that_everybody_can_write_is_refused_in_one_line(own_cache, mode, refused):
     folder = own_cache / "objects"
     folder.mkdir()

@@ -96,8 +96,7 @@ def test_micro_batches_accumulate_to_the_whole_batch(dropout, bits):
     whole, parts = session_of(model), session_of(model)
     loss = micro(whole, tokens, targets, sample=20, seed=5)
     losses = [
-        micro(parts, tokens[lo:hi], targets[lo:hi], sample=20 + lo, seed=5, accumulate=int(lo > 0))
-        for lo, hi in ((0, 1), (1, 4))
+        micro(parts, tokens[lo:hi], targets[lo:hi], sample=20 + lo, seed=5, accumulate=int(lo > 0)) for lo, hi in ((0, 1), (1, 4))
     ]
     assert sum(losses) == pytest.approx(loss, rel=1e-12)
     for name, expected in gradients(whole).items():
@@ -105,8 +104,7 @@ def test_micro_batches_accumulate_to_the_whole_batch(dropout, bits):
 
 
 @pytest.mark.parametrize(
-    "compute, storage, bits",
-    [(c, s, "threefry") for c in ("fp32", "bf16") for s in (False, True)] + [("bf16", True, "lfsr113")],
+    "compute, storage, bits", [(c, s, "threefry") for c in ("fp32", "bf16") for s in (False, True)] + [("bf16", True, "lfsr113")]
 )
 def test_recompute_gives_equal_results(compute, storage, bits):
     found = []

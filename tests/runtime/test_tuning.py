@@ -29,9 +29,7 @@ def test_what_is_written_is_read_by_the_next(tmp_path):
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path):
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name], stdin=subprocess.PIPE) for name in "ab"
-    ]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name], stdin=subprocess.PIPE) for name in "ab"]
     for w in writers:
         assert w.stdin is not None
         w.stdin.write(b"go\n")

@@ -42,9 +42,7 @@ def emulate(real: str) -> str:
     text = re.sub(r"^declare void @llvm\.x86\.(ld)?t(ile|dp).*\n", "", real, flags=re.M)
     if text == real:
         return real
-    text = re.sub(r"call void @llvm\.x86\.(\w+)\(", r"call void @amx_\1(ptr %tilefile, ", text).replace(
-        "tilefile, )", "tilefile)"
-    )
+    text = re.sub(r"call void @llvm\.x86\.(\w+)\(", r"call void @amx_\1(ptr %tilefile, ", text).replace("tilefile, )", "tilefile)")
     head = f"entry:\n  %tilefile = alloca [{CONFIG + ROW} x i8], align 64\n  call void @amx_tilerelease(ptr %tilefile)"
     lines = (text.replace("entry:", head, 1) + _functions()).splitlines()
     once = {line for line in lines if line.startswith(("declare", "attributes", "!0"))}

@@ -196,9 +196,7 @@ STUBS = {"triton.language": tl, "triton.experimental.gluon.language": gl}
 STUBS["triton.experimental.gluon.language.nvidia.ampere"] = ampere
 
 
-def execute(
-    spec: Specialisation, given: Sequence[Any], grid: tuple[int, ...], backward: bool, kernel: Any = None
-) -> None:
+def execute(spec: Specialisation, given: Sequence[Any], grid: tuple[int, ...], backward: bool, kernel: Any = None) -> None:
     """All blocks of a launch, as interpreter.execute has it. Copies arrive early where blocks go backward. `kernel`: instead of the
     specialisation's own."""
     global BLOCK

@@ -52,9 +52,7 @@ class Machine:
         touched = {s.key for steps in self.roles for step in steps for s in (*step.reads, step.writes) if s is not None}
         self.buffers = {b: i for i, b in enumerate(sorted(touched))}
         self.busy = [[frozenset(self._key(r) for r in reads) for reads in _reading(steps)] for steps in self.roles]
-        self.contents: dict[
-            tuple[int, int, int], Any
-        ] = {}  # what (role, step) found in a buffer, in every order so far
+        self.contents: dict[tuple[int, int, int], Any] = {}  # what (role, step) found in a buffer, in every order so far
         for steps in self.roles:
             _check_fences(steps)
 
@@ -97,9 +95,7 @@ class Machine:
                 raise Fault(f"{step.kind} reads {shared.key} before it has arrived")
             before = self.contents.setdefault((move.role, move.step, buffer), filled[buffer])
             if filled[buffer] is None or before != filled[buffer]:
-                raise Fault(
-                    f"{step.kind} reads {shared.key} as {filled[buffer]} left it, and in another order {before}"
-                )
+                raise Fault(f"{step.kind} reads {shared.key} as {filled[buffer]} left it, and in another order {before}")
         if step.writes is not None:
             buffer = self._key(step.writes)
             if any(buffer in self.busy[r][n] for r, n in enumerate(done)):
@@ -161,9 +157,7 @@ def run(trace: Trace, seed: int) -> None:
             if kind == "mma":
                 if step.registers is not None:
                     arrays.insert(0, step.registers.value(known[role]))
-                product = arrays[0].astype(np.float64) @ arrays[1].astype(
-                    np.float64
-                )  # or BLAS's order would be in the bits
+                product = arrays[0].astype(np.float64) @ arrays[1].astype(np.float64)  # or BLAS's order would be in the bits
                 known[role][id(step.result)] = (step.value.value(known[role]) + product).astype(np.float32)
             else:
                 step.map.write(step.at, arrays[0])
@@ -206,17 +200,11 @@ def _argument(type_: str, value: Any) -> Any:
     dtype = DTYPES[type_.removeprefix("tensormap<").split("[")[0]]
     elements = _memory(value.pointer.address, value.pointer.stop, dtype)
     needed = (value.rows - 1) * value.stride + value.columns
-    assert needed <= elements.size, (
-        f"{type_} of {value.rows} x {value.columns} has {elements.size} of {needed} elements"
-    )
-    assert value.pointer.address % 16 == 0 and value.stride * dtype.itemsize % 16 == 0, (
-        "rows are not multiples of 16 bytes"
-    )
+    assert needed <= elements.size, f"{type_} of {value.rows} x {value.columns} has {elements.size} of {needed} elements"
+    assert value.pointer.address % 16 == 0 and value.stride * dtype.itemsize % 16 == 0, "rows are not multiples of 16 bytes"
     assert max(value.shape) <= 256, "a box has at most 256 elements a side"
     steps = (value.stride * dtype.itemsize, dtype.itemsize)
-    matrix = np.lib.stride_tricks.as_strided(
-        elements, (value.rows, value.columns), steps, writeable=value.pointer.writable
-    )
+    matrix = np.lib.stride_tricks.as_strided(elements, (value.rows, value.columns), steps, writeable=value.pointer.writable)
     return Map(matrix, list(value.shape))
 
 

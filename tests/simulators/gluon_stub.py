@@ -352,16 +352,12 @@ STUBS["triton.experimental.gluon.language.nvidia.hopper"] = hopper
 
 
 def materialised(
-    function: DeviceFunction,
-    edits: dict[str, tuple[str, str]] | None = None,
-    stubs: dict[str, Any] = STUBS,
+    function: DeviceFunction, edits: dict[str, tuple[str, str]] | None = None, stubs: dict[str, Any] = STUBS
 ) -> Callable[..., None]:
     """The function over the stubs. `edits`: {function: (old, new)} in the source of those it calls, for tests of the tests; of
     its own module where several modules have one of that name."""
     edits = dict(edits or {})
-    defined = {
-        value.name for value in vars(sys.modules[function.module]).values() if _defined_in(function.module, value)
-    }
+    defined = {value.name for value in vars(sys.modules[function.module]).values() if _defined_in(function.module, value)}
     spaces: dict[str, dict[str, Any]] = {}
 
     def space(module: str) -> dict[str, Any]:

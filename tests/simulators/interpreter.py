@@ -90,17 +90,11 @@ class Words:
 
 
 Parameter = Pointer | Box | Words | int
-Execute = Callable[
-    [Specialisation, Sequence[Parameter], tuple[int, ...]], None
-]  # parameters in the signature's order, the grid
+Execute = Callable[[Specialisation, Sequence[Parameter], tuple[int, ...]], None]  # parameters in the signature's order, the grid
 
 
 def run(
-    launch: Launch,
-    sizes: Sizes,
-    address: Callable[[Region | Counter], tuple[int, int]],
-    scalars: tuple[int, int],
-    execute: Execute,
+    launch: Launch, sizes: Sizes, address: Callable[[Region | Counter], tuple[int, int]], scalars: tuple[int, int], execute: Execute
 ) -> None:
     """One launch on host memory by `execute`. `address(region)`: where its bytes, or those of the counter, start and stop;
     `scalars`: the same of the run-time scalars."""
@@ -304,9 +298,7 @@ class Builder(stock.InterpreterBuilder):
     @staticmethod
     def _rounded(values: np.ndarray, dtype: Any) -> Any:
         """Comparisons stay as they are; the semantic layer gives them their type."""
-        return stock.TensorHandle(
-            values if dtype not in SHORT or values.dtype == bool else _narrow(values, dtype), dtype
-        )
+        return stock.TensorHandle(values if dtype not in SHORT or values.dtype == bool else _narrow(values, dtype), dtype)
 
 
 def tf32(values: np.ndarray) -> np.ndarray:

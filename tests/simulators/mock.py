@@ -28,12 +28,8 @@ from tests.cuda.standin import ELEMENTS, boxed
 from tests.simulators import interpreter
 
 OK, NOT_READY = real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_NOT_READY
-ANYWHERE = re.compile(
-    r"cu(Init|Driver|Device|Ctx|Library|Kernel|TensorMap|Profiler)\w*"
-)  # needs no context of the thread
-MAP = struct.Struct(
-    "<8sIIQQQQIIIII"
-)  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
+ANYWHERE = re.compile(r"cu(Init|Driver|Device|Ctx|Library|Kernel|TensorMap|Profiler)\w*")  # needs no context of the thread
+MAP = struct.Struct("<8sIIQQQQIIIII")  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
 LAUNCH_MS = 0.25  # what an event sees of each launch
 
 

@@ -24,14 +24,7 @@ DTYPES = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtyp
 OPERATION = {  # attribute -> (bytes, name)
     3: (4, "transa"), 4: (4, "transb"), 7: (4, "epilogue"), 8: (8, "bias"), 11: (8, "aux"), 12: (8, "aux_ld"),
 }  # fmt: skip
-PREFERENCE = {
-    1: (8, "workspace"),
-    3: (4, "reduction"),
-    5: (4, "align"),
-    6: (4, "align"),
-    7: (4, "align"),
-    8: (4, "align"),
-}
+PREFERENCE = {1: (8, "workspace"), 3: (4, "reduction"), 5: (4, "align"), 6: (4, "align"), 7: (4, "align"), 8: (4, "align")}
 EPILOGUES = {1: "", 4: "bias", 32 | 128: "gelu", 32 | 128 | 4: "gelu bias", 64 | 128: "dgelu"}
 COMPUTE = {68: "fp32", 77: "tf32"}
 WORKSPACE = 1 << 20  # that each algorithm wants
@@ -176,9 +169,7 @@ class MockCublas:
         flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(at)).view(dtype)
         return np.lib.stride_tricks.as_strided(flat, (cols, rows), (ld * dtype.itemsize, dtype.itemsize))
 
-    def _multiply(
-        self, epilogue: str, o: dict[str, Any], views: list[np.ndarray], adds: bool, scratch: np.ndarray
-    ) -> None:
+    def _multiply(self, epilogue: str, o: dict[str, Any], views: list[np.ndarray], adds: bool, scratch: np.ndarray) -> None:
         a, b, c, d = views
         scratch[:] = 0xFF  # an algorithm may
         left, right = b.astype(np.float32), a.astype(np.float32)

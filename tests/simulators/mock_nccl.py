@@ -105,9 +105,7 @@ class Nccl:
         assert comm_id.data in self._worlds, "an id that nobody has made"
         assert 0 <= rank < nranks
         gpu = self.gpu()
-        assert all(stream.captured is None for stream in gpu.streams), (
-            "a communicator is made while a graph is captured"
-        )
+        assert all(stream.captured is None for stream in gpu.streams), "a communicator is made while a graph is captured"
         with self._lock:
             world = self._worlds[comm_id.data] or World(nranks)
             self._worlds[comm_id.data] = world
@@ -160,9 +158,7 @@ class Nccl:
         assert comm.alive, "a communicator that is gone"
         assert comm.gpu is self.gpu() and comm.rank == self._local.rank
         alone = comm.world.count == 1
-        assert 0 <= peer < comm.world.count and (alone or peer != comm.rank), (
-            f"rank {comm.rank} has a {what} with {peer}"
-        )
+        assert 0 <= peer < comm.world.count and (alone or peer != comm.rank), f"rank {comm.rank} has a {what} with {peer}"
         assert all(type(n) is int for n in (address, count, stream)) and count > 0
         nbytes = count * SIZES[kind]
         comm.gpu.span(address, nbytes)

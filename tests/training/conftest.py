@@ -77,24 +77,13 @@ def command(text, tmp_path):
             "--train.checkpoint_every",
             "4",
         ]
-        looks = [
-            "--train.eval_every",
-            "3",
-            "--train.eval_tokens",
-            "64",
-            "--train.sample_every",
-            "5",
-            "--optim.warmup",
-            "2",
-        ]
+        looks = ["--train.eval_every", "3", "--train.eval_tokens", "64", "--train.sample_every", "5", "--optim.warmup", "2"]
         return ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / name), *sizes, *looks, *more]
 
     return arguments
 
 
-def whole_and_resumed(
-    fake: FakeSession, command: Any, folder: Path, *options: str, entry: str, at: int
-) -> tuple[Path, Path]:
+def whole_and_resumed(fake: FakeSession, command: Any, folder: Path, *options: str, entry: str, at: int) -> tuple[Path, Path]:
     """The checkpoints of a run and of one that was interrupted at the `at`-th time of a program, and resumed: they are equal."""
     assert main(command("whole", *options)) == 0
     fake.runs.clear()

@@ -35,9 +35,7 @@ class FakeSession:
         a = self.arrays
         if entry in ("forward_backward", "eval"):
             assert self.inputs["tokens"].shape == (scalars["batch"], scalars["seq"])
-            mixed = np.float32((self.inputs["tokens"] * np.arange(1, scalars["seq"] + 1)).sum() % 1009) / np.float32(
-                1009
-            )
+            mixed = np.float32((self.inputs["tokens"] * np.arange(1, scalars["seq"] + 1)).sum() % 1009) / np.float32(1009)
             valid = np.count_nonzero(self.inputs["targets"] >= 0)
             self.loss = np.array([(abs(a["w"].mean()) + mixed * 0.01) * valid * scalars["inv_targets"]], np.float32)
             if entry == "forward_backward":

@@ -41,14 +41,7 @@ def test_without_a_ramp_every_step_is_full():
 
 
 # Micro-batches have 16 tokens: steps of 1, 1, 2, 3, 4, 5, 5 and so on.
-RAMP = (
-    "--train.gradient_accumulation_steps",
-    "5",
-    "--train.batch_rampup_from",
-    "1",
-    "--train.batch_rampup_tokens",
-    "190",
-)
+RAMP = ("--train.gradient_accumulation_steps", "5", "--train.batch_rampup_from", "1", "--train.batch_rampup_tokens", "190")
 
 
 def test_a_run_sees_every_sample_once_and_the_loss_is_a_mean(fake, command, tmp_path):

@@ -98,16 +98,12 @@ def test_an_encoding_without_the_characters_is_noticed():
     assert not Console(stream=io.TextIOWrapper(io.BytesIO(), "ascii")).can_show("⣿│")
 
 
-@pytest.mark.parametrize(
-    "seconds, text", [(0, "0:00"), (65.4, "1:05"), (3599.6, "1:00:00"), (7384, "2:03:04"), (-1, "0:00")]
-)
+@pytest.mark.parametrize("seconds, text", [(0, "0:00"), (65.4, "1:05"), (3599.6, "1:00:00"), (7384, "2:03:04"), (-1, "0:00")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    "count, text", [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7.89e9, "7.89G")]
-)
+@pytest.mark.parametrize("count, text", [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7.89e9, "7.89G")])
 def test_short_counts(count, text):
     assert short(count) == text
 

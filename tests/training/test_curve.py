@@ -81,9 +81,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "axis, places", [("steps", [0, 1, 2, 3]), ("tokens", [0, 96, 192, 288]), ("seconds", [0, 1.5, 2.5, 60])]
-)
+@pytest.mark.parametrize("axis, places", [("steps", [0, 1, 2, 3]), ("tokens", [0, 96, 192, 288]), ("seconds", [0, 1.5, 2.5, 60])])
 def test_a_curve_runs_over_steps_tokens_or_seconds(axis, places):
     """An evaluation has the time of the step before it."""
     start, first, second, third = places
@@ -98,8 +96,7 @@ def test_the_summary_says_where_a_run_is():
     """Its training loss is that of the last hundredth: 11 losses of 2 and 10 of 3 here."""
     noisy = [(step, 2.0 + step % 2) for step in range(1, 2001)]
     assert (
-        curve.summary(Curve("", noisy, [(1000, 2.75)]))
-        == "step 2,000, training loss 2.4762, validation loss 2.7500 at step 1,000"
+        curve.summary(Curve("", noisy, [(1000, 2.75)])) == "step 2,000, training loss 2.4762, validation loss 2.7500 at step 1,000"
     )
     assert curve.summary(Curve("", [], [(0, 8.0)])) == "step 0, validation loss 8.0000 at step 0"
 
@@ -108,9 +105,7 @@ def lines_of(curves, **more) -> dict[str, list[tuple[float, float]]]:
     """Label -> points of each line of a picture; those without a label are numbered."""
     (axes,) = curve.picture(curves, **more).axes
     return {
-        line.get_label() if not str(line.get_label()).startswith("_") else str(i): list(
-            zip(*line.get_data(), strict=True)
-        )
+        line.get_label() if not str(line.get_label()).startswith("_") else str(i): list(zip(*line.get_data(), strict=True))
         for i, line in enumerate(axes.lines)
     }
 
@@ -134,10 +129,7 @@ def test_several_runs_are_smoothed_over_the_same_parts_of_one_axis():
     (axes,) = curve.picture([long, short]).axes
     legend = axes.get_legend()
     assert legend is not None
-    assert [(text.get_text(), text.get_parse_math()) for text in legend.get_texts()] == [
-        ("long", False),
-        ("./_short$x$", False),
-    ]
+    assert [(text.get_text(), text.get_parse_math()) for text in legend.get_texts()] == [("long", False), ("./_short$x$", False)]
     colours = [line.get_color() for line in axes.lines]
     assert colours[0] == colours[1] != colours[2]
 
@@ -170,28 +162,10 @@ def test_an_ending_that_no_image_has_is_refused(tmp_path, name, end):
 # --- other numbers, other axes, gzip's line ---
 
 RUN = [
-    {
-        "kind": "train",
-        "step": 1,
-        "loss": 4.0,
-        "lr": 1e-3,
-        "grad_norm": 2.0,
-        "tokens_per_s": 50.0,
-        "tokens": 30,
-        "seconds": 1.0,
-    },
+    {"kind": "train", "step": 1, "loss": 4.0, "lr": 1e-3, "grad_norm": 2.0, "tokens_per_s": 50.0, "tokens": 30, "seconds": 1.0},
     {"kind": "eval", "step": 1, "val_nats": 3.0, "val_bits_per_byte": 2.0},
     {"kind": "hellaswag", "step": 1, "acc": 0.5, "acc_norm": 0.25, "total": 8},
-    {
-        "kind": "train",
-        "step": 2,
-        "loss": 2.0,
-        "lr": 1e-4,
-        "grad_norm": None,
-        "tokens_per_s": 60.0,
-        "tokens": 90,
-        "seconds": 2.0,
-    },
+    {"kind": "train", "step": 2, "loss": 2.0, "lr": 1e-4, "grad_norm": None, "tokens_per_s": 60.0, "tokens": 90, "seconds": 2.0},
     {"kind": "result", "step": 2, "val_nats": 3.0, "val_bits_per_byte": 2.0, "gzip_bits_per_byte": 1.5},
 ]
 

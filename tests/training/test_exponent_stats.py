@@ -10,16 +10,7 @@ from barellm.training import exponent_stats, metrics
 
 SIZES = (
     *("--model.layers", "1", "--model.heads", "2", "--model.d_model", "16", "--model.max_seq", "16", "--seq", "8"),
-    *(
-        "--batch",
-        "2",
-        "--train.gradient_accumulation_steps",
-        "2",
-        "--train.eval_every",
-        "0",
-        "--train.eval_tokens",
-        "64",
-    ),
+    *("--batch", "2", "--train.gradient_accumulation_steps", "2", "--train.eval_every", "0", "--train.eval_tokens", "64"),
     *("--model.dropout", "0.1", "--model.bias", "true"),
 )
 

@@ -69,9 +69,7 @@ def test_the_smoothed_loss_counts_later_losses_more():
 
 def test_a_loss_that_is_not_finite_ends_it(valley, command, tmp_path):
     read = valley.read
-    valley.read = lambda name: (
-        np.array([np.nan], np.float32) if name == "loss" and len(valley.runs) > 250 else read(name)
-    )
+    valley.read = lambda name: np.array([np.nan], np.float32) if name == "loss" and len(valley.runs) > 250 else read(name)
     assert main(run(command)) == 0
     assert len(json.loads((tmp_path / "rates/lr.json").read_text())["steps"]) == 83
 

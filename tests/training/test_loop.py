@@ -68,9 +68,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, 
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "not finite for 10 steps up to step 14" in error and "--lr 0.0005" in error
     assert [
-        row["loss"]
-        for row in metrics.read(tmp_path / "run" / "metrics.jsonl")
-        if row["step"] == 6 and row["kind"] == "train"
+        row["loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["step"] == 6 and row["kind"] == "train"
     ] == [None]
 
 
@@ -196,9 +194,7 @@ def test_the_last_save_waits_until_the_disk_has_room(full_disk, command, tmp_pat
     assert last_step(tmp_path) == 12
 
 
-def test_ctrl_c_ends_the_wait_for_room_and_the_older_checkpoints_stay(
-    full_disk, command, tmp_path, monkeypatch, capsys
-):
+def test_ctrl_c_ends_the_wait_for_room_and_the_older_checkpoints_stay(full_disk, command, tmp_path, monkeypatch, capsys):
     disk = full_disk(step=12, times=float("inf"))
     real = disk.refuse
 
@@ -239,9 +235,7 @@ def evaluations(fake, losses):
     fake.read = read
 
 
-def test_a_run_ends_where_validation_is_not_better_for_long_and_its_best_checkpoint_stays(
-    fake, command, tmp_path, capsys
-):
+def test_a_run_ends_where_validation_is_not_better_for_long_and_its_best_checkpoint_stays(fake, command, tmp_path, capsys):
     evaluations(fake, [5.0, 4.0, 3.0, 3.5, 3.5])
     words = ("--train.eval_every", "2", "--train.early_stopping", "2", "--train.keep_best")
     assert main(command("run", *words)) == 0

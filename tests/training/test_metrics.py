@@ -39,13 +39,7 @@ def test_truncation_keeps_what_the_checkpoint_knew(path):
         if step % 2 == 0:
             log.add({"kind": "eval", "step": step, "val_nats": 1.0})
     kept = metrics.truncate(path, step=4)
-    assert [(r["kind"], r["step"]) for r in kept] == [
-        ("train", 1),
-        ("train", 2),
-        ("eval", 2),
-        ("train", 3),
-        ("train", 4),
-    ]
+    assert [(r["kind"], r["step"]) for r in kept] == [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4)]
     assert metrics.read(path) == kept
     again = metrics.Metrics(path, rows=kept)
     again.add(train(5))

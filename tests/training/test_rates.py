@@ -157,9 +157,7 @@ def test_both_rates_are_on_the_screen_and_in_the_metrics(fake, command, tmp_path
     assert [{key: row[key] for key in ("lr", "muon_lr")} for row in rows] == [
         rates(step, total=12, optim=optim) for step in range(12)
     ]
-    given = [
-        {key: scalars[key] for key in ("lr", "muon_lr")} for entry, scalars in fake.runs if entry == "optimizer_step"
-    ]
+    given = [{key: scalars[key] for key in ("lr", "muon_lr")} for entry, scalars in fake.runs if entry == "optimizer_step"]
     assert given == [{key: row[key] for key in ("lr", "muon_lr")} for row in rows]
     said = capsys.readouterr().out
     assert "lr       0.002 (AdamW), Muon 0.003 (1.5 times that), cosine to 0.0001 after 2 steps of warmup\n" in said

@@ -10,11 +10,7 @@ import pytest
 from barellm.models import preset
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-ROWS = [
-    [cell.strip() for cell in line.strip("|\n").split("|")]
-    for line in PAGE.read_text().splitlines()
-    if line.startswith("| `")
-]
+ROWS = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))
@@ -36,12 +32,7 @@ def test_gpt3_has_the_limits_and_checkpoints_of_its_script():
     config = preset("gpt3-125m")
     assert (config.optim.skip_loss_z, config.optim.skip_norm_z) == (7.0, 7.0)
     train = config.train
-    assert (train.checkpoint_every, train.save_total_limit, train.keep_every, train.eval_every) == (
-        10000,
-        5,
-        50000,
-        250,
-    )
+    assert (train.checkpoint_every, train.save_total_limit, train.keep_every, train.eval_every) == (10000, 5, 50000, 250)
     assert preset("build-nanogpt").train.keep_every == preset("llmc-124m").train.keep_every == 5000
     assert not preset("gpt2-124m").optim.skips and not preset("gpt2-124m").train.keep_every
 
@@ -50,10 +41,6 @@ def test_the_page_says_what_is_done_with_the_rates():
     from barellm.training import find_lr
 
     text = " ".join(PAGE.read_text().split())
-    for words in (
-        f"trains {find_lr.STEPS} steps",
-        f"from 1e-6 to {find_lr.HIGHEST:g}",
-        f"divided by {find_lr.BELOW_LEAST:g}",
-    ):
+    for words in (f"trains {find_lr.STEPS} steps", f"from 1e-6 to {find_lr.HIGHEST:g}", f"divided by {find_lr.BELOW_LEAST:g}"):
         assert words in text
     assert re.search(rf"is {find_lr.DIVERGED:g} times that of the first step", text) and find_lr.LOWEST == 1e-6

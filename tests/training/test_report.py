@@ -34,18 +34,14 @@ def test_tokens_epochs_and_the_bound_of_what_is_left():
     assert said(config(train__accumulate=2), bound_s=0.1) == [
         "budget   2,000 steps, 3.07M tokens, 3.07 epochs; 3 minutes at the roofline"
     ]
-    assert said(config(), done=1500, bound_s=0.1) == [
-        "budget   500 steps, 384k tokens, 0.384 epochs; 50 seconds at the roofline"
-    ]
+    assert said(config(), done=1500, bound_s=0.1) == ["budget   500 steps, 384k tokens, 0.384 epochs; 50 seconds at the roofline"]
     assert said(config(), total=3, bound_s=0.1)[0] == "budget   3 steps, 2.3k tokens, 0.0023 epochs"
 
 
 def test_a_limit_of_time_is_said_as_one():
     limited = config(train__minutes=2.5)
     assert limited.train.steps == 0
-    assert said(limited, total=None) == [
-        "budget   as many steps as fit into 2.5 minutes: other machines do more or fewer"
-    ]
+    assert said(limited, total=None) == ["budget   as many steps as fit into 2.5 minutes: other machines do more or fewer"]
     both = replace(limited, train=replace(limited.train, steps=3000))
     assert said(both, total=None) == [
         "budget   as many steps as fit into 2.5 minutes, at most 3,000: other machines do more or fewer"
@@ -57,9 +53,7 @@ def test_a_warmup_that_never_ends_is_warned_of(total, warned):
     lines = said(config(), total=total)
     assert (len(lines) == 2) == warned
     if warned:
-        assert lines[1].startswith(
-            f"warning: the warmup of 100 steps is not over after {total}: the learning rate never"
-        )
+        assert lines[1].startswith(f"warning: the warmup of 100 steps is not over after {total}: the learning rate never")
         assert "--optim.warmup 5 would" in lines[1]
 
 
@@ -72,15 +66,12 @@ def test_a_run_of_months_is_warned_of(days, warned):
 
 def test_few_windows_are_warned_of():
     assert report.few_windows(8, 64, "k") == ""
-    assert "only 7 windows of 64 tokens" in report.few_windows(7, 64, "k") and "a larger k" in report.few_windows(
-        7, 64, "k"
-    )
+    assert "only 7 windows of 64 tokens" in report.few_windows(7, 64, "k") and "a larger k" in report.few_windows(7, 64, "k")
     assert "a single window of 64" in report.few_windows(1, 64, "k")
 
 
 @pytest.mark.parametrize(
-    "more, key",
-    [((), None), (("--train.eval_tokens", "24"), "--train.eval_tokens"), (("--seq", "200"), "--data.val_fraction")],
+    "more, key", [((), None), (("--train.eval_tokens", "24"), "--train.eval_tokens"), (("--seq", "200"), "--data.val_fraction")]
 )
 def test_a_run_says_which_key_gives_more_windows(fake, command, capsys, more, key):
     assert main(command("run", "--model.max_seq", "256", *more)) == 0
@@ -152,9 +143,7 @@ def test_a_log_hears_of_micro_batches_once_a_minute(monkeypatch):
 
 
 def test_a_long_sample_is_shown_in_part(fake, command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "barellm.training.output.Output.samples", lambda self, *a, **k: ["\n".join(map(str, range(40)))]
-    )
+    monkeypatch.setattr("barellm.training.output.Output.samples", lambda self, *a, **k: ["\n".join(map(str, range(40)))])
     assert main(command("run")) == 0
     out = capsys.readouterr().out
     assert "  | 15\n  | ...\n" in out and "  | 16\n" not in out

@@ -69,9 +69,7 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(whole, fake, command
 
 def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
     def stop(entry):
-        if [e for e, _ in fake.runs].count(
-            "forward_backward"
-        ) == 5 and entry == "forward_backward":  # before the second of step 3
+        if [e for e, _ in fake.runs].count("forward_backward") == 5 and entry == "forward_backward":  # before the second of step 3
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop
@@ -82,9 +80,7 @@ def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
     fake.runs.clear()
 
     def stop_first(entry):
-        if [e for e, _ in fake.runs].count(
-            "forward_backward"
-        ) == 4 and entry == "forward_backward":  # in the first of step 3
+        if [e for e, _ in fake.runs].count("forward_backward") == 4 and entry == "forward_backward":  # in the first of step 3
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop_first
@@ -262,10 +258,7 @@ def test_a_cooldown_is_chosen_when_the_end_is(fake, command, tmp_path, capsys):
     assert main(command("run", *WSD, "--steps", "100000")) == 130
     fake.before_run = lambda entry: None
     assert rates(fake)[2:] == [1e-3] * 13
-    assert (
-        main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20", "--optim.decay_fraction", "0.1"])
-        == 0
-    )
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20", "--optim.decay_fraction", "0.1"]) == 0
     assert rates(fake) == pytest.approx([1e-3] * 3 + [5.5e-4, 1e-4])
     assert checkpoint.read_meta(checkpoint.find(tmp_path / "run")[0])["config"]["optim"]["decay_fraction"] == 0.1
     capsys.readouterr()

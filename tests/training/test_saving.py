@@ -105,9 +105,7 @@ def test_without_memory_for_copies_the_training_waits_for_the_writer(monkeypatch
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOSPC])
-def test_a_save_that_fails_on_the_way_is_one_line_and_the_training_goes_on(
-    fake, command, tmp_path, monkeypatch, capsys, code
-):
+def test_a_save_that_fails_on_the_way_is_one_line_and_the_training_goes_on(fake, command, tmp_path, monkeypatch, capsys, code):
     class Broken:
         def __getattr__(self, name):
             return self.mkdir if name == "mkdir" else getattr(os, name)
@@ -136,17 +134,7 @@ def test_milestones_stay_and_the_others_rotate(fake, command, tmp_path):
     held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert held == [13, 12, 10, 5]
     # What a checkpoint was when it was made decides, not what a later session asks for.
-    how = (
-        "--train.keep_every",
-        "0",
-        "--train.checkpoint_every",
-        "0",
-        "--train.save_total_limit",
-        "1",
-        "--steps",
-        "15",
-        "--resume",
-    )
+    how = ("--train.keep_every", "0", "--train.checkpoint_every", "0", "--train.save_total_limit", "1", "--steps", "15", "--resume")
     assert main(command("run", *how)) == 0
     held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert held == [15, 10, 5]
@@ -217,9 +205,7 @@ class Stuck:
         return (lambda *arguments: time.sleep(20)) if name == "fsync" else getattr(os, name)
 
 
-@pytest.mark.parametrize(
-    "entry, disk", [("optimizer_step", os), ("forward_backward", Stuck())], ids=["an update", "a slow disk"]
-)
+@pytest.mark.parametrize("entry, disk", [("optimizer_step", os), ("forward_backward", Stuck())], ids=["an update", "a slow disk"])
 def test_what_does_not_end_does_not_prolong_the_grace(fake, command, tmp_path, entry, disk):
     """Weights that are half of one step and half of the next are not saved, and a save that takes too long is given up."""
 

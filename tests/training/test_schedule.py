@@ -92,8 +92,6 @@ def test_no_warmup_starts_at_lr(schedule):
     assert learning_rate(0, total=10, optim=optimizer(schedule, lr=3.0, min_lr=0, warmup=0)) == 3.0
 
 
-@pytest.mark.parametrize(
-    "left_s, limit, expected", [(10.0, 10**9, 10 + 80), (10.0, 50, 50), (-3.0, 10**9, 11), (0.0, 10**9, 11)]
-)
+@pytest.mark.parametrize("left_s, limit, expected", [(10.0, 10**9, 10 + 80), (10.0, 50, 50), (-3.0, 10**9, 11), (0.0, 10**9, 11)])
 def test_steps_fill_the_time_that_is_left(left_s, limit, expected):
     assert steps_in_time(done=10, step_s=0.1, pause_s=0.025, left_s=left_s, limit=limit) == expected

@@ -88,9 +88,7 @@ def test_the_norm_in_a_program_of_its_own_changes_no_bit():
         session.write("tokens", np.array([[1, 2, 3]], np.int32))
         session.write("targets", np.array([[2, 3, 4]], np.int32))
         for step in (1, 2):
-            session.run(
-                "forward_backward", batch=1, seq=3, accumulate=0, inv_targets=1 / 3, seed=1, step=step, sample=0
-            )
+            session.run("forward_backward", batch=1, seq=3, accumulate=0, inv_targets=1 / 3, seed=1, step=step, sample=0)
             for name in append:
                 session.run(name, **({"lr": 0.01, "step": step, "seed": 1} if name == "optimizer_step" else {}))
                 if name == next(iter(append)):

@@ -87,9 +87,7 @@ def test_a_file_without_the_id_of_the_run_is_named(recorded, command, refused, t
     for content in ("{}", '{"id": 3}'):
         (tmp_path / "run/tracking.json").write_text(content)
         message = refused(*command("run", "--train.track", "wandb", "--resume", "--steps", "14"))
-        assert message.startswith(
-            f"{tmp_path / 'run/tracking.json'} has no id of the run, expected what barellm writes"
-        )
+        assert message.startswith(f"{tmp_path / 'run/tracking.json'} has no id of the run, expected what barellm writes")
 
 
 @pytest.mark.parametrize("broken", [0, 7])

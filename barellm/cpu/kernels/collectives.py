@@ -103,9 +103,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
         for j in range(others):
             remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
-            read_process(
-                k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize
-            )
+            read_process(k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize)
         sums = new_accumulators(k, CHAINS)
 
         def body(i, mask, chain):

@@ -51,9 +51,7 @@ def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll
         body(i, k.mask_first(end - i), 0)
 
 
-def store_all(
-    k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None
-) -> None:
+def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None) -> None:
     """Store vectors of fp32 lanes, converted to out's dtype, one after the other from element `index` on: any number of vectors
     to fp32, an even number to a 16-bit dtype, a power of two to an 8-bit one. Where `nontemporal` (i1), `index` must be aligned to
     a cache line. Short vectors are concatenated first: a non-temporal store of half a cache line costs as much as of a whole
@@ -94,9 +92,7 @@ def accumulate_scalar(k: KernelBuilder, out: Pointer, at: Any, value: Value, mod
     out.put(value if keep is None else value + k.select(keep, out.get(at), 0.0), at)
 
 
-def elementwise_map(
-    k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
-) -> None:
+def elementwise_map(k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store") -> None:
     """out[i] = vector(i, mask) for `n` elements, in `mode`, in parallel over ranges of GRAIN elements. Results of more than
     STREAM_BYTES are stored non-temporally."""
     nontemporal = n * out.itemsize > STREAM_BYTES if mode == "store" else None
@@ -154,9 +150,7 @@ def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value
     return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
 
 
-def write_row(
-    k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, nontemporal: Value | None, unrolled: bool = False
-) -> None:
+def write_row(k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, nontemporal: Value | None, unrolled: bool = False) -> None:
     """out[column] = vector(column, mask) for a row of C columns, ROW_UNROLL vectors at a time (a whole cache line also of 16-bit
     dtypes). `unrolled` as in `foreach_column`."""
     step = ROW_UNROLL * k.lanes

@@ -75,9 +75,7 @@ def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mod
     add_chunks(k, out, partials, (rows + per - 1) // per, C, stride, mode)
 
 
-def add_chunks(
-    k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str
-) -> None:
+def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str) -> None:
     """out (C) = the sum of partials (chunks, C), in order."""
 
     def body(c, mask, j):
@@ -221,11 +219,7 @@ def lower_clip_scale(op: Op, c: Lowering) -> None:
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     totals = c.workspace("totals", 8 * len(partials))
     for i, t in enumerate(partials):
-        c.call(
-            add_partials,
-            {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size},
-            writes="total",
-        )
+        c.call(add_partials, {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size}, writes="total")
     operands = {
         "clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.outputs.get("loss_scale"),
         "totals": (part(totals), "fp64"), "n": len(partials),

@@ -25,9 +25,7 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     return {name: t, f"{name}_lo": None}
 
 
-def store_halves(
-    k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool
-) -> None:
+def store_halves(k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool) -> None:
     """p[index...] = 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors; a mask only with one. Of
     two the halves are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations, and stores half
     of one."""

@@ -76,9 +76,7 @@ class Builder:
         # Without these LLVM may split 512-bit vectors in two on processors that it thinks prefer 256 bits.
         bits = 32 * self.lanes
         attributes = f'attributes #0 = {{ nounwind "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}" }}'
-        body = "\n".join(
-            [f"define void @{name}({params}) #0 {{", "entry:", *self.slots, *self.lines, "  ret void", "}"]
-        )
+        body = "\n".join([f"define void @{name}({params}) #0 {{", "entry:", *self.slots, *self.lines, "  ret void", "}"])
         return "\n".join([*sorted(self.declared), body, attributes, "!0 = !{i32 1}", ""])
 
     # --- conversions ---
@@ -228,9 +226,7 @@ class Builder:
         """Lanes of a (0..n-1) and b (n..2n-1) in a constant order."""
         second = b.typed if b is not None else f"{a.type} poison"
         type_ = f"<{len(order)} x {element(a.type)}>"
-        return self.op(
-            type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>"
-        )
+        return self.op(type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>")
 
     def concat(self, parts: list[Value]) -> Value:
         """Vectors joined; the number of parts is a power of two."""
@@ -270,10 +266,9 @@ class Builder:
         """acc + the products of two bf16 pairs a lane, summed in fp32; a and b are i32 lanes that hold the pairs."""
         n = 2 * self.lanes
         pairs = f"<{n} x bfloat>"
-        name = {
-            "x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}",
-            "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16",
-        }[self.isa.dot]
+        name = {"x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}[
+            self.isa.dot
+        ]
         return self.call(name, self.vec, acc, self.bitcast(a, pairs), self.bitcast(b, pairs))
 
     def select(self, condition: Value, a: Any, b: Any) -> Value:
@@ -312,9 +307,7 @@ class Builder:
         self.declare(f"{self.vec} @{name}({self.vec}, {self.vec}, i32, {self.vec}, i16, i32)")
         limit = self.bitcast(self.const(most, self.ivec), self.vec)
         # 0b1010: the smaller magnitude, sign cleared.
-        least = self.op(
-            self.vec, f"call {self.vec} @{name}({v.typed}, {limit.typed}, i32 10, {v.typed}, i16 -1, i32 4)"
-        )
+        least = self.op(self.vec, f"call {self.vec} @{name}({v.typed}, {limit.typed}, i32 10, {v.typed}, i16 -1, i32 4)")
         return self.bitcast(least, self.ivec)
 
     def all(self, mask: Value) -> Value:

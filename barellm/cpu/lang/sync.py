@@ -16,9 +16,7 @@ from __future__ import annotations
 
 SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512
-RECORD_NBYTES = (
-    64  # function, args, barrier after; from COUNTERS on an i32 counter of items taken for each group of threads
-)
+RECORD_NBYTES = 64  # function, args, barrier after; from COUNTERS on an i32 counter of items taken for each group of threads
 BARRIER, COUNTERS, GROUPS = 16, 32, 8
 STAMPS = 3  # of a thread for each entry of a traced walk
 SPINS = 2000

@@ -173,11 +173,7 @@ class Pointer:
 
     def at(self, index: Any) -> Pointer:
         """The address `index` elements further."""
-        return (
-            self.bytes(self.k.int(index) * self.itemsize)
-            if isinstance(index, Value)
-            else self.bytes(index * self.itemsize)
-        )
+        return self.bytes(self.k.int(index) * self.itemsize) if isinstance(index, Value) else self.bytes(index * self.itemsize)
 
     def bytes(self, offset: Any) -> Pointer:
         if isinstance(offset, int) and offset == 0:

@@ -95,9 +95,7 @@ def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
     problems = []
     for sizes, specs in found.items():
         order = sorted(specs, key=lambda spec: -specs[spec][0])
-        problems.append(
-            GemmProblem(**vars(sizes), specs=tuple(order), operands=tuple(specs[spec][1] for spec in order))
-        )
+        problems.append(GemmProblem(**vars(sizes), specs=tuple(order), operands=tuple(specs[spec][1] for spec in order)))
     return sorted(problems, key=lambda problem: -problem.flops)
 
 
@@ -124,9 +122,7 @@ def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
     operands = [
-        Operand(name, dtypes[name], shapes[name], given[name] in call.writes)
-        if isinstance(given.get(name), Region)
-        else None
+        Operand(name, dtypes[name], shapes[name], given[name] in call.writes) if isinstance(given.get(name), Region) else None
         for name in names
     ]
     return sizes, tuple(operands)

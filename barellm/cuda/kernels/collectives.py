@@ -8,14 +8,7 @@ from typing import Any
 
 from barellm.cuda.kernel import CollectiveCall, CollectiveSpec, Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, unit_of
-from barellm.cuda.kernels.optim.multi_tensor import (
-    aligned_pointer,
-    column,
-    entry_constants,
-    find_entry,
-    first_programs,
-    integer,
-)
+from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column, entry_constants, find_entry, first_programs, integer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -75,9 +68,7 @@ def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
     c.launch(sum_over_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
-def _append_collective(
-    op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False
-) -> None:
+def _append_collective(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
     """Append the transfer of an op, with the `regions` that travel of each of its operands."""
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))

@@ -49,9 +49,7 @@ class Case(ABC):
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
         """The values of every persistent tensor before a run."""
-        return {
-            name: random_normal(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())
-        }
+        return {name: random_normal(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
 
     @abstractmethod
     def program(self) -> Program:
@@ -65,9 +63,7 @@ class Case(ABC):
     def hold(self, read: Read, sizes: Sizes) -> None:
         """Wrong where a value is off."""
 
-    def compare(
-        self, name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: tuple[Any, Any], sizes: Sizes
-    ) -> None:
+    def compare(self, name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: tuple[Any, Any], sizes: Sizes) -> None:
         """Hold values at these rows and columns against float64."""
         self.worst = max(self.worst, harness.compare(name, found, want, bound, at, sizes))
 

@@ -74,9 +74,7 @@ class Harness(harness.Harness):
     def difference(self, loaded: CudaSession, run: Sizes) -> str:
         return f"first at {self._where(self._first_difference(loaded, self.expected[run]) or 0)}"
 
-    def _first_difference(
-        self, loaded: CudaSession, to: driver.DeviceMemory, start: int = 0, stop: int = -1
-    ) -> int | None:
+    def _first_difference(self, loaded: CudaSession, to: driver.DeviceMemory, start: int = 0, stop: int = -1) -> int | None:
         """The first byte of the arena, of [start, stop), that is not as in a copy of one."""
         skipped = loaded.base - loaded.memory.address
         return self.same.first(loaded.memory, to, start, stop if stop >= 0 else to.nbytes, skipped, loaded.stream)
@@ -90,9 +88,7 @@ class Harness(harness.Harness):
 
     def verify(self, loaded: CudaSession, run: Sizes) -> None:
         low, case = loaded.lowered["op"], self.case
-        results = {
-            name: t for name, t in {**loaded.programs["op"].named, **loaded.tensors}.items() if name in case.outputs
-        }
+        results = {name: t for name, t in {**loaded.programs["op"].named, **loaded.tensors}.items() if name in case.outputs}
 
         def read(name: str, rows: np.ndarray) -> np.ndarray:
             t, columns = results[name], case.outputs[name]

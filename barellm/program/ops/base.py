@@ -63,9 +63,7 @@ class Op:
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
     rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
     product: ClassVar[bool] = False  # multiplies and adds operands of one dtype, at the peak of that dtype
-    observer: ClassVar[bool] = (
-        False  # looks at what is there anyway: fusions are made as if it was not (`program.fusion`)
-    )
+    observer: ClassVar[bool] = False  # looks at what is there anyway: fusions are made as if it was not (`program.fusion`)
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         self.inputs: dict[str, Tensor] = {k: t for k, t in inputs.items() if t is not None}
@@ -101,9 +99,7 @@ class Op:
     def gradient(self, g: Gradients, **douts: Tensor | None) -> None:
         raise ValueError(f"{self.name} has no gradient rule: it cannot be on the way from a parameter to the loss")
 
-    def run(
-        self, arrays: dict[str, np.ndarray], scalars: dict[str, Any], current: dict[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
+    def run(self, arrays: dict[str, np.ndarray], scalars: dict[str, Any], current: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The reference, added to `current`: what the outputs hold whose mode, in this run, is to add."""
         results = self.reference(**arrays, **{name: scalars[name] for name in self.scalars})
         for name, before in current.items():

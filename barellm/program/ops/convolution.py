@@ -35,9 +35,7 @@ class Convolution(Op):
     def output_size(self, H: int, W: int, R: int, S: int) -> Pair:
         """P and Q."""
         sizes = zip((H, W), (R, S), self.stride, self.padding, self.dilation, strict=True)
-        P, Q = (
-            (n + 2 * padding - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, padding, dilation in sizes
-        )
+        P, Q = ((n + 2 * padding - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, padding, dilation in sizes)
         return P, Q
 
     def sources(self, size: int, axis: int, offset: int, count: int) -> tuple[Any, Any]:
@@ -67,13 +65,9 @@ class Convolution(Op):
         by this algorithm; `found` describes both tensors in the message."""
         name, both = self.name, zip(x[2:], self.padding, strict=True)
         if len(x) != 4 or len(w) != 4 or any(isinstance(n, Dim) for n in x[1:]):
-            raise ValueError(
-                f"{name} expects x (N, C, H, W), of which N may be a Dim, and w (K, C / groups, R, S): {found}"
-            )
+            raise ValueError(f"{name} expects x (N, C, H, W), of which N may be a Dim, and w (K, C / groups, R, S): {found}")
         if self.groups < 1 or x[1] != w[1] * self.groups or w[0] % self.groups:
-            raise ValueError(
-                f"{name} expects groups that divide C and K, and w (K, C / groups, R, S): {self.groups}, {found}"
-            )
+            raise ValueError(f"{name} expects groups that divide C and K, and w (K, C / groups, R, S): {self.groups}, {found}")
         if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
             given = f"{self.stride}, {self.dilation}, {self.padding}"
             raise ValueError(f"{name} expects a stride and a dilation of 1 or more and a padding of 0 or more: {given}")
@@ -85,9 +79,7 @@ class Convolution(Op):
             raise ValueError(f"{name} expects an algorithm among {', '.join(ALGORITHMS)}: {self.algorithm!r}")
         plain = (*self.stride, *self.dilation) == (1, 1, 1, 1)
         if self.algorithm.startswith("winograd") and not (plain and w[2:] == (3, 3)):
-            raise ValueError(
-                f"{name} by {self.algorithm} expects filters of 3 x 3, a stride and a dilation of 1: {found}"
-            )
+            raise ValueError(f"{name} by {self.algorithm} expects filters of 3 x 3, a stride and a dilation of 1: {found}")
         if self.algorithm == "fft" and not (plain and max(w[2:]) <= FFT_MOST):
             raise ValueError(
                 f"{name} by fft expects filters of at most {FFT_MOST} x {FFT_MOST}, a stride and a dilation of 1: {found}"
@@ -147,9 +139,7 @@ class Conv2dDx(Convolution):
         found = describe(dy=dy, w=w)
         self.check(x, w.shape, found)
         if tuple(dy.shape[1:]) != (w.shape[0], *self.output_size(self.size[0], self.size[1], *pixels(w))):
-            raise ValueError(
-                f"{self.name} expects dy (N, K, P, Q) as conv2d of images of {self.size} makes it: {found}"
-            )
+            raise ValueError(f"{self.name} expects dy (N, K, P, Q) as conv2d of images of {self.size} makes it: {found}")
         return {"dx": (x, dy.dtype)}
 
     def reference(self, dy, w):
@@ -178,9 +168,7 @@ class Conv2dDw(Convolution):
         found = describe(dy=dy, x=x)
         self.check(x.shape, w, found)
         if (dy.shape[0], *dy.shape[2:]) != (x.shape[0], *self.output_size(*pixels(x), self.size[0], self.size[1])):
-            raise ValueError(
-                f"{self.name} expects dy (N, K, P, Q) as conv2d with filters of {self.size} makes it: {found}"
-            )
+            raise ValueError(f"{self.name} expects dy (N, K, P, Q) as conv2d with filters of {self.size} makes it: {found}")
         return {"dw": (w, "fp32")}
 
     def reference(self, dy, x):

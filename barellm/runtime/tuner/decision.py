@@ -175,9 +175,7 @@ class Trial:
     passed: bool
 
 
-def self_test(
-    worker: Worker, problem: Any, default: Candidate, right: Candidate, faults: Iterable[tuple[str, str]]
-) -> list[Trial]:
+def self_test(worker: Worker, problem: Any, default: Candidate, right: Candidate, faults: Iterable[tuple[str, str]]) -> list[Trial]:
     """Faulty kernels go through the same child, checks and decision as real candidates. `faults`: (name, words of the reason that
     it must be rejected for); `right`: a candidate that must not be."""
     faulty = {Candidate(default.config, name): words for name, words in faults}

@@ -37,9 +37,7 @@ class Harness:
 
     def load(self, candidate: Candidate) -> Any: ...  # compile it
     def run(self, loaded: Any, run: Any) -> None: ...  # run it once, from the given operands
-    def verify(
-        self, loaded: Any, run: Any
-    ) -> None: ...  # Wrong where a value is off, or another byte than the result's changed
+    def verify(self, loaded: Any, run: Any) -> None: ...  # Wrong where a value is off, or another byte than the result's changed
     def snapshot(self, loaded: Any, run: Any) -> Any: ...  # what lies in memory after a run
     def differs(self, loaded: Any, run: Any) -> bool: ...  # whether memory differs from `expected`
     def difference(self, loaded: Any, run: Any) -> str: ...  # where, in words; memory may be another afterwards

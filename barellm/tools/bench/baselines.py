@@ -45,18 +45,14 @@ def chosen(asked: str) -> dict[str, str]:
     for word in asked.split(","):
         name, _, path = word.strip().partition("=")
         if name not in ("all", *BASELINES):
-            raise UserError(
-                f"--peers has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)"
-            )
+            raise UserError(f"--peers has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)")
         names[name] = path
     everything = "all" in names
     names.pop("all", None)
     if everything and importlib.util.find_spec("torch"):
         names["torch"] = ""
     if not names:
-        raise UserError(
-            "--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH"
-        )
+        raise UserError("--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH")
     if "torch" in names:
         baseline_script("torch_step.py")
     if "llmc" in names:
@@ -115,9 +111,7 @@ def torch_baseline(config: Config) -> list[str]:
     found = getattr(models.of(config.model), "TORCH_TWIN", None)
     if found is None:
         architecture = models.name_of(config.model)
-        raise UserError(
-            f"no peer in PyTorch: the preset {config.preset!r} is {architecture}, which names no TORCH_TWIN"
-        )
+        raise UserError(f"no peer in PyTorch: the preset {config.preset!r} is {architecture}, which names no TORCH_TWIN")
     script, fields, *usual = found
     for name in (name for names in usual for name in names):
         if (value := getattr(config.model, name)) != (one := getattr(type(config.model), name)):
@@ -139,9 +133,7 @@ def variants(config: Config, baselines: dict[str, str], device: str = "cpu") -> 
         if train.dtype == "fp16":
             raise UserError("the peers in PyTorch have no loss scale: train.dtype is fp16, expected fp32 or bf16")
         script = [*torch_baseline(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
-        made += [
-            Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)
-        ]
+        made += [Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)]
     if "llmc" in baselines:
         if device != "cpu":
             raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
@@ -164,12 +156,7 @@ def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
     """(mode, name, environment, why). Nothing is known to set on a GPU."""
     if device == "cuda":
         return [
-            (
-                mode,
-                f"torch {mode}",
-                {},
-                "scaled_dot_product_attention as PyTorch does it ('attention' says how), fused AdamW",
-            )
+            (mode, f"torch {mode}", {}, "scaled_dot_product_attention as PyTorch does it ('attention' says how), fused AdamW")
             for mode in MODES
         ]
     found = environments().items()
@@ -177,12 +164,7 @@ def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
 
 
 def measure(
-    config: Config,
-    baselines: dict[str, str],
-    *,
-    rounds: int,
-    report: Callable[[str], None] = print,
-    device: str = "cpu",
+    config: Config, baselines: dict[str, str], *, rounds: int, report: Callable[[str], None] = print, device: str = "cpu"
 ) -> dict[str, Any]:
     """`baselines`: as `chosen` gives them."""
     from barellm.tools.plan.roofline import measured_ceiling
@@ -198,9 +180,7 @@ def measure(
     }
 
 
-def summary(
-    config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
-) -> dict[str, Any]:
+def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     """Medians, ratios, and the roofline."""
     from barellm.assembly.build import build_programs
     from barellm.tools.plan.roofline import measured_ceiling, step_bound
@@ -279,12 +259,7 @@ def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
     script = baseline_script("torch_ops.py")
     model, train = gpt2_of(config), config.train
-    sizes = {
-        "batch": train.micro_batch_size,
-        "seq": train.seq,
-        "rows": train.micro_batch_size * train.seq,
-        "heads": model.heads,
-    }
+    sizes = {"batch": train.micro_batch_size, "seq": train.seq, "rows": train.micro_batch_size * train.seq, "heads": model.heads}
     sizes |= {"d_model": model.d_model, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
     wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]
     done = subprocess.run(

@@ -12,9 +12,7 @@ from barellm.program.ops.base import operand_bytes
 def weight_bytes(decode: Program) -> int:
     """The bytes of weights that decoding one token reads: of each matrix what its matmul reads. A token's row of an embedding,
     norms and the KV cache are not counted."""
-    sizes = {
-        t: operand_bytes(t) for op in decode.ops if op.product for t in op.inputs.values() if t.role == "parameter"
-    }
+    sizes = {t: operand_bytes(t) for op in decode.ops if op.product for t in op.inputs.values() if t.role == "parameter"}
     return sum(sizes.values())
 
 

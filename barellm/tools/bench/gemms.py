@@ -54,16 +54,12 @@ class Gemm:
     bias: bool = False
 
 
-def gemms_of(
-    model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any
-) -> list[Gemm]:
+def gemms_of(model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any) -> list[Gemm]:
     """The matmuls of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
     gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
     those of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
-    lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered[
-        "forward_backward"
-    ]
+    lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered["forward_backward"]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
     found: dict[str, dict[Gemm, None]] = {}
     for op in lowered.ops:

@@ -137,9 +137,7 @@ class Variant:
         }
 
 
-def interleave(
-    variants: list[Variant], *, rounds: int, report: Callable[[str], None], device_bytes: int | None = None
-) -> int:
+def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], None], device_bytes: int | None = None) -> int:
     """Every variant started once, then `rounds` interleaved rounds, each round in another order. Returns the steps of a round.
     `device_bytes`: of the GPU that the variants share, which must hold those that wait for their turn too.
 

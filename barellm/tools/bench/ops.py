@@ -32,9 +32,7 @@ def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any
         ceiling.measure(mixes(session, bench.shares))
         seconds, step_s, alone = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
         ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
-        rows = by_kind(
-            session, seconds, ceiling, bench.shares, alone and (lambda program, op: {"alone_s": alone(program, op)})
-        )
+        rows = by_kind(session, seconds, ceiling, bench.shares, alone and (lambda program, op: {"alone_s": alone(program, op)}))
         for row in rows if alone else ():
             row["alone_s"] *= row["count"] * bench.shares[row["program"]]
         return {
@@ -72,9 +70,7 @@ class Alone:
 
     def __init__(self, session: CpuSession, tick_s: float) -> None:
         self.session, self.tick_s = session, tick_s
-        self.calls = {
-            (program, op): (first, stop) for program in session.calls for op, first, stop in spans(session, program)
-        }
+        self.calls = {(program, op): (first, stop) for program in session.calls for op, first, stop in spans(session, program)}
 
     def seconds(self, program: str, op: Op) -> float:
         """The median time of one, the first not counted."""

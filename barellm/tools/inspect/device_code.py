@@ -51,9 +51,7 @@ def count(sass: str) -> tuple[int, dict[str, int], dict[str, int]]:
     names = Counter(name for name, *_ in words)
     names.pop("NOP", None)
     widths = Counter(
-        f"{name}.{next((w for w in ('128', '64') if w in rest), '32')}"
-        for name, *rest in words
-        if name in ("LDG", "STG")
+        f"{name}.{next((w for w in ('128', '64') if w in rest), '32')}" for name, *rest in words if name in ("LDG", "STG")
     )
     return sum(names.values()), {name: names[name] for name in COUNTED if names[name]}, dict(widths)
 

@@ -39,9 +39,7 @@ class Used:
             "ops": self.ops,
             "calls": self.calls,
             "operands": list(self.spec.operands),
-            "constants": {
-                name: str(v) if isinstance(v, GemmConfig | SkinnyGemmConfig) else v for name, v in self.spec.constants
-            },
+            "constants": {name: str(v) if isinstance(v, GemmConfig | SkinnyGemmConfig) else v for name, v in self.spec.constants},
             **({"options": dict(self.spec.options)} if isinstance(self.spec, DeviceSpec) else {}),
         }
 

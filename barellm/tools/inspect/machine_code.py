@@ -13,16 +13,12 @@ from typing import Any
 
 LABEL = re.compile(r"^(\.?L[\w$.]+):")
 INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)(?:\s+(.*))?$")
-MULTIPLY_ADD = re.compile(
-    r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$"
-)
+MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
 TILES = "tdpbf16ps"
 X86_JUMP = re.compile(r"^j[a-z]+$")
 ARM_JUMP = re.compile(r"^(b|b\.\w+|cbn?z|tbn?z)$")
 MEMORY = {"x86": re.compile(r"\("), "arm": re.compile(r"\[")}
-ACCUMULATE = re.compile(
-    r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$"
-)
+ACCUMULATE = re.compile(r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$")
 VECTOR = re.compile(r"%(tmm\d+)|%[xyz]mm(\d+)|\b[vq](\d+)\b")
 WIDTHS = {"zmm": 64, "ymm": 32, "xmm": 16, "v": 16}  # bytes; aarch64's q3 is v3
 
@@ -107,9 +103,7 @@ def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, 
     """The loops, as first instruction -> all instructions: the block of the header, and every block that comes back to it without
     leaving. Blocks need not stand in order: between two labels there may be a part of another loop."""
     jumps = {at: target for at, i in enumerate(code) if (target := _jump(i, labels)) is not None}
-    starts = sorted(
-        {0, *labels.values(), *(at + 1 for at, i in enumerate(code) if at in jumps or _ends(i))} - {len(code)}
-    )
+    starts = sorted({0, *labels.values(), *(at + 1 for at, i in enumerate(code) if at in jumps or _ends(i))} - {len(code)})
     after: dict[int, list[int]] = {}
     for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
         last = stop - 1

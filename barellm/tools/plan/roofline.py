@@ -151,9 +151,7 @@ def dtype_of_products(op: Op) -> str:
     return next((t.dtype for t in operands if t.dtype in HALVES), "fp32") if op.product else "fp32"
 
 
-def step_bound(
-    programs: Mapping[str, Program], dtype: str, ceiling: Ceiling, shares: Mapping[str, float] | None = None
-) -> float:
+def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling, shares: Mapping[str, float] | None = None) -> float:
     """The roofline of a step in seconds: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter.
     `shares`: how often a program runs in a step, where it is not the program "optimizer_step" once."""
     ends = {name: share for name, share in (shares or {"optimizer_step": 1.0}).items() if name != "forward_backward"}

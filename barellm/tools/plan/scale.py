@@ -106,8 +106,7 @@ def rows_of(config: Config, ranks: int) -> Config:
     if train.micro_batch_size % ranks == 0:
         return replace(config, train=replace(train, micro_batch_size=train.micro_batch_size // ranks))
     return replace(
-        config,
-        train=replace(train, gradient_accumulation_steps=max(1, ceil(train.gradient_accumulation_steps / ranks))),
+        config, train=replace(train, gradient_accumulation_steps=max(1, ceil(train.gradient_accumulation_steps / ranks)))
     )
 
 
@@ -184,13 +183,7 @@ def hidden(collective: Collective, done: Work, over: Link, ranks: int, way: str)
 
 
 def prediction(
-    config: Config,
-    ranks: int,
-    name: str,
-    *,
-    ceiling: Ceiling,
-    utilisation: float,
-    ready: tuple[Work, Any] | None = None,
+    config: Config, ranks: int, name: str, *, ceiling: Ceiling, utilisation: float, ready: tuple[Work, Any] | None = None
 ) -> dict[str, Any]:
     """A step of so many ranks over the link `name`, as JSON. `ready`: what `work` gives, where somebody knows it."""
     over, own = link(name), rows_of(config, ranks)

@@ -41,9 +41,7 @@ class Multiprocessor:
         """Blocks that fit at a time, by the threads of one, the registers of a thread and the bytes of shared memory."""
         warps = ceil_div(threads, 32)
         each = ceil_div(registers * 32, self.unit) * self.unit * warps
-        return min(
-            self.blocks, self.threads // (32 * warps), self.registers // each, self.shared // (shared + self.reserved)
-        )
+        return min(self.blocks, self.threads // (32 * warps), self.registers // each, self.shared // (shared + self.reserved))
 
 
 # By compute capability: shared memory of a multiprocessor, and threads and blocks where they are fewer (CUDA's programming guide).
@@ -114,9 +112,7 @@ class Tiling:
         return asdict(self) | {name: getattr(self, name) for name in names} | {"roofline_s": self.roofline_s(sheet)}
 
 
-def gemms(
-    built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None
-) -> dict[Tiling, int]:
+def gemms(built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None) -> dict[Tiling, int]:
     """The GEMMs of these programs of the CUDA backend at such sizes, each with how often it is done. `codes` are those of the
     kernel instances that were compiled; without its code a kernel's occupancy is that of one block."""
     found: dict[Tiling, int] = {}
@@ -143,9 +139,7 @@ def uncounted(built: Any, programs: Iterable[str]) -> dict[str, int]:
 def specifications(built: Any, programs: Iterable[str]) -> list[Any]:
     """What must be compiled for `gemms` to know every occupancy."""
     calls = (call for name in programs for call in built.calls[name])
-    return list(
-        dict.fromkeys(call.spec for call in calls if call.spec.name in READERS and call.spec.name != PERSISTENT)
-    )
+    return list(dict.fromkeys(call.spec for call in calls if call.spec.name in READERS and call.spec.name != PERSISTENT))
 
 
 def one_gemm(M: int, N: int, K: int, dtype: str) -> Program:
@@ -179,9 +173,7 @@ def _tiling(call: Any, sms: int, sizes: Sizes, blocks: Callable[[Launch], int]) 
     if reader is None or 0 in call.grid(sizes):
         return None
     constants = dict(call.spec.constants)
-    values: dict[str, Any] = constants | {
-        name: arg for (name, _), arg in zip(call.spec.signature, call.args, strict=True)
-    }
+    values: dict[str, Any] = constants | {name: arg for (name, _), arg in zip(call.spec.signature, call.args, strict=True)}
 
     def number(name: str) -> int:
         value = values[name]
@@ -198,9 +190,7 @@ def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]
     """`kernels.matmul.gemm`, or `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
     hopper = call.spec.name == PERSISTENT
     K = number("K")
-    split = (
-        values.get("k_per_split") is not None and _transpose_mode(values) == "tn" and callable(values["k_per_split"])
-    )
+    split = values.get("k_per_split") is not None and _transpose_mode(values) == "tn" and callable(values["k_per_split"])
     kinds = dict(call.spec.signature)
     return {
         "transpose_mode": _transpose_mode(values), "M": number("M"), "N": number("N"), "K": K,
@@ -244,8 +234,6 @@ def table(found: Mapping[Tiling, int], sheet: Published, *, known: bool) -> list
         for c, count in sorted(found.items(), key=lambda item: -item[0].roofline_s(sheet) * item[1])
     ]  # fmt: skip
     return [
-        "".join(
-            f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
+        "".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
         for row in tile_m
     ]

@@ -66,10 +66,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         bound.set_yticks([])
         bound.set_xlim(0, 125)
         bound.axvline(100, color=INK, linewidth=0.8, linestyle="--")
-        for axes, words in (
-            (share, "% of the step (pale: threads wait at the barrier behind)"),
-            (bound, "% of roofline"),
-        ):
+        for axes, words in ((share, "% of the step (pale: threads wait at the barrier behind)"), (bound, "% of roofline")):
             axes.set_ylim(len(rows) - 0.4, -0.6)
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=8, colors=INK)

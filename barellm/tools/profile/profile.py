@@ -22,9 +22,7 @@ from barellm.tools.profile.trace import LIMIT, Traces, account, call_seconds, pa
 FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "profile.svg"}
 
 
-def measure(
-    config: Config, *, steps: int | None, folder: Path, device: str = "cpu", ranks: Ranks = ALONE
-) -> dict[str, Any]:
+def measure(config: Config, *, steps: int | None, folder: Path, device: str = "cpu", ranks: Ranks = ALONE) -> dict[str, Any]:
     """Profile steps and return one JSON object about the traced step of median duration, of `steps` or of as many as a few seconds
     allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved. Of several `ranks` each gets its own
     object, and the first writes the files."""
@@ -57,9 +55,7 @@ def measure(
     return result
 
 
-def _profile_cpu(
-    bench: StepBench, steps: int | None, ranks: Ranks
-) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """Trace `steps` steps (None: as many as a few seconds allow) and look at the one of median duration. Returns (numbers of the
     result by their keys, the seconds of its calls as `call_seconds` has them, a function from a title to its timeline). Of several
     ranks rank 0 decides the number of steps and which one is the median, so that all look at the same step (`first` gives rank 0's
@@ -79,9 +75,7 @@ def _profile_cpu(
     return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
 
 
-def _profile_gpu(
-    bench: StepBench, steps: int | None, ranks: Ranks
-) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+def _profile_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """`_profile_cpu` for a GPU, on which a step is launches. What an untimed step takes longer than the sum of its launches is idle
     time: the GPU waits for the host."""
     count = first(ranks, steps or device_trace.pairs_for(bench))

@@ -40,9 +40,7 @@ class Sample:
 
 def one_micro_batch(config: Config) -> Config:
     """The run with steps of one micro-batch."""
-    return replace(
-        config, train=replace(config.train, gradient_accumulation_steps=1, batch_rampup_from=0, batch_rampup_tokens=0)
-    )
+    return replace(config, train=replace(config.train, gradient_accumulation_steps=1, batch_rampup_from=0, batch_rampup_tokens=0))
 
 
 class StepBench:
@@ -132,12 +130,7 @@ def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iter
         bench = StepBench(compiled, ranks)
         first = bench.step()
         everything = (imported or 0.0) + time.perf_counter() - start
-        split = {
-            "import": imported or 0.0,
-            **compiled.session.seconds,
-            "init": initialised - begun,
-            "step": first.seconds,
-        }
+        split = {"import": imported or 0.0, **compiled.session.seconds, "init": initialised - begun, "step": first.seconds}
         yield (
             bench,
             {

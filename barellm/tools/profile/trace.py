@@ -84,9 +84,7 @@ def record(bench: StepBench, steps: int) -> Traces:
         order.append(program)
         session.run(program, **values)
 
-    raw: list[
-        tuple[float, int, int, list[tuple[str, np.ndarray]]]
-    ] = []  # fields of TracedStep: its tick is known at the end
+    raw: list[tuple[float, int, int, list[tuple[str, np.ndarray]]]] = []  # fields of TracedStep: its tick is known at the end
     untraced_s: list[float] = []
     for i in range(steps):
         for traced in (True, False) if i % 2 == 0 else (False, True):
@@ -118,9 +116,7 @@ def check_order(step: TracedStep) -> None:
     for thread in range(step.threads):
         line = [step.begin, *(int(x) for _, stamps in step.runs for x in stamps[thread].reshape(-1)), step.end]
         if any(after < before for before, after in pairwise(line)):
-            raise UserError(
-                f"the counter of thread {thread} runs backwards: this machine's cores cannot be traced together"
-            )
+            raise UserError(f"the counter of thread {thread} runs backwards: this machine's cores cannot be traced together")
 
 
 def account(step: TracedStep) -> list[dict[str, Any]]:

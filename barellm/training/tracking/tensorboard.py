@@ -36,9 +36,7 @@ class Tracker:
         values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         values += [
             Summary.Value(
-                tag=tag,
-                tensor=make_tensor_proto(np.array([text], object)),
-                metadata=texts_plugin.create_summary_metadata(tag, ""),
+                tag=tag, tensor=make_tensor_proto(np.array([text], object)), metadata=texts_plugin.create_summary_metadata(tag, "")
             )
             for tag, text in texts.items()
         ]

@@ -347,10 +347,7 @@ def setp(m: Machine, i: Instruction, threads: Array) -> None:
     a, b = (np.asarray(m.read(o, threads, "b32" if packed else type_)) for o in i.operands[1:3])
     if packed:
         half = BF16 if type_ == "bf16x2" else np.dtype(np.float16)
-        a, b = (
-            np.broadcast_to(v, threads.shape).astype(np.uint32).view(half).astype(np.float32).reshape(-1, 2).T
-            for v in (a, b)
-        )
+        a, b = (np.broadcast_to(v, threads.shape).astype(np.uint32).view(half).astype(np.float32).reshape(-1, 2).T for v in (a, b))
     if "ftz" in i.modifiers:
         a, b = _flushed(a), _flushed(b)
     if type_ == "bf16":
@@ -410,6 +407,4 @@ def converted(values: Array, to: str, modifiers: tuple[str, ...] = ()) -> Array:
         return values.astype(target)
     info = np.iinfo(target)
     numbers = np.where(np.isnan(values), 0, values).astype(np.float64)
-    return np.where(
-        numbers >= float(info.max), info.max, np.where(numbers <= info.min, info.min, numbers).astype(target)
-    )
+    return np.where(numbers >= float(info.max), info.max, np.where(numbers <= info.min, info.min, numbers).astype(target))

@@ -229,9 +229,7 @@ def copy(m: Machine, i: Instruction, threads: np.ndarray) -> None:
 def _load(m: Machine, i: Instruction, thread: int, start: int, source: Address, at: int) -> None:
     box, descriptor, row, column = _box(m, i, thread, source)
     to = slots(descriptor, start)
-    m.check_shared(
-        to.reshape(-1).astype(np.uint64), np.array([thread]), 16, anywhere="multicast::cluster" in i.modifiers
-    )
+    m.check_shared(to.reshape(-1).astype(np.uint64), np.array([thread]), 16, anywhere="multicast::cluster" in i.modifiers)
     _seen(m, thread // LANES, at)
     if m.order.unfenced[m.order.at(np.array([at]), 8)].any():
         raise Fault("the mbarrier of a copy was made without a fence")

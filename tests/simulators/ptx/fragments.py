@@ -79,12 +79,7 @@ def matrix_register(rows: np.ndarray) -> np.ndarray:
 
 # --- shared memory ---
 
-SWIZZLES = {
-    0: 16,
-    1: 128,
-    2: 64,
-    3: 32,
-}  # a descriptor's bits 62 and 63: bytes of a row that are exchanged among themselves
+SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}  # a descriptor's bits 62 and 63: bytes of a row that are exchanged among themselves
 PHASES = {16: 0, 32: 1, 64: 3, 128: 7}
 
 
@@ -109,9 +104,7 @@ def operand_addresses(described: int, rows: int, depth: int, itemsize: int, *, t
 
 
 @cache
-def _offsets(
-    rows: int, depth: int, itemsize: int, leading: int, stride: int, span: int, transposed: bool
-) -> np.ndarray:
+def _offsets(rows: int, depth: int, itemsize: int, leading: int, stride: int, span: int, transposed: bool) -> np.ndarray:
     """The ISA's canonical layouts, in bytes and before the exchange."""
     i, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
     unit = 16 // itemsize  # elements of 16 bytes

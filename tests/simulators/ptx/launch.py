@@ -89,9 +89,7 @@ def pack(
         elif isinstance(value, Words):
             struct.pack_into("<Q", packed, at, operands.table(type_, value, tl.str_to_ty("*i64", None)))
         elif isinstance(value, Pointer):
-            assert name not in spec.aligned or value.address % 16 == 0, (
-                f"{spec.name}: {name} is compiled as a multiple of 16"
-            )
+            assert name not in spec.aligned or value.address % 16 == 0, f"{spec.name}: {name} is compiled as a multiple of 16"
             struct.pack_into("<Q", packed, at, operands.tagged(value, tl.str_to_ty(type_, None)))
         else:
             struct.pack_into("<i", packed, at, value)

@@ -226,9 +226,7 @@ class Machine:
         found = self.registers.get(name)
         if found is None:
             kind = self.kinds[name]
-            value = (
-                np.full(1, bool(self.poison & 0x80)) if kind == BOOL else np.full(kind.itemsize, self.poison, np.uint8)
-            )
+            value = np.full(1, bool(self.poison & 0x80)) if kind == BOOL else np.full(kind.itemsize, self.poison, np.uint8)
             found = self.registers[name] = np.broadcast_to(value.view(kind), self.everyone.shape)
         return found
 
@@ -282,11 +280,7 @@ class Machine:
         of some block of its cluster."""
         start = self.window(threads)
         if anywhere:
-            rank = (
-                (addresses >> np.uint64(WINDOW)).astype(np.int64)
-                - 1
-                - self.blocks(threads) // self.cluster * self.cluster
-            )
+            rank = (addresses >> np.uint64(WINDOW)).astype(np.int64) - 1 - self.blocks(threads) // self.cluster * self.cluster
             if ((rank < 0) | (rank >= self.cluster)).any():
                 raise Fault("an address is in no block of the cluster")
             start = self.elsewhere(start, threads, rank)
@@ -320,9 +314,7 @@ class Machine:
 
     def _check_all_ended(self) -> None:
         stuck = [(self.kernel.instructions[g.pc], g.warps) for g in self.groups]
-        stuck += [
-            (self.kernel.instructions[self.resume[w] - 1], np.array([w])) for w in np.flatnonzero(self.waiting >= 0)
-        ]
+        stuck += [(self.kernel.instructions[self.resume[w] - 1], np.array([w])) for w in np.flatnonzero(self.waiting >= 0)]
         if stuck:
             lines = [f"warps {warps % self.block_warps} at {i.number}: {i.text}" for i, warps in stuck[:8]]
             raise Deadlock("\n".join([f"{self.kernel.name}: nobody can go on", *lines]))

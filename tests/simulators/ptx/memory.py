@@ -182,9 +182,7 @@ class Copy:
                 if n != self.nbytes:
                     raise Fault(f"copies {n} bytes of {self.nbytes}")
                 data = load(m, self.i, self.threads[now], self.source[now], int(n))
-            m.shared.view(f"V{self.nbytes}")[self.to[now] // np.uint64(self.nbytes)] = data.view(f"V{self.nbytes}")[
-                :, 0
-            ]
+            m.shared.view(f"V{self.nbytes}")[self.to[now] // np.uint64(self.nbytes)] = data.view(f"V{self.nbytes}")[:, 0]
 
     def finish(self, m: Machine, sample_indices: Array) -> Copy:
         """`some` have waited; the rest is left."""

@@ -64,11 +64,7 @@ class Order:
         count = blocks * self.words
         self.writer, self.written = np.full(count, -1, np.int16), np.zeros(count, np.int32)
         self.reads = np.zeros((block_warps, count), np.int32)
-        self.arriving, self.leaving, self.unfenced = (
-            np.zeros(count, bool),
-            np.zeros(count, np.int16),
-            np.zeros(count, bool),
-        )
+        self.arriving, self.leaving, self.unfenced = (np.zeros(count, bool), np.zeros(count, np.int16), np.zeros(count, bool))
 
     def actor(self, warp: int) -> int:
         """A number for a new mbarrier of a warp's block."""
@@ -162,9 +158,7 @@ class Order:
             busy = self.arriving[words] | (self.leaving[words] > 0)
             raise Fault(f"{self._at(busy, words)} is overwritten while a copy or a product is under way")
         if (unknown := self._unknown(warps, words) & changes).any():
-            raise Fault(
-                f"{self._at(unknown, words)} is overwritten with no barrier behind {self._writer(unknown, words)}"
-            )
+            raise Fault(f"{self._at(unknown, words)} is overwritten with no barrier behind {self._writer(unknown, words)}")
         known = self.seen[warps, : self.block_warps].T[:, :, None].copy()
         known[warps % self.block_warps, np.arange(len(warps))] = np.iinfo(np.int32).max
         if (late := (self.reads[:, words] > known).any(0) & changes).any():

@@ -189,9 +189,7 @@ class Body:
         """Labels and registers of a block get names of their own."""
         self.blocks += 1
         inner = text[at : text.index("}\n", at)]
-        declared = {
-            name for line in re.findall(r"\.reg \.\w+ ([^;]*);", inner) for name in line.replace(" ", "").split(",")
-        }
+        declared = {name for line in re.findall(r"\.reg \.\w+ ([^;]*);", inner) for name in line.replace(" ", "").split(",")}
         declared |= {m for m in re.findall(r"^\s*([\w$]+)\s*:", inner, re.M)}
         self.scopes.append({name: f"{name}.{self.blocks}" for name in declared})
         return at

@@ -39,31 +39,21 @@ BODY
 def run(body: str, given: np.ndarray, out: str, *, threads: int = 32, how: Run | None = None) -> np.ndarray:
     """What a body gives: `%rd3` is the address of this thread's element of `given`, `%rd4` that of its result, 8 bytes each."""
     data = np.zeros(max(len(given), threads), "u8")
-    data.view(f"V{given.dtype.itemsize}").reshape(len(data), -1)[: len(given), 0] = given.view(
-        f"V{given.dtype.itemsize}"
-    )
+    data.view(f"V{given.dtype.itemsize}").reshape(len(data), -1)[: len(given), 0] = given.view(f"V{given.dtype.itemsize}")
     result = np.zeros(threads, "u8")
     run_on(body, data, result, threads=threads, how=how)
     return result.view(out).reshape(threads, -1)[:, 0].copy()
 
 
 def run_on(
-    body: str,
-    data: np.ndarray,
-    result: np.ndarray,
-    *,
-    threads: int = 32,
-    how: Run | None = None,
-    counts: Counts | None = None,
+    body: str, data: np.ndarray, result: np.ndarray, *, threads: int = 32, how: Run | None = None, counts: Counts | None = None
 ) -> None:
     """A body, with the addresses of what it reads in `%rd0` and of what it writes in `%rd1`."""
     memory = Memory()
     addresses = []
     for array, writable in ((data, False), (result, True)):
         start = array.ctypes.data
-        addresses.append(
-            memory.tagged(Pointer(start, start, start + array.nbytes, writable), tl.str_to_ty("*i64", None))
-        )
+        addresses.append(memory.tagged(Pointer(start, start, start + array.nbytes, writable), tl.str_to_ty("*i64", None)))
     text = MODULE.replace("BODY", body).replace("THREADS", str(threads)).replace("SIZE", "8")
     Machine(
         parse(text), [(0, 0, 0)], (1, 1, 1), memory=memory, parameters=struct.pack("<QQ", *addresses), shared_bytes=1024,

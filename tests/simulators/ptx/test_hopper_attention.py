@@ -25,9 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray]:
     """Results of one launch, which must be right."""
     config = FORMS[name]
-    args, wanted = test_hopper_attention.launch(
-        **config, stages=attention_config.WARP_SPECIALIZED[config["D"]].num_stages
-    )
+    args, wanted = test_hopper_attention.launch(**config, stages=attention_config.WARP_SPECIALIZED[config["D"]].num_stages)
     execute(hopper_attention, args, "out lse", blocks, how, mutate)
     test_hopper_attention.check(wanted)
     return [got.copy() for got, _, _ in wanted]

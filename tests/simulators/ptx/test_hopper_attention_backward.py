@@ -49,9 +49,7 @@ def test_a_form(name):
     assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
-    "role, D, kv_heads", [("keys", 64, 1), ("queries", 64, 0), ("keys", 128, 0), ("queries", 128, 0)]
-)
+@pytest.mark.parametrize("role, D, kv_heads", [("keys", 64, 1), ("queries", 64, 0), ("keys", 128, 0), ("queries", 128, 0)])
 @pytest.mark.extended
 def test_the_bits_are_those_of_the_default(role, D, kv_heads, monkeypatch):
     """Both as they are compiled for sm_90a; tensor cores add in fp32 here. Every byte of the arena, at four sizes."""
@@ -67,21 +65,9 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
     "g is read too early": ("keys of 64", nth(rf"{WAIT}1;", "wgmma.wait_group.sync.aligned 2;", 1), "nan|under way"),
     "sums are read too early": ("keys of 64", nth(rf"{WAIT}0;", "wgmma.wait_group.sync.aligned 1;"), "under way"),
     "dq is read too early": ("queries of 64", nth(rf"{WAIT}0;", "wgmma.wait_group.sync.aligned 1;", 1), "under way"),
-    "bytes of the stream": (
-        "keys of 64",
-        nth(r"(expect_tx[^;]*), 17408;", r"\1, 16384;"),
-        "arriv|overwritten|one arrival",
-    ),
-    "arrivals expected": (
-        "keys of 64",
-        nth(r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 2),
-        "overwritten|arriv|nobody can go on",
-    ),
-    "mbarriers are not fenced": (
-        "queries of 64",
-        nth(r"fence\.proxy\.async\.shared::cta;", ""),
-        "made without a fence",
-    ),
+    "bytes of the stream": ("keys of 64", nth(r"(expect_tx[^;]*), 17408;", r"\1, 16384;"), "arriv|overwritten|one arrival"),
+    "arrivals expected": ("keys of 64", nth(r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 2), "overwritten|arriv|nobody can go on"),
+    "mbarriers are not fenced": ("queries of 64", nth(r"fence\.proxy\.async\.shared::cta;", ""), "made without a fence"),
 }
 
 

@@ -63,8 +63,7 @@ def pointer(array: np.ndarray, *, writable: bool) -> Pointer:
 def specialised(kernel: DeviceFunction, args: dict[str, Any], writes: str) -> tuple[Specialisation, list[Parameter]]:
     """A Gluon kernel as a launch has it, with the arguments that the model of the machine takes."""
     found = {
-        name: argument(args[name], written=name in writes.split(), fixed=name in kernel.constants)
-        for name in kernel.parameters
+        name: argument(args[name], written=name in writes.split(), fixed=name in kernel.constants) for name in kernel.parameters
     }
     signature = {name: given for name, given in found.items() if given is not None}
     constants = tuple(sorted((name, args[name]) for name, given in found.items() if given is None))
@@ -74,9 +73,7 @@ def specialised(kernel: DeviceFunction, args: dict[str, Any], writes: str) -> tu
     return spec, [value for _, value in signature.values()]
 
 
-def execute(
-    kernel: DeviceFunction, args: dict[str, Any], writes: str, blocks: int, how: Run, mutate: Any = None
-) -> None:
+def execute(kernel: DeviceFunction, args: dict[str, Any], writes: str, blocks: int, how: Run, mutate: Any = None) -> None:
     """Run a Gluon kernel as it is compiled for sm_90a, its PTX changed by `mutate`; `writes`: the arguments that it writes."""
     spec, values = specialised(kernel, args, writes)
     code = launch.code_of(spec, 90)

@@ -33,11 +33,7 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
     round_up,
     runtime_size,
 )
-from barellm.cpu.kernels.attention.attention_single_block import (
-    attention_backward_single_block,
-    backward_units,
-    fits_single_block,
-)
+from barellm.cpu.kernels.attention.attention_single_block import attention_backward_single_block, backward_units, fits_single_block
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -99,10 +95,7 @@ def attention_backward_dkdv(
                 clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
                 j0 = block * step
-                sums = [
-                    s[name] if group == 1 else s[name].at((block - start) * (KEY_BLOCK * g.padded_D))
-                    for name in ("dk", "dv")
-                ]
+                sums = [s[name] if group == 1 else s[name].at((block - start) * (KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")]
                 packed_keys = h.pack_keys(j0, step)
                 with k.when(is_one_pass):
                     pack_left(k, g, s["k_rows"], packed_keys, s["k"])

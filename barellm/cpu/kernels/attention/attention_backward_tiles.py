@@ -92,10 +92,7 @@ class BackwardHead:
         self.length = None if mask_spec.causal else self.T  # the keys that every query sees
         token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
         tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
-        rows = [
-            mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
-            for p, n, stride in tensors
-        ]
+        rows = [mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
         self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
         self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
@@ -206,9 +203,7 @@ class BackwardHead:
                 for i in (r, r + 1):
                     at = i * g.queries
                     p = [
-                        exp2_nonpositive(
-                            k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v])
-                        )
+                        exp2_nonpositive(k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v]))
                         for v in range(g.vectors)
                     ]
                     if is_visible is not None:
@@ -228,15 +223,11 @@ class BackwardHead:
 
             for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
 
-    def _probability_tile(
-        self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None
-    ) -> None:
+    def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
         tile = score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
-        p = [
-            [exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile
-        ]
+        p = [[exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
 
         def store_tile(values: list[list[Value]]) -> None:
             for r, row in enumerate(values):
@@ -262,9 +253,7 @@ class BackwardHead:
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
         length = self.length
-        return needs_mask(self.g, key, t, key_bounds, length), lambda: lane_mask(
-            self.k, self.g, key, t, key_bounds, length
-        )
+        return needs_mask(self.g, key, t, key_bounds, length), lambda: lane_mask(self.k, self.g, key, t, key_bounds, length)
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
         """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's

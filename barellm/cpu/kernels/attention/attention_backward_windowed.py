@@ -17,14 +17,7 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    KEY_BLOCK,
-    Geometry,
-    clear,
-    pack_left,
-    round_up,
-    runtime_size,
-)
+from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang import Value
 

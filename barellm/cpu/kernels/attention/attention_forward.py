@@ -40,11 +40,7 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
     transpose_tile,
     unpack_tile,
 )
-from barellm.cpu.kernels.attention.attention_single_block import (
-    attention_single_block,
-    fits_single_block,
-    forward_units,
-)
+from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
@@ -312,9 +308,7 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
                 cache.store(source.load(whole, mask), row + whole, mask)
 
 
-def attention_cached(
-    k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length
-) -> None:
+def attention_cached(k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
     new keys already. `stride`: of q's rows. One query (decoding) has a code of its own."""
     g = Geometry.of(k.isa, q.dtype, D)
@@ -332,9 +326,7 @@ def attention_cached(
             attend_queries(k, g, queries, *cached, dst, None, first, k.min(first + block, T), pos)
 
 
-def attend_one_query(
-    k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value
-) -> None:
+def attend_one_query(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
     """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
     lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
     scratch = k.thread_scratch("fp32")
@@ -374,9 +366,7 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
     n = k.lanes
     even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
     while len(vectors) > 1:
-        vectors = [
-            k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
+        vectors = [k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
@@ -389,8 +379,6 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     c.thread_scratch(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
-    c.call(
-        append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache"
-    )
+    c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")
     constants = {**shape, "stride": q_stride, "length": length}
     c.call(attention_cached, {"out": op.out, "q": op.q, **caches}, constants, writes="out")

@@ -73,9 +73,7 @@ class KeyRange:
     starts: Pointer | None
 
     @classmethod
-    def of(
-        cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value
-    ) -> KeyRange | None:
+    def of(cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value) -> KeyRange | None:
         """The range of a sequence, or None where the mask is causal or full only."""
         if mask_spec.window is None and starts is None:
             return None

@@ -227,9 +227,7 @@ def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -
             target.store(column, i * g.queries)
 
 
-def transpose_accumulator(
-    k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]
-) -> None:
+def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]) -> None:
     """dst (queries, g.padded_D) = the accumulator `transposed` (D, queries), transposed, times `factor`: a lane a query."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
@@ -292,9 +290,7 @@ def micro_kernel(
                 broadcast = k.splat(left.get(r * a.row))
             for v in range(vectors):
                 old = acc[r][v].value
-                acc[r][v].value = (
-                    k.dot(old, broadcast, columns[v]) if g.pair == 2 else k.fma(broadcast, columns[v], old)
-                )
+                acc[r][v].value = k.dot(old, broadcast, columns[v]) if g.pair == 2 else k.fma(broadcast, columns[v], old)
     return [[x.value for x in row] for row in acc]
 
 
@@ -303,14 +299,10 @@ def score_tile(
 ) -> list[list[Value]]:  # fmt: skip
     """A register tile of K Q^T or V dO^T plus `start`: tokens [first, first + g.rows) of a block of `rows` x the g.queries tokens
     of a `transposed` block."""
-    return micro_kernel(
-        k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start
-    )
+    return micro_kernel(k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start)
 
 
-def score_tile_amx(
-    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, dst: Pointer
-) -> None:
+def score_tile_amx(k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, dst: Pointer) -> None:
     """A tile of K Q^T or V dO^T on AMX, as `score_tile` without a start, to memory: dst [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row_units), 4 * g.row_units)
     amx.gemm_accumulate(k, dst, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
@@ -365,9 +357,7 @@ def accumulate_rows(
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
             left = amx.row_major(left_block.at(t * per_row), 4 * per_row)
-            amx.gemm_accumulate(
-                k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D
-            )
+            amx.gemm_accumulate(k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D)
         return
 
     def multiply_tile(t: Value, c: Any, vectors: int) -> None:

@@ -132,9 +132,7 @@ def gemm_rows(
     """dst rows [first, first + g.rows), below `count`, = L @ X times factors[r], or with `add` dst + L @ X (factors are then 1). L
     (g.rows, tokens) is broadcast, X (tokens, D) a `vnni` block; both from the first of `steps` pairs of tokens on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
-        start = (
-            [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
-        )
+        start = [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
         tile = micro_kernel(k, g, left, Right(vnni.at(c), g.padded_D), steps, start)
         store_rows(k, g, tile, dst, first, c, count, factors)
 
@@ -155,9 +153,7 @@ def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, o
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
-def attention_single_block(
-    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides
-) -> None:
+def attention_single_block(k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides) -> None:
     """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
     g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
     s = blocks_of(k, forward_units(g))
@@ -171,9 +167,7 @@ def attention_single_block(
         load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
         with k.loop(0, T, g.queries) as t:
             highest = single_block_scores(k, g, s, t)
-            totals = single_block_probabilities(
-                k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2
-            )
+            totals = single_block_probabilities(k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2)
             for v in range(g.vectors):
                 s["inverse"].store(1.0 / totals[v], v * g.lanes)
                 value = k.fma(highest[v], 1 / sqrt(D), ln(k, totals[v]))
@@ -258,12 +252,8 @@ def attention_backward_single_block(
                 clear(k, dst.pointer, MAX_SEQ * g.padded_D)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             head = kv_head * group + member
-            load_rows(
-                k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"]
-            )
-            load_rows(
-                k, g, Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"]
-            )
+            load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
+            load_rows(k, g, Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"])
             of_head = (sequence * heads + head) * T
             with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)

@@ -104,9 +104,7 @@ def gather(
     with k.loop(0, num_blocks) as i:
         j0 = table.block_of(entry + i) * table.block
         for rows, dst in tensors:
-            pack_tile(
-                k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units))
-            )
+            pack_tile(k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units)))
 
 
 def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
@@ -179,9 +177,7 @@ def block_sparse_attention(
                     with bias.for_each_near(num_blocks, block_distance) as (between, i):
                         bias.multiply(between, i, t - first, s["q"].at(group * g.transposed_units))
                 start = bias and partial(bias.start, block_distance)
-                online_softmax_step(
-                    k, g, s, group, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start
-                )
+                online_softmax_step(k, g, s, group, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start)
         with k.loop(first, last, g.queries) as t:
             group = (t - first) // g.queries
             finish_softmax(k, g, s, dst, lse.at((sequence * heads + head) * T), t, last, group, softmax_scale)

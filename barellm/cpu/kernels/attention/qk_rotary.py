@@ -11,15 +11,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import (
-    LINE,
-    STREAM_BYTES,
-    accumulate,
-    new_accumulators,
-    row_grain,
-    store_all,
-    tree_reduce,
-)
+from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, accumulate, new_accumulators, row_grain, store_all, tree_reduce
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
@@ -33,11 +25,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     are whole cache lines; `half`: columns of a head that rotate; `paired`, `shift`: of the op."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
-    axes = {
-        "batch": size_constant(op.x.shape[0]),
-        "seq": size_constant(op.x.shape[1]),
-        "half": 2 * int(op.cos.shape[1]),
-    }
+    axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
     attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "paired", "shift")}
     return {**axes, **attrs, "strides": (op.x.row_stride, out.row_stride), "lines": lines}
 
@@ -213,9 +201,7 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
     nontemporal = walk.nontemporal(dx, lines) if mode_dx == "store" else None
     for at in walk.heads_of_rows():
         column = at.head * walk.D
-        src, dst, dy_head = (
-            p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W))
-        )
+        src, dst, dy_head = (p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W)))
         dn = walk.load(dy_head)
         if walk.shift:
             walk.prefetch(dy_head, PREFETCH_ROWS, walk.W, near=True)

@@ -72,9 +72,7 @@ class RelativePositionBias:
         return (middle + (self.block - 1) >= first) & (middle - (self.block - 1) <= last)
 
     @contextmanager
-    def for_each_near(
-        self, num_blocks: Value, block_distance: Callable[[Value], Value]
-    ) -> Iterator[tuple[Value, Value]]:
+    def for_each_near(self, num_blocks: Value, block_distance: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
         """Loop over those of `num_blocks` packed blocks that have a bias: (block distance, number) of each."""
         with self.k.loop(0, num_blocks) as i:
             distance = block_distance(i)
@@ -114,10 +112,7 @@ class RelativePositionBias:
         vector."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, at)
-        dst, vectors = (
-            self.s["bias"].at(i * (rows * g.queries)),
-            self.s["r_rows"].at(i * (2 * self.block * g.row_units)),
-        )
+        dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
         clear(k, dst, begin * g.queries)
         with k.loop(begin, end, g.rows) as w:
             for r, row in enumerate(score_tile(k, g, vectors, at + w, transposed)):

@@ -35,9 +35,7 @@ from barellm.program.integers import ceil_div, round_up
 
 AMX_SPEEDUP, DOT_SPEEDUP = 6.0, 1.5  # over fp32, measured
 MAX_OUTPUT_WIDTH = 4096  # the planes of an output line should stay in L2
-MAX_EXPANSION = (
-    16  # positions of all planes for each of the output: widely dilated filters see many lines, few of them used
-)
+MAX_EXPANSION = 16  # positions of all planes for each of the output: widely dilated filters see many lines, few of them used
 LANES = 16  # pixels of a line, from which on im2col columns are whole vectors
 
 
@@ -75,9 +73,7 @@ def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int
         return None
     (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
 
-    def candidate(
-        tile: Tile, tile_m: int, channels: int, speedup: float, use_amx: bool
-    ) -> tuple[float, Bf16MicroKernel]:
+    def candidate(tile: Tile, tile_m: int, channels: int, speedup: float, use_amx: bool) -> tuple[float, Bf16MicroKernel]:
         """(throughput, micro-kernel), with positions padded to `tile_m` and input channels to a multiple of `channels`."""
         of_positions = P * Q / round_up(P * pitch, tile_m)
         used = of_positions * utilization(geometry.channels, channels) * utilization(columns, tile.nr(isa))
@@ -152,9 +148,7 @@ BF16_COSTS: dict[str, dict[int, Costs]] = {
 }
 
 
-def select_winograd_tile(
-    costs: dict[int, Costs], C: int, K: int, images: int, outputs: tuple[int, int], tile_n: int
-) -> int:
+def select_winograd_tile(costs: dict[int, Costs], C: int, K: int, images: int, outputs: tuple[int, int], tile_n: int) -> int:
     """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm, by the `costs` of a pass, which has C input
     and K output channels and `outputs` = (P, Q) pixels. `tile_n`: tiles or pixels of a register tile."""
     P, Q = outputs

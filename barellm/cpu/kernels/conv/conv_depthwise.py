@@ -147,10 +147,7 @@ def conv_depthwise(
     blocks = block.line_blocks * block.column_blocks
     work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows
     unrolled = geometry.taps * blocking.tile_m <= MAX_UNROLLED
-    with (
-        k.parallel_range(k.num_elements(dims, count) * (groups * blocks), max(1, GRAIN // work)) as items,
-        k.loop(*items) as item,
-    ):
+    with k.parallel_range(k.num_elements(dims, count) * (groups * blocks), max(1, GRAIN // work)) as items, k.loop(*items) as item:
         plane = item // blocks
         block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:

@@ -178,9 +178,7 @@ def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
     return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
 
 
-def fft_gemm(
-    k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, F: int, mode: str
-) -> None:
+def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, F: int, mode: str) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
     u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
     re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
@@ -209,9 +207,7 @@ def fft_gemm(
                 output_row.store(re * (1.0 / (F * F)), j * k.lanes)
             store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
-    batched_gemm(
-        k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes
-    )
+    batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
 
 
 def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
@@ -250,9 +246,7 @@ def append_fft(
     limit = max(1, min(blocks, V_BYTES // block_bytes))
     v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
-    c.thread_scratch(
-        max(input_nbytes(c.isa, of_x, tile_n), 4 * planes * filters * tile_n) + rows_bytes + 4 * F * c.isa.lanes
-    )
+    c.thread_scratch(max(input_nbytes(c.isa, of_x, tile_n), 4 * planes * filters * tile_n) + rows_bytes + 4 * F * c.isa.lanes)
     images = {"dims": dims, "count": count}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
@@ -262,9 +256,7 @@ def append_fft(
             {**images, "groups": groups, "geometry": of_x, "F": F, "tile_n": tile_n},
             writes="v",
         )
-        c.call(
-            fft_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "F": F, "mode": mode}, writes="y"
-        )
+        c.call(fft_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "F": F, "mode": mode}, writes="y")
 
 
 def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, images: int, groups: int) -> bool:

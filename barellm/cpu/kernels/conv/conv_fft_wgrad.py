@@ -18,9 +18,7 @@ from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
 
-def fft_wgrad_output(
-    k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str
-) -> None:
+def fft_wgrad_output(k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:
     """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
     output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
     from their end."""
@@ -55,12 +53,7 @@ def append_fft_wgrad(
 ) -> None:  # fmt: skip
     """Append the calls of an FFT filter gradient: for as many blocks of tiles as V_BYTES hold, both transforms and the GEMMs; then
     the inverse transform. `geometry`: of the direct forward convolution."""
-    rows, columns, R, S = (
-        int(dy.shape[1]) // groups,
-        geometry.channels,
-        len(geometry.row_offsets),
-        len(geometry.column_offsets),
-    )
+    rows, columns, R, S = (int(dy.shape[1]) // groups, geometry.channels, len(geometry.row_offsets), len(geometry.column_offsets))
     F = fft_size(R, S)
     m, planes = F + 1 - max(R, S), 3 * F * half(F)
     P, Q = geometry.output_size

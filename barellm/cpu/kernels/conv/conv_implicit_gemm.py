@@ -73,9 +73,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, gr
         imbalance = round_up(items, threads) / items
         stalls = 1.2 if b.tile.vectors == 1 else 1  # on its loads: measured
         # Packing takes about as long as multiplying four rows of the filters. Where a is read for few pixels: 2 % more.
-        return (
-            pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
-        )
+        return pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
 
     max_lines = max(1, min(total, NC * 3 // 2 // Q))
     return min((candidate(tile, lines) for tile in tiles(isa, "fp32") for lines in range(1, max_lines + 1)), key=cost)
@@ -138,9 +136,7 @@ class ImplicitGemm:
             self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
             self.num_lines = k.min(total - self.first_line, b.lines)
             self.first_column = column_block * b.columns if b.column_blocks > 1 else 0
-            self.pixels = (
-                self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
-            )
+            self.pixels = self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
             self.first_row = split * row_tiles // b.splits * tile.mr
             self.last_row = k.min((split + 1) * row_tiles // b.splits * tile.mr, self.rows)
             self.im2col.seek(self.group, self.first_line, self.num_lines, self.first_column)

@@ -191,10 +191,7 @@ class ImplicitGemm:
         with k.loop(0, self.num_images) as n:
             panel = self.panel.bytes(n * (b.chunks * self.scratch.chunk))
             end = self.layout.positions
-            for begin, last, rows in (
-                (0, end - end % b.tile.mr, b.tile.mr),
-                (end - end % b.tile.mr, end, end % b.tile.mr),
-            ):
+            for begin, last, rows in ((0, end - end % b.tile.mr, b.tile.mr), (end - end % b.tile.mr, end, end % b.tile.mr)):
                 with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
                     dst = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
                     filters = self.a.bytes(
@@ -227,10 +224,7 @@ class ImplicitGemm:
                 dst = panel.at((u * layout.pitch + plane * layout.size) * lanes)
                 with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
                     rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
-                    vectors = [
-                        k.bitcast(k.shuffle(a, b, interleave), k.ivec)
-                        for a, b in zip(rows[::2], rows[1::2], strict=True)
-                    ]
+                    vectors = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
                     vectors += vectors[:1] * (lanes - pairs)  # unused lanes
                     for i, v in enumerate(transpose(k, vectors)):
                         dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten

@@ -165,13 +165,9 @@ class WeightGradient:
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
             for t, shift in enumerate(self.layout.shifts()):
                 panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
-                self._micro_kernel(
-                    self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous
-                )
+                self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous)
 
-    def _micro_kernel(
-        self, dst: Pointer, left: Pointer, panel: Pointer, num_images: Value, add_previous: Value
-    ) -> None:
+    def _micro_kernel(self, dst: Pointer, left: Pointer, panel: Pointer, num_images: Value, add_previous: Value) -> None:
         """dst (tile.mr, tile_n) = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`: the
         packed lines of dy of the first of `num_images` images, `panel`: their VNNI pairs of x, shifted by the tap."""
         k, tile, steps = self.k, self.blocking.tile, self.steps

@@ -8,13 +8,7 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
-from barellm.cpu.kernels.conv import (
-    conv_algorithm,
-    conv_depthwise,
-    conv_implicit_gemm,
-    conv_implicit_gemm_bf16,
-    conv_wgrad_bf16,
-)
+from barellm.cpu.kernels.conv import conv_algorithm, conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad_bf16
 from barellm.cpu.kernels.conv.conv_algorithm import Bf16MicroKernel
 from barellm.cpu.kernels.conv.conv_fft import append_fft, fft_is_faster
 from barellm.cpu.kernels.conv.conv_fft_wgrad import append_fft_wgrad
@@ -65,15 +59,11 @@ def winograd_tile(
 
 def is_plain(geometry: ConvGeometry, target: OutputMap) -> bool:
     """Whether stride and dilation are 1 and all outputs are computed: what the algorithms over tiles support."""
-    undilated = all(
-        {abs(b - a) for a, b in pairwise(line)} <= {1} for line in (geometry.row_offsets, geometry.column_offsets)
-    )
+    undilated = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (geometry.row_offsets, geometry.column_offsets))
     return geometry.stride == (1, 1) and target == OutputMap(geometry.output_size) and undilated
 
 
-def select_fft(
-    isa: ISA, result: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int, groups: int
-) -> bool:
+def select_fft(isa: ISA, result: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int, groups: int) -> bool:
     """Whether "auto" takes FFT convolution."""
     return is_plain(geometry, target) and fft_is_faster(isa, result, geometry, rows, images, groups)
 
@@ -95,9 +85,7 @@ def append_conv(
         "out": out, "w": w, "x": x, "size": target.size, "groups": groups, "rows": rows, "transposed": transposed,
         "geometry": geometry, "flip": geometry.flipped, "mode": mode, **images_of(x),
     }  # fmt: skip
-    use_fft = (
-        algorithm == "auto" and bf16 is None and select_fft(c.isa, "images", geometry, target, rows, images, groups)
-    )
+    use_fft = algorithm == "auto" and bf16 is None and select_fft(c.isa, "images", geometry, target, rows, images, groups)
     if algorithm == "fft" or use_fft:
         append_fft(c, **tiled)
     elif m := winograd_tile(c.isa, which, algorithm, geometry, target, rows, images, bf16):
@@ -193,11 +181,7 @@ def reflect_pad_backward(k: KernelBuilder, dx, padded, *, dims, count, channels,
     def copies(at: Value, n: int, pad: int) -> list[tuple[Value, Value]]:
         """(index in the padded axis, whether it exists) of a pixel and of its two reflections."""
         low, high = at > 0, at < n - 1
-        return [
-            (at + pad, k.const(1, "i1")),
-            (pad - at, low & (at <= pad)),
-            (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad)),
-        ]
+        return [(at + pad, k.const(1, "i1")), (pad - at, low & (at <= pad)), (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad))]
 
     with k.parallel_range(k.num_elements(dims, count) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
         plane, y = line // H, line % H
@@ -262,9 +246,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     is_direct = op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct")
     bf16 = conv_algorithm.select_wgrad_bf16(c.isa, op.x.dtype, geometry, rows) if is_direct else None
     target, N = OutputMap(geometry.output_size), int(op.x.shape[0])
-    use_fft = (
-        op.algorithm == "auto" and bf16 is None and select_fft(c.isa, "filters", geometry, target, rows, N, op.groups)
-    )
+    use_fft = op.algorithm == "auto" and bf16 is None and select_fft(c.isa, "filters", geometry, target, rows, N, op.groups)
     if op.algorithm == "fft" or use_fft:
         append_fft_wgrad(c, dw=op.dw, dy=op.dy, x=op.x, **images)
         return
@@ -272,9 +254,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
         append_winograd_wgrad(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
         return
     if bf16:
-        blocking = conv_wgrad_bf16.select_blocking(
-            c.isa, bf16.tile, bf16.use_amx, geometry, rows, N, op.groups, c.threads
-        )
+        blocking = conv_wgrad_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, rows, N, op.groups, c.threads)
         c.thread_scratch(conv_wgrad_bf16.ScratchLayout(c.isa, geometry, blocking).nbytes)
         c.call(conv_wgrad_bf16.conv_wgrad_bf16, operands, {**images, "rows": rows, "blocking": blocking}, writes="dw")
         return

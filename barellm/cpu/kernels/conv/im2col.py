@@ -64,9 +64,7 @@ class OutputLines:
     """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have
     for each of them the offset of its image's channels in x, and the input row at which its window begins."""
 
-    def __init__(
-        self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int, groups: int
-    ) -> None:
+    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int, groups: int) -> None:
         self.k, self.geometry, self.columns, self.groups = k, geometry, columns, groups
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
@@ -83,8 +81,7 @@ class OutputLines:
     def source(self, line: Value) -> tuple[Value, Value]:
         """(offset in x, input row) of a line."""
         plane, row = (
-            self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8")
-            for p in (self.plane_table, self.row_table)
+            self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_table, self.row_table)
         )
         return plane, row
 
@@ -207,9 +204,7 @@ class Im2colTiles(OutputLines):
         super().__init__(k, geometry, scratch, lines, columns, groups)
         self.max_lines = lines
         self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
-        self.lines = LineBuffer(
-            k, geometry, x, scratch.bytes(_head_nbytes(k.isa, geometry, lines)), columns, self.pitch
-        )
+        self.lines = LineBuffer(k, geometry, x, scratch.bytes(_head_nbytes(k.isa, geometry, lines)), columns, self.pitch)
 
     def load_lines(self, channel: Value, last: Value) -> None:
         """Copy the lines of the channels [channel, last): (channel, filter row, line). No tile is gathered before all are

@@ -138,9 +138,7 @@ def winograd_input(
             dst = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
             at = r.panel.at.at(r.skip + block * tile_n)
             for lanes in range(0, tile_n, k.lanes):
-                d = [
-                    [at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)
-                ]
+                d = [[at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)]
                 for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
                     dst.store(value, position * (C * tile_n) + lanes)
 
@@ -320,9 +318,7 @@ def store_tiles(
             _store_clipped(k, src, dst, k.min(H - ty, m), k.min(W - tx, m), W, mode)
 
 
-def _store_clipped(
-    k: KernelBuilder, src: Pointer, dst: Pointer, rows: Value, columns: Value, W: int, mode: str
-) -> None:
+def _store_clipped(k: KernelBuilder, src: Pointer, dst: Pointer, rows: Value, columns: Value, W: int, mode: str) -> None:
     """The pixels of a tile that are in the image, one by one."""
     with k.loop(0, rows) as i, k.loop(0, columns) as j:
         accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
@@ -356,10 +352,7 @@ def append_winograd(
     u = part(c.workspace("filters", 4 * conv.positions * groups * rows * C + 64)), "fp32"
     steps = {"step": 9 * rows, "row_step": 9} if transposed else {"step": 9, "row_step": 9 * C}
     c.call(
-        winograd_filters,
-        {"u": u, "w": w},
-        {"count": groups, "rows": rows, "depth": C, "flip": flip, "m": m, **steps},
-        writes="u",
+        winograd_filters, {"u": u, "w": w}, {"count": groups, "rows": rows, "depth": C, "flip": flip, "m": m, **steps}, writes="u"
     )
     blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
     block_bytes = 4 * groups * conv.positions * C * tile_n

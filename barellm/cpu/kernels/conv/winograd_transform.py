@@ -36,11 +36,7 @@ def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) 
 def _alike(a: list[float], b: list[float]) -> bool:
     """Whether two rows, or columns, differ in the signs of some elements and have others in common."""
     pairs = list(zip(a, b, strict=True))
-    return (
-        all(x in (y, -y) for x, y in pairs)
-        and any(x == y != 0 for x, y in pairs)
-        and any(x == -y != 0 for x, y in pairs)
-    )
+    return all(x in (y, -y) for x, y in pairs) and any(x == y != 0 for x, y in pairs) and any(x == -y != 0 for x, y in pairs)
 
 
 def _sum(k: KernelBuilder, row: list[float], v: list[Value]) -> Value:

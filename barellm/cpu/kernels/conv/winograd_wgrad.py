@@ -111,9 +111,7 @@ def append_winograd_wgrad(
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        append_input_transform(
-            c, transformed["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where
-        )
+        append_input_transform(c, transformed["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where)
         append_input_transform(c, transformed["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
         sizes = {"rows": rows, "columns": columns, "positions": n * n, "outputs": outputs, **images}
         operands = {"products": products, "dy": transformed["dy tiles"], "x": transformed["x tiles"], **where}

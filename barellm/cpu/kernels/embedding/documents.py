@@ -67,11 +67,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
             slot.value = following
 
 
-@kernel(
-    "cu_seqlens",
-    constants=lambda op: {"separator": op.separator, "slots": int(op.cu_seqlens.shape[1])},
-    also=INTEGERS,
-)
+@kernel("cu_seqlens", constants=lambda op: {"separator": op.separator, "slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
 def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
     """cu_seqlens[b] = 0, the positions of the separator tokens, and seq in the slots that are left. A work item is a row: a
     document's slot depends on how many are before it."""

@@ -245,9 +245,7 @@ def multiply_rows(
     multiply(k, out, panel, parts, **options)
 
 
-def _copy_rows(
-    k: KernelBuilder, dst: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int
-) -> None:
+def _copy_rows(k: KernelBuilder, dst: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int) -> None:
     """dst (count, width) = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
     columns (a multiple of TILE_K)."""
     end = first + (depth - first) // k.lanes * k.lanes

@@ -193,9 +193,7 @@ class Tile:
         """columns - 2 sums of a vector of the tile: row r, `lanes` columns from c on, as fp32."""
         k = self.k
         part = f"<{k.lanes} x {self.item[0]}>"
-        ones = k.op(
-            part, f"load {part}, ptr {self.sums.bytes((r * self.tiling.columns + c) * self.item[1]).ref}, align 4"
-        )
+        ones = k.op(part, f"load {part}, ptr {self.sums.bytes((r * self.tiling.columns + c) * self.item[1]).ref}, align 4")
         if part != k.ivec:
             ones = k.op(k.ivec, f"zext {ones.typed} to {k.ivec}")
         return k.to(columns - (ones << 1), k.vec)

@@ -21,9 +21,7 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of
 
-CHUNK = (
-    512  # tokens that are in strips at a time: 4 MB if x and dy have 1024 columns each, so that strips stay in the L3
-)
+CHUNK = 512  # tokens that are in strips at a time: 4 MB if x and dy have 1024 columns each, so that strips stay in the L3
 PACKED = 16  # tokens of a work item that packs, unless they are an AMX step
 NEAR = 256  # KC: steps of both strips that stay in the L1
 
@@ -47,11 +45,7 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
         some = k.min(tokens - t, per)
         if tiling.tiles:
             with k.loop(0, width // amx.NR) as strip:
-                dst, source, col = (
-                    packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr),
-                    x.at(t * width),
-                    strip * amx.NR,
-                )
+                dst, source, col = (packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr), x.at(t * width), strip * amx.NR)
                 if left:
                     amx.pack_a(k, dst, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
@@ -66,9 +60,7 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
             ).run()  # fmt: skip
 
 
-def block_sparse_wgrad(
-    k: KernelBuilder, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode
-) -> None:
+def block_sparse_wgrad(k: KernelBuilder, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     k.use(isa_of(k.isa, block))
     tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)

@@ -91,11 +91,7 @@ def block_sparse_gemm(
 
     sums = own.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
-    with (
-        amx.tile_registers(k, tiling.tiles),
-        k.parallel_range(total, grain) as (begin, end),
-        k.loop(begin, end) as unit,
-    ):
+    with amx.tile_registers(k, tiling.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
@@ -145,9 +141,7 @@ def block_sparse_gemm(
                     finish(r, values)
 
 
-def add_partials(
-    k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode
-) -> None:
+def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:
     """Split segments: their partial sums, added in order."""
     K, block, slots = shape.K, shape.block, shape.slots
     tokens = k.num_elements(dims, inner)

@@ -62,9 +62,7 @@ def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:
     return [[k.var_vec(0.0) for _ in range(vectors)] for _ in range(rows)]
 
 
-def multiply_accumulate(
-    k: KernelBuilder, acc: list[list[Var]], left: BroadcastA, panel: Pointer, steps: Any, pair: int
-) -> None:
+def multiply_accumulate(k: KernelBuilder, acc: list[list[Var]], left: BroadcastA, panel: Pointer, steps: Any, pair: int) -> None:
     """acc += left x panel over `steps`, in order."""
     if isinstance(steps, int) and steps <= 2 * UNROLL:
         for u in range(steps):

@@ -66,9 +66,7 @@ class Codes:
             codes = both >> 4 if upper else both & 15
             low, high = (self._look_up(table, codes) for table in (self.low, self.high))
             for half in (0, 8):  # punpcklbw, punpckhbw: low and high bytes interleaved in groups of 16
-                order = [
-                    g + half + i + j for g in range(0, 4 * k.lanes, 16) for i in range(8) for j in (0, 4 * k.lanes)
-                ]
+                order = [g + half + i + j for g in range(0, 4 * k.lanes, 16) for i in range(8) for j in (0, 4 * k.lanes)]
                 yield k.bitcast(k.shuffle(low, high, order), k.ivec)
 
     def _integers(self, block: Pointer, at: Any) -> Value:

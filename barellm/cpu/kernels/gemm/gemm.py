@@ -35,9 +35,7 @@ class VectorGemm(GemmMainloop):
     """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
     where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
 
-    def __init__(
-        self, k: KernelBuilder, a: Pointer, *operands: Any, through_memory: bool, slope: bool, **sizes: Any
-    ) -> None:
+    def __init__(self, k: KernelBuilder, a: Pointer, *operands: Any, through_memory: bool, slope: bool, **sizes: Any) -> None:
         """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
@@ -92,14 +90,10 @@ class VectorGemm(GemmMainloop):
         of the rows exist (None: all, and only then other work is overlapped); those beyond read the last one again."""
         k = self.k
         rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
-        load_a, tail = broadcast_a(
-            k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride
-        )
+        load_a, tail = broadcast_a(k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride)
         k_units = self.depth_here // 2 if self.vnni else self.depth_here
         c_init = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
-        overlapped = (
-            partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
-        )
+        overlapped = partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
         return microkernel(
             k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
             is_last_k=self.is_last_k,
@@ -127,9 +121,7 @@ class VectorGemm(GemmMainloop):
         assert self.accumulators is not None
         if self.k_blocks == 1:
             return self.accumulators.at(self.k.int(r) * self.nr)
-        return self.accumulators.at(
-            ((self.panel_index - self.first_panel) * self.mc + (row - self.row_begin) + r) * self.nr
-        )
+        return self.accumulators.at(((self.panel_index - self.first_panel) * self.mc + (row - self.row_begin) + r) * self.nr)
 
     def _store_accumulators(self, row: Value, sums: list[list[Value]]) -> None:
         for r, values in enumerate(sums):

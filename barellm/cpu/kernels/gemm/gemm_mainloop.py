@@ -142,9 +142,7 @@ class GemmMainloop(ABC):
         k, row_lines = self.k, self.k_group * self.kc * self.weight.itemsize // LINE  # of a group, of one column
         # Which line of the group's panel, counted column after column.
         at = (k_block % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
-        piece = self.weight.at(
-            (col + at // row_lines) * self.depth + k_block // self.k_group * (self.k_group * self.kc)
-        )
+        piece = self.weight.at((col + at // row_lines) * self.depth + k_block // self.k_group * (self.k_group * self.kc))
         for line in range(4):
             k.prefetch(piece.bytes((at % row_lines + line) * LINE), near=False)
 

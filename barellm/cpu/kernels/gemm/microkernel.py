@@ -62,9 +62,7 @@ def microkernel(
     return [[x.value for x in row] for row in acc]
 
 
-def rank1_update(
-    k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool
-) -> None:
+def rank1_update(k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool) -> None:
     """acc (mr, nr) += outer product of A's column and the panel's row of step `u`; with VNNI of two columns and rows."""
     vectors, lanes = len(acc[0]), k.lanes
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]

@@ -129,9 +129,7 @@ def pack_b_transposed(
     def fetch_ahead(i: Value) -> None:
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
-            later = w.at(
-                (col + j // depth_chunks * lanes + i % 4 * (lanes // 4)) * stride + j % depth_chunks * elements
-            )
+            later = w.at((col + j // depth_chunks * lanes + i % 4 * (lanes // 4)) * stride + j % depth_chunks * elements)
             for r in range(lanes // 4):  # a line has four chunks: each prefetches a quarter of the lines
                 k.prefetch(later.at(r * stride), near=near)
 
@@ -139,9 +137,7 @@ def pack_b_transposed(
         c, d = i // depth_chunks * lanes, i % depth_chunks * elements
         (fetch or fetch_ahead)(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
-        four = [
-            k.concat([_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)
-        ]
+        four = [k.concat([_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
         for u, vector in enumerate(transpose_groups(k, four)):
             out.store_raw(vector, (d // (elements // 4) + u) * nr + c)
 

@@ -67,9 +67,7 @@ def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGe
     """The configs to tune over, the default first. Processors with AMX prefetch by themselves, faster than software prefetches,
     each of which occupies a line-fill buffer. Zen 4 is fastest with prefetches into its L2, Zen 3 into its L1."""
     on_tiles = skinny_gemm_amx.fits(isa, dtype, cols, depth)
-    unrolls = (
-        skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
-    )
+    unrolls = skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
     # At least eight work items remain.
     max_panels = max(1, ceil_div(cols, panel_width(isa, dtype, cols, depth)) // 8)
     configs = [
@@ -193,9 +191,7 @@ class SkinnyGemm:
             columns = self._columns(column + c, wide, k.int(0))
             following = columns[0].at(wide * self.depth)
             chains = self._chains(1, wide)
-            block = Block(
-                columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following
-            )
+            block = Block(columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following)
             self._multiply([self.a], block, columns, chains, k.int(0))
             self._reduce_lanes(chains[0], self.sums.at(c))
 
@@ -225,9 +221,7 @@ class SkinnyGemm:
         if self.k_blocks == 1:
             return {"next": at.at(to_next_columns)}
         from_last_columns = k.select(
-            p.equals(self.k_blocks - 1),
-            to_next_columns - p * self.kc,
-            self.kc - (tiling.nr - tiling.wide) * self.depth,
+            p.equals(self.k_blocks - 1), to_next_columns - p * self.kc, self.kc - (tiling.nr - tiling.wide) * self.depth
         )
         following = at.at(k.select(c.equals(tiling.nr - tiling.wide), from_last_columns, to_next_columns))
         return {"next": following, "run": self.kc * self.itemsize, "gap": (self.depth - self.kc) * self.itemsize}

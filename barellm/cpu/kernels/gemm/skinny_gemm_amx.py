@@ -98,9 +98,7 @@ class SkinnyGemmAmx:
                             k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)
                     b = self.x.bytes(s * (amx.LINE * width) + 4 * first)
                     for j in range(wide):
-                        amx.intrinsic(
-                            k, "tileloadd64", 7 - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width))
-                        )
+                        amx.intrinsic(k, "tileloadd64", 7 - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width)))
                     for i in range(high):
                         a = at.bytes((top + i * side) * 2 * self.depth + s * amx.LINE)
                         # Tile registers: 0 to 3 are accumulators, from 7 downwards x, those between the weight.

@@ -38,9 +38,7 @@ class Loss:
 PLAIN = Loss(
     False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of
 )  # fmt: skip
-SOFTCAPPED = Loss(
-    True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V
-)
+SOFTCAPPED = Loss(True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V)
 
 
 def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
@@ -130,12 +128,7 @@ def quantized_classifier_loss(op: Op, c: Lowering) -> None:
     lower(op, c, PLAIN, gradients=False)
 
 
-@lowering(
-    "softcapped_classifier",
-    adds="dx",
-    starts="dweight",
-    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
-)
+@lowering("softcapped_classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
 def softcapped_classifier(op: Op, c: Lowering) -> None:
     lower(op, c, SOFTCAPPED, gradients=True)
 

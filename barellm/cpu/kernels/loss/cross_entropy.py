@@ -11,15 +11,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import (
-    Vector,
-    foreach_column,
-    foreach_vector,
-    new_accumulators,
-    row_grain,
-    shape_of,
-    tree_reduce,
-)
+from barellm.cpu.kernels.loops import Vector, foreach_column, foreach_vector, new_accumulators, row_grain, shape_of, tree_reduce
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
@@ -106,10 +98,7 @@ def write_gradient(
 
 def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """lse, and losses = lse - logits[target], zero where the target is ignored."""
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
 
 
@@ -122,14 +111,9 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
     return value
 
 
-def row_scores(
-    k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner
-) -> None:
+def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
         top, at_target = highest(k, src, valid), src.get(k.max(target, 0))
         value = sum_above(k, src, valid, top)
@@ -142,10 +126,7 @@ def row_losses_and_gradients(
 ) -> None:
     """losses as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
     by = scale_of(k, loss_scale)
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
         lse = write_loss(k, None, losses, src, target, row, valid)
         write_gradient(k, src, src, target, lse, by, V=V, valid=valid, mode="store")
@@ -156,14 +137,9 @@ def row_gradients(
 ) -> None:
     """dlogits from logits and lse, a row at a time (`write_gradient`)."""
     by = scale_of(k, loss_scale)
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         at = row * V
-        write_gradient(
-            k, dlogits.at(at), logits.at(at), targets.get(row), lse.get(row), by, V=V, valid=valid, mode=mode
-        )
+        write_gradient(k, dlogits.at(at), logits.at(at), targets.get(row), lse.get(row), by, V=V, valid=valid, mode=mode)
 
 
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:

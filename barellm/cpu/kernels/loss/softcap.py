@@ -93,9 +93,7 @@ def sum_values(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
 
 
-def log_sum_exp(
-    k: KernelBuilder, logits: Pointer, kept: Pointer | None, valid: int, cap: Cap | None
-) -> tuple[Value, Value]:
+def log_sum_exp(k: KernelBuilder, logits: Pointer, kept: Pointer | None, valid: int, cap: Cap | None) -> tuple[Value, Value]:
     """Of a row: ln(sum(exp(z))), and sum(exp(z - shift)). `kept` (V), if given, becomes exp(z - shift) times the slope of z;
     divided by that sum it is softmax times slope. The shift is the bound of z, or without a `cap` the row's maximum."""
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
@@ -159,10 +157,7 @@ def row_losses(
     *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
     """lse (None: not wanted), and losses and nexts as `write_loss` has them, for rows [row_begin, row_begin + row_limit)."""
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
         value, _ = log_sum_exp(k, src, None, valid, cap)
         if lse is not None:
@@ -176,10 +171,7 @@ def row_losses_and_gradients(
 ) -> None:  # fmt: skip
     """losses and nexts as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
     factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
         found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
         lse, total = log_sum_exp(k, src, kept, valid, cap)
@@ -197,10 +189,7 @@ def row_gradients(
 ) -> None:  # fmt: skip
     """dlogits from logits and lse, or with a `scale` (1) their FP8 codes."""
     factor = factor_of(k, loss_scale, cap, scale)
-    with (
-        k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, value = logits.at(row * V), lse.get(row)
         found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
         weight, less = k.splat(factor * weights_of(found)), k.splat(value)

@@ -10,14 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
-from barellm.cpu.kernels.loops import (
-    accumulate,
-    accumulate_scalar,
-    foreach_column,
-    new_accumulators,
-    row_grain,
-    tree_reduce,
-)
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
@@ -51,10 +44,7 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
     (channels). The variance is the mean of (x - mean)^2: three passes over a row in the cache."""
     group_channels = channels // groups
     M = group_channels * pixels
-    with (
-        k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * M), y.at(row * M)
         (total,) = sums_over(k, M, lambda i, mask: [src.load(i, mask)], 1)
         centre = total / float(M)
@@ -85,10 +75,7 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
     is constant in a channel, so it multiplies sums."""
     group_channels = channels // groups
     M = group_channels * pixels
-    with (
-        k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
-        k.loop(begin, end) as row,
-    ):
+    with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
         centre, inverse = mean.get(row), rstd.get(row)
         sum_dn, sum_dnn = k.var(0.0), k.var(0.0)
 

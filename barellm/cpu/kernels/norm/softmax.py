@@ -14,9 +14,7 @@ from barellm.program.ops.base import Op
 
 CACHED_COLUMNS = 32768  # whose exponentials a thread keeps in scratch: 128 KB of L2
 BLOCK = 4096  # columns of an online-softmax step of a longer row: 16 KB of L1
-EXP_REGISTERS = (
-    12  # that exp needs besides a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
-)
+EXP_REGISTERS = 12  # that exp needs besides a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
 
 
 def in_registers(k: KernelBuilder, C: int) -> bool:

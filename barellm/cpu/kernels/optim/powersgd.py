@@ -23,9 +23,7 @@ LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
-def foreach_tile(
-    k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]
-) -> None:
+def foreach_tile(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]) -> None:
     """block(row, number of rows, column, number of columns) for tiles of rows [begin, end) x the `rank` columns of a factor.
     `tile`: (rows, columns) of a full one."""
     height, width = tile
@@ -149,9 +147,7 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
             foreach_vector(k, 0, n, update_largest)
             max_abs = k.maximum(largest.value)
             scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
-            foreach_vector(
-                k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask)
-            )
+            foreach_vector(k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask))
         # Factor (geqrf): the reflection of column j, as `program.ops.optim.powersgd.reflection`, applied to all later columns.
         with k.loop(0, rank) as j:
             v = work.at(j * n)
@@ -191,9 +187,7 @@ TOGETHER = 2  # vectors of a row in a tile
 TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors is loaded once, by register count
 
 
-def feedback(
-    k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank
-) -> None:
+def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
     """error = grad + error - left_own^T right_own, what this rank's factors leave out; grad = left_total^T right_total, the
     gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing if the norm is not finite."""
     clip_scale, tall = clip.get(1), TALL[k.isa.registers]

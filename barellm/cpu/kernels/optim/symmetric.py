@@ -134,9 +134,7 @@ def symmetric_gemm(
             _store(k, out, x, accumulators, n, first, last, col, nr, factors)
 
 
-def _store(
-    k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None
-) -> None:
+def _store(k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None) -> None:
     """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror, in squares of `lanes` x `lanes`.
     `factors`: (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes

@@ -20,9 +20,7 @@ class Emitter:
     value: Function
     slope: Function
     long: bool = False
-    together: Callable[[Builder, Value, str], tuple[Value, Value]] | None = (
-        None  # value and slope for less than one by one
-    )
+    together: Callable[[Builder, Value, str], tuple[Value, Value]] | None = None  # value and slope for less than one by one
 
     def both(self, k: Builder, x: Value, dtype: str) -> tuple[Value, Value]:
         return self.together(k, x, dtype) if self.together else (self.value(k, x, dtype), self.slope(k, x, dtype))
@@ -35,9 +33,7 @@ def _relu2(k: Builder, x: Value, dtype: str) -> Value:
 
 EMITTERS: dict[str, Emitter] = {
     "gelu": Emitter(gelu, gelu_slope, long=True),
-    "gelu_erf": Emitter(
-        gelu_erf, lambda k, x, dtype: gelu_erf_and_slope(k, x)[1], True, lambda k, x, _: gelu_erf_and_slope(k, x)
-    ),
+    "gelu_erf": Emitter(gelu_erf, lambda k, x, dtype: gelu_erf_and_slope(k, x)[1], True, lambda k, x, _: gelu_erf_and_slope(k, x)),
     "silu": Emitter(silu, lambda k, x, dtype: silu_and_slope(k, x, dtype)[1], True, silu_and_slope),
     "relu": Emitter(lambda k, x, dtype: k.max(0.0, x), lambda k, x, dtype: k.select(x > 0.0, k.to(1.0, k.vec), 0.0)),
     "relu2": Emitter(_relu2, lambda k, x, dtype: 2.0 * k.max(0.0, x)),

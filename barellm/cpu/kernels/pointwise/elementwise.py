@@ -29,9 +29,7 @@ from barellm.program.tensor import Span
 
 @kernel("add", constants=lambda op: flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
-    elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y
-    )
+    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
 
 
 def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
@@ -42,9 +40,7 @@ def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
 @lowering("rescale", starts="y")
 def lower_rescale(op: Op, c: Lowering) -> None:
     """Layers have factors of their own, and share the code."""
-    c.call(
-        rescale, {"y": op.y, "x": op.x, "factor": bits(op.forward)}, {**flat(op.y), "mode": op.modes["y"]}, writes="y"
-    )
+    c.call(rescale, {"y": op.y, "x": op.x, "factor": bits(op.forward)}, {**flat(op.y), "mode": op.modes["y"]}, writes="y")
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:
@@ -76,9 +72,7 @@ def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
         elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)
         return
     C, stride, lines = columns
-    foreach_row(
-        k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines
-    )
+    foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
 
 
 def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
@@ -123,6 +117,4 @@ def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as b:
         dst, src = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        foreach_column(
-            k, C, lambda c, mask, j: dst.store(accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)
-        )
+        foreach_column(k, C, lambda c, mask, j: dst.store(accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask))

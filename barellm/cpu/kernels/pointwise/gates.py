@@ -155,9 +155,7 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
     times, _ = gate_scale(k, factor, scale, squash=squash)
-    nontemporal = (
-        rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
-    )
+    nontemporal = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
@@ -220,11 +218,7 @@ def gated_backward(
         total = k.var_vec(0.0)
         with k.loop(begin, end) as row:
             logits, dz_row = z.at(row * N), dz.at(row * N)
-            dy_row, src, dst_row = (
-                dy.at(row * C),
-                x.at((row - shift) * stride["x"]),
-                dx.at((row - shift) * stride["dx"]),
-            )
+            dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
 
             def store_dz(c: Any, mask: Value | None, value: Any, dz_row=dz_row) -> None:
                 dz_row.store(accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)

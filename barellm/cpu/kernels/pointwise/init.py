@@ -28,9 +28,7 @@ def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Valu
     return tuple((k.to(word >> 8, k.vec) + 0.5) * 2.0**-23 - 1.0 for word in (first, second))  # pyright: ignore[reportReturnType]
 
 
-def random_init(
-    k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16
-) -> None:
+def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16) -> None:
     """param (rows, columns) = size * standard normals, or uniform numbers in (-1, 1); zero from element `valid` on. What differs
     between parameters is given at run time, the size as its fp32 bits (`size_bits`): one code for all."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))

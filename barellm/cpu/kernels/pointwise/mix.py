@@ -70,9 +70,7 @@ def mix_backward(
     learned = [i for i in range(n) if numbers[i] is None]
     xs = (x0, x1, x2, x3)
     factors = [coefficient(k, numbers[i], p) for i, p in zip(range(n), (k0, k1, k2, k3), strict=False)]
-    results = [
-        (dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None
-    ]
+    results = [(dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None]
     rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes
     nontemporal = [exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
@@ -85,9 +83,7 @@ def mix_backward(
             d = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(d, xs[t].load(i, mask), chains[chain].value)
-            return [
-                accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results
-            ]
+            return [accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results]
 
         begin, end = first * C, last * C
         whole = begin + ((end - begin) & -step)

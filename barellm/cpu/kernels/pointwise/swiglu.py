@@ -20,13 +20,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     tensors = op.outputs | op.inputs
     strides = tuple((name, t.row_stride) for name, t in tensors.items())
     name = op.definition.name
-    return {
-        "name": name,
-        "F": int(op.gate.shape[-1]),
-        "strides": strides,
-        "lines": whole_cache_lines(op),
-        **shape_of(op.gate),
-    }
+    return {"name": name, "F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_cache_lines(op), **shape_of(op.gate)}
 
 
 def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> None:

@@ -184,9 +184,7 @@ def offset_from_q(q: Tensor, x: Tensor) -> int | None:
 
 def operands_of(op: Any) -> dict[str, Any]:
     """Operands q, k, v and starts; k and v are None where they are behind q in its tensor (OFFSETS)."""
-    three = {"q": op.q} | {
-        name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))
-    }
+    three = {"q": op.q} | {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return three | {"starts": op.starts}
 
 
@@ -226,9 +224,7 @@ def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
     t = tuning.select_config(c.target, tuning.AttentionProblem(role, op.q.dtype, batch, *sizes))
     if t.warp_specialized and not op.causal:  # that kernel is causal
-        return attention_config.select_attention_config(
-            role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch
-        )
+        return attention_config.select_attention_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
     return t
 
 

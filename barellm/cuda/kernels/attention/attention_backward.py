@@ -41,13 +41,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
     softmax_scale_of,
     visible_queries_end,
 )
-from barellm.cuda.kernels.attention.attention_tiles import (
-    dot_over_columns,
-    kv_pointer,
-    load_columns,
-    load_rows,
-    store_rows,
-)
+from barellm.cuda.kernels.attention.attention_tiles import dot_over_columns, kv_pointer, load_columns, load_rows, store_rows
 from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_backward
 from barellm.cuda.kernels.common import SAMPLE
 from barellm.cuda.kernels.pointwise.random import sample_key
@@ -70,10 +64,7 @@ def attention_stats(
     m0 = tl.program_id(0) * BM
     first_row = tl.program_id(1).to(tl.int64) * seq
     start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
-    out_block, dout_block = (
-        load_rows(out + start, m0, seq, C, BM, D, DP),
-        load_rows(dout + start, m0, seq, C, BM, D, DP),
-    )
+    out_block, dout_block = (load_rows(out + start, m0, seq, C, BM, D, DP), load_rows(dout + start, m0, seq, C, BM, D, DP))
     m = m0 + tl.arange(0, BM)
     query_stats = stats + STATS * (first_row + m)
     tl.store(query_stats, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
@@ -117,9 +108,7 @@ def add_queries(
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
         q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
-        s = dot_over_columns(
-            k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC
-        )
+        s = dot_over_columns(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
     lse, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
     p = tl.math.exp2(s * scale_log2 - lse[None, :])
     if CAUSAL:

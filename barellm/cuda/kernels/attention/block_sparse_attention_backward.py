@@ -69,9 +69,7 @@ def block_sparse_attention_dkv(
     store_rows(
         dk + token0 * DKV_STRIDES[0] + group * D, n0, seq, k_sum * SOFTMAX_SCALE, D, scalars, DKV_MODES[0], DKV_STRIDES[0], BN, DP
     )  # fmt: skip
-    store_rows(
-        dv + token0 * DKV_STRIDES[1] + group * D, n0, seq, v_sum, D, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DP
-    )
+    store_rows(dv + token0 * DKV_STRIDES[1] + group * D, n0, seq, v_sum, D, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DP)
 
 
 @device
@@ -112,9 +110,7 @@ def block_sparse_attention_dq(
         total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
         if TERMS[1] > 0:
             total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, TERMS, C, D, DP)
-    store_rows(
-        dq + token0 * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP
-    )
+    store_rows(dq + token0 * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP)
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)

@@ -55,9 +55,7 @@ def tile_at(w, seq):
 
 
 @gluon
-def producer(
-    q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr
-):
+def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr):
     """The producer warp: for each tile TMA loads of its queries, then of keys and values from the diagonal back, into every free
     stage, also of the next tile. `items`: tiles of all heads."""
     q_ring, q_full, q_empty = queries
@@ -236,10 +234,7 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
     D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     assert (tile.queries, tile.keys) == (BLOCK.value, BLOCK.value), tile
-    maps = {
-        f"{name}_map": head_tensor_map(c, op.inputs[name], WG_M.value if name == "q" else BLOCK.value, D)
-        for name in "qkv"
-    }
+    maps = {f"{name}_map": head_tensor_map(c, op.inputs[name], WG_M.value if name == "q" else BLOCK.value, D) for name in "qkv"}
     c.launch(
         hopper_attention,
         maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},

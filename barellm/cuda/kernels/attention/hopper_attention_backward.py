@@ -31,14 +31,7 @@ from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, TensorMap
-from barellm.cuda.kernels.attention.hopper_attention import (
-    BLOCK,
-    head_tensor_map,
-    register_operand,
-    start_qk,
-    store_rows,
-    tile_at,
-)
+from barellm.cuda.kernels.attention.hopper_attention import BLOCK, head_tensor_map, register_operand, start_qk, store_rows, tile_at
 from barellm.cuda.kernels.gemm.hopper_warp_specialized import WG_M
 from barellm.cuda.lang import constant, gl, gluon, hopper
 from barellm.program.integers import ceil_div
@@ -196,11 +189,7 @@ def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
     data moves between them."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]],
-        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-        [],
-        [STREAM_ROWS, 1],
+        [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )
     found = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
     return gl.expand_dims(gl.convert_layout(found, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
@@ -245,9 +234,7 @@ def hopper_attention_backward(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_backward(
-    op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool
-) -> None:
+def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool) -> None:
     """Append dk and dv (`keys`), or dq, of an op with a warp-specialized configuration: causal over complete sequences, heads of 64
     or 128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: those of attention_stats;
     `scale_log2`: softmax scale times log2(e)."""
@@ -259,9 +246,7 @@ def launch_backward(
     stationary, streamed = (kv, queries) if keys else (queries, kv)
     maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}
     maps |= {f"{name}_map": head_tensor_map(c, x, STREAM_ROWS.value, D) for name, x in zip("ab", streamed, strict=True)}
-    box = TensorMap(
-        part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value
-    )
+    box = TensorMap(part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value)
     results = {"dx": op.dk, "dy": op.dv} if keys else {"dx": op.dq, "dy": None}
     heads = op.kv_heads if keys else op.heads
     c.launch(

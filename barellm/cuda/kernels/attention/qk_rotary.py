@@ -54,9 +54,7 @@ def qk_rotary(
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
-    v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)
     tl.store(rstd + unit, inverse, mask=live)
     n = rotate(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)

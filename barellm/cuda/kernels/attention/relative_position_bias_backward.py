@@ -110,9 +110,7 @@ def block_sparse_attention_drelative(
     tl.store(partials + at[:, None] + d[None, :], total * SOFTMAX_SCALE, mask=inside)
 
 
-def append_drelative(
-    c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]
-) -> None:
+def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
     """Append drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. Of
     heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq's kernel."""
     BT = tile.keys if constants["HEADS"][3] <= 64 else min(tile.keys, 16)

@@ -121,13 +121,9 @@ def fft_tiles(
     column = (tile % TW * STEP + LEFT)[:, None, None] + j
     if REFLECT:
         row, column = reflect_index(row, H), reflect_index(column, W)
-    in_image = (
-        (t < count)[:, None, None] & (i < SIDE) & (j < SIDE) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    )
+    in_image = (t < count)[:, None, None] & (i < SIDE) & (j < SIDE) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
     pixels = tl.load(x + (plane * (H * W))[:, None, None] + row * W + column, mask=in_image, other=0.0)
-    store_spectrum(
-        v + channel * PASS_TILES + t, t < PASS_TILES, pixels.to(tl.float32), CHANNELS * PASS_TILES, CONJUGATE
-    )
+    store_spectrum(v + channel * PASS_TILES + t, t < PASS_TILES, pixels.to(tl.float32), CHANNELS * PASS_TILES, CONJUGATE)
 
 
 @device
@@ -182,6 +178,4 @@ def algorithms(R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
     tiles = transform_kernel(fft_tiles, F, SIDE=F, CONJUGATE=False)
     filters, images = transform_kernel(fft_filters, F, R=R, S=S), transform_kernel(fft_images, F, STEP=m)
     dy, dw = transform_kernel(fft_tiles, F, SIDE=m, CONJUGATE=True), transform_kernel(fft_wgrad, F, R=R, S=S)
-    return FpropAlgorithm(m, (R, S), positions, filters, tiles, images), WgradAlgorithm(
-        m, (R, S), positions, dy, tiles, dw
-    )
+    return FpropAlgorithm(m, (R, S), positions, filters, tiles, images), WgradAlgorithm(m, (R, S), positions, dy, tiles, dw)

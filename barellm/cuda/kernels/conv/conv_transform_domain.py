@@ -149,9 +149,7 @@ class Tiling:
         which decide how many tiles a pass of PASS elements has."""
         rows, columns = ceil_div(size[0], plan.m), ceil_div(size[1], plan.m)
         full_pass = max(PASS // (plan.positions * channels) // BLOCK, 1) * BLOCK
-        return cls(
-            plan.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, full_pass
-        )
+        return cls(plan.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, full_pass)
 
 
 def lowest_offset(constants: dict[str, Any], axis: str, taps: int) -> tuple[int, bool]:
@@ -177,9 +175,7 @@ def append_tiles(
     )  # fmt: skip
 
 
-def batched_gemm_constants(
-    c: Lowering, rows: int, columns: int, depth: int, batches: int
-) -> tuple[dict[str, Any], dict[str, int]]:
+def batched_gemm_constants(c: Lowering, rows: int, columns: int, depth: int, batches: int) -> tuple[dict[str, Any], dict[str, int]]:
     """The constants of `batched_gemm` for `batches` GEMMs (rows, depth) (depth, columns), and its launch options. The configuration
     is that of one GEMM of all their columns."""
     kind = "tf32" if c.target.tf32 else "fp32"

@@ -20,12 +20,7 @@ from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.conv import conv_fft, winograd
 from barellm.cuda.kernels.conv.conv_gather import first_and_step, gather_constants, gather_pixels, images_of
-from barellm.cuda.kernels.conv.conv_transform_domain import (
-    FpropAlgorithm,
-    WgradAlgorithm,
-    append_fprop,
-    append_wgrad,
-)
+from barellm.cuda.kernels.conv.conv_transform_domain import FpropAlgorithm, WgradAlgorithm, append_fprop, append_wgrad
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -69,9 +64,7 @@ def conv_implicit_gemm(
         )  # fmt: skip
         acc = tl.dot(filter_block.to(pixels.dtype), pixels, acc, input_precision="tf32" if TF32 else "ieee")
     plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
-    offset = (
-        plane * (OUTPUT[0] * OUTPUT[1]) + ((i * OUTPUT[4] + OUTPUT[2]) * OUTPUT[1] + j * OUTPUT[5] + OUTPUT[3])[None, :]
-    )
+    offset = plane * (OUTPUT[0] * OUTPUT[1]) + ((i * OUTPUT[4] + OUTPUT[2]) * OUTPUT[1] + j * OUTPUT[5] + OUTPUT[3])[None, :]
     store_or_add(out + offset, (m < M)[:, None] & live[None, :], acc, scalars, MODE)
 
 
@@ -96,9 +89,7 @@ def conv_wgrad(
         live = pixel < min((slice + 1) * chunk, total)
         image, i, j = pixel // (P * Q), pixel % (P * Q) // Q, pixel % Q
         plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
-        gradients = tl.load(
-            dy + plane * (P * Q) + (pixel % (P * Q))[None, :], mask=(m < M)[:, None] & live[None, :], other=0.0
-        )
+        gradients = tl.load(dy + plane * (P * Q) + (pixel % (P * Q))[None, :], mask=(m < M)[:, None] & live[None, :], other=0.0)
         pixels = gather_pixels(
             x, image[:, None], i[:, None], j[:, None], d[None, :], live[:, None] & (d < CHANNELS * R * S)[None, :], group, GROUPS,
             CHANNELS, GATHER,
@@ -161,9 +152,7 @@ def grouped(constants: dict[str, Any]) -> dict[str, Any]:
     return groups | {name: value for name, value in constants.items() if name not in GATHER + FILTER + OUTPUT}
 
 
-def append_conv(
-    c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
-) -> None:
+def append_conv(c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]) -> None:
     """Append one fprop or dgrad: out from filters `a` and x, `rows` output channels of each group. `constants`: those of
     `conv_implicit_gemm` by their names in GATHER, FILTER and OUTPUT, without the tile's."""
     if found := algorithms(algorithm, constants["R"], constants["S"]):
@@ -213,11 +202,7 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
                 constants |= {"R": 1, "S": 1}
             (r, r_step), (s, s_step) = first_and_step(rows), first_and_step(columns)
             constants |= {"GROUPS": op.groups, "CHANNELS": 0 if none else K // op.groups}
-            constants |= {
-                "A_GROUP": K // op.groups * C * R * S,
-                "A_ROW": R * S,
-                "A_CHANNEL": C * R * S,
-            }  # rows: channels
+            constants |= {"A_GROUP": K // op.groups * C * R * S, "A_ROW": R * S, "A_CHANNEL": C * R * S}  # rows: channels
             constants |= {"A_FIRST": r * S + s, "A_R": r_step * S, "A_S": s_step}
             constants |= {"OUT_H": H, "OUT_W": W, "FIRST_H": y, "FIRST_W": x}
             constants |= {"STEP_H": op.stride[0], "STEP_W": op.stride[1], "MODE": out_mode}

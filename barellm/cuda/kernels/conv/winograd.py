@@ -128,9 +128,7 @@ def winograd_wgrad(
     for position in tl.static_range(POSITIONS):
         total = tl.zeros((BLOCK,), tl.float32)
         for slice in range(SLICES):
-            total += tl.load(
-                gemm_out + (slice * POSITIONS + position) * FILTERS + index, mask=index < FILTERS, other=0.0
-            )
+            total += tl.load(gemm_out + (slice * POSITIONS + position) * FILTERS + index, mask=index < FILTERS, other=0.0)
         products += (total,)
     taps = transform_2d(MATRIX, products)
     for tap in tl.static_range(9):
@@ -154,8 +152,5 @@ def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
         transform_kernel(winograd_filters, filter_matrix(m, 3)),
         transform_kernel(winograd_images, output_matrix(m, 3)),
     )
-    dy, dw = (
-        transform_kernel(winograd_tiles, filter_matrix(3, m)),
-        transform_kernel(winograd_wgrad, output_matrix(3, m)),
-    )
+    dy, dw = (transform_kernel(winograd_tiles, filter_matrix(3, m)), transform_kernel(winograd_wgrad, output_matrix(3, m)))
     return FpropAlgorithm(m, (3, 3), n * n, filters, tiles, images), WgradAlgorithm(m, (3, 3), n * n, dy, tiles, dw)

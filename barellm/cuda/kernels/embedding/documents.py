@@ -15,9 +15,7 @@ TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
 
 
 @device
-def bigram_ids(
-    ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
-):
+def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """ids = (token * TOKEN_FACTOR xor token before * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last bucket,
     at the first position of a row. RESERVED: there the id of position 1 is hashed as if MODULUS came before."""
     i, mask = flat_indices(units, UNIT, BLOCK)

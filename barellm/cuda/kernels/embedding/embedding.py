@@ -26,9 +26,7 @@ COLUMNS = 256  # of dy, for each program
 
 
 @device
-def embedding(
-    y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def embedding(y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """y = wte[token], plus wpe[pos + t] if there are position embeddings; a block (BR, BC) for each program. NAME_lo: second planes
     of weights, or None (storage.py)."""
     row, column, mask = tile_indices(rows, C, BR, BC)

@@ -30,8 +30,7 @@ STEP = constant(8)  # words of a row (K = 256 bits) that one instruction multipl
 # The operands in the order in which `mma_popc` has a thread's values, where it is lane 4 g + t of its warp: words t and t + 4 of
 # a's row g, then of row g + 8; the same of b's column g, twice; sums of columns 2 t and 2 t + 1 in row g, then in row g + 8.
 AND_POPC = constant(
-    "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
-    "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$12, $13, $14, $15};"
+    "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$12, $13, $14, $15};"
 )
 REGISTERS = constant("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r")
 
@@ -79,9 +78,7 @@ def binary_mma(
     row = (m + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, SUMS))).to(gl.int64)
     column = n + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, SUMS))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(column < N, 0)
-    store_or_add(
-        y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE
-    )
+    store_or_add(y + (gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0)), inside, value.to(gl.float32), scalars, MODE)
 
 
 @gluon

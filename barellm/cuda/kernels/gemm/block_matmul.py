@@ -48,9 +48,7 @@ def block_gemm(
     for entry in range(tl.load(segment + 2), tl.load(segment + 3)):
         x_column, block = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
         x_block = tl.load(x + m[:, None] * C + x_column * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
-        w_block = tl.load(
-            weight + block.to(tl.int64) * (BS * BS) + in_block, mask=b_in[:, None] & b_in[None, :], other=0.0
-        )
+        w_block = tl.load(weight + block.to(tl.int64) * (BS * BS) + in_block, mask=b_in[:, None] & b_in[None, :], other=0.0)
         acc = tl.dot(x_block, w_block, acc, input_precision="ieee")
     inside, slot = row_in & b_in[None, :], tl.load(segment + 1)
     row = tl.cast(m0, tl.int64) + m[:, None]

@@ -56,9 +56,7 @@ def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, D
     y += tl.cast(c0, tl.int64) * Y_STRIDE + r0
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
     column_in = c < COLUMNS - c0
-    value = tl.load(
-        x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & column_in[None, :], other=0.0
-    )
+    value = tl.load(x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & column_in[None, :], other=0.0)
     written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0
     tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=column_in[:, None] & written[None, :])
 
@@ -85,10 +83,7 @@ def fp8_gemm(
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
         if EVEN:
-            a_block, b_block = (
-                tl.load(a_ptrs, mask=m_in[:, None], other=0.0),
-                tl.load(b_ptrs, mask=n_in[None, :], other=0.0),
-            )
+            a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
         else:
             k_in = k < depth - k0
             a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)

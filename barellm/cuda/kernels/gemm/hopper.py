@@ -40,9 +40,7 @@ def hopper_gemm(
     epilogue writes, `c_map`: the matrix C that it reads, or None; `bias` (N) or None; `sums`, if given: (slices, M), the row sums
     of a over each slice. `group`: rows of tiles of the rasterization. STAGES, EPI_STAGES: stages of the operand and the epilogue
     rings."""
-    a_ring = gl.allocate_shared_memory(
-        a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
-    )
+    a_ring = gl.allocate_shared_memory(a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout)
     b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, b_map.block_shape[0], b_map.block_shape[1]], b_map.layout)
     c_buffers = gl.allocate_shared_memory(
         out_map.dtype, [2 * EPI_STAGES, out_map.block_shape[0], out_map.block_shape[1]], out_map.layout
@@ -64,9 +62,7 @@ def hopper_gemm(
     if sums is not None:  # a times a matrix of ones: the narrowest wgmma
         ROWS_OF_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES_N, TILE_K], ROWS_OF_128)
-        ones.index(0).store(
-            gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-        )
+        ones.index(0).store(gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
         row_sums = (sums, ones)
     hopper.fence_async_shared()
 
@@ -141,9 +137,7 @@ def launch_gemm(
     tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)  # of the default: bits do not depend on tuning
     slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
     pre_out, other = epilogue_operands(pre, residual, epilogue)
-    if (
-        not epilogue and mode != MODES["store"] and slices == 1
-    ):  # what is added to is the matrix that the epilogue reads
+    if not epilogue and mode != MODES["store"] and slices == 1:  # what is added to is the matrix that the epilogue reads
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     problem = tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
     config = tuning.select_config(c.target, problem)
@@ -218,6 +212,4 @@ class _Grid:
 
     def __call__(self, sizes: Any) -> tuple[int, ...]:
         rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
-        return (
-            min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),
-        )
+        return (min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),)

@@ -67,9 +67,7 @@ def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
 
 
 @gluon
-def producer(
-    a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr
-):
+def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr):
     """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, also of the next tile during this
     one's epilogue."""
     a_ring, b_ring, full, empty = pipeline
@@ -193,9 +191,7 @@ def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
 
 
 @gluon
-def mainloop(
-    acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr
-):
+def mainloop(acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
     """Accumulate acc (WG_M, TILE_N) over [start, stop) of K, beginning with step i; gives it and the next step. One wgmma stays in
     flight, so the tensor cores never wait for this loop."""
     for k in range(start, stop, TILE_K):

@@ -83,10 +83,7 @@ def gemm(
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, k_end, BK):
         if EVEN_K:
-            a_block, b_block = (
-                tl.load(a_ptrs, mask=m_in[:, None], other=0.0),
-                tl.load(b_ptrs, mask=n_in[None, :], other=0.0),
-            )
+            a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
         else:
             k_in = k < k_end - k0
             a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)

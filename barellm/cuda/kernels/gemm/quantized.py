@@ -204,9 +204,7 @@ def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
     constants = constants_of(quantization, N, K)
     programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], BLOCKS_DEQUANTIZED)
     operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
-    c.launch(
-        dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIfRows(rows, programs), writes="out"
-    )
+    c.launch(dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIfRows(rows, programs), writes="out")
     return out
 
 

@@ -119,9 +119,7 @@ def quantized_mma(
     )  # fmt: skip
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
-    SCALE: gl.constexpr = gl.DistributedLinearLayout(
-        [[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS]
-    )
+    SCALE: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS])
     tile = gl.program_id(0)
     # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales.
     i = gl.arange(0, 32 * WARPS, layout=WORD)
@@ -139,9 +137,7 @@ def quantized_mma(
         for g in gl.static_range(0, WARP_BLOCKS, GROUP):
             block = first + g + scale_block
             scale = gl.load(scales + block // GROUP * 16, mask=block < BLOCKS, other=0.0).to(gl.float32)
-            scale = gl.convert_layout(
-                scale.reshape([WARPS, 8, 2, 1, 1]).permute((0, 2, 1, 3, 4)), SUMS, assert_trivial=True
-            )
+            scale = gl.convert_layout(scale.reshape([WARPS, 8, 2, 1, 1]).permute((0, 2, 1, 3, 4)), SUMS, assert_trivial=True)
             group_sums = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
             for s in gl.static_range(0, GROUP, 2):
                 block = first + g + s + word_block
@@ -198,9 +194,7 @@ def fits(quantization: Scheme, x: Any) -> bool:
     )
 
 
-def launch(
-    c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int
-) -> None:
+def launch(c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
     """Append the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
     `quantized_skinny_gemm`, in whose place it comes."""
     N, K = int(op.columns), int(op.x.shape[-1])

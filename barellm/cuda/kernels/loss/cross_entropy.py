@@ -37,10 +37,7 @@ def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexp
     """The maximum of a row, and the sum of exp(row - maximum), online. Each THREAD_COLUMNS columns of a thread have a running
     maximum and a sum of their own, so that threads synchronize once, after the row; a common maximum would need it in every
     iteration."""
-    top, sums = (
-        tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32),
-        tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32),
-    )
+    top, sums = (tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32))
     for c in range(0, VALID, BLOCK):
         x = tl.reshape(columns_of(logits, c, V, VALID, BLOCK)[0], (BLOCK // THREAD_COLUMNS, THREAD_COLUMNS))
         higher = tl.maximum(top, tl.max(x, 1))
@@ -131,9 +128,7 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(sums, 0) * scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
 
 
-def launch_rows(
-    c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
-) -> None:
+def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any) -> None:
     """Launch `function` with one program for each row of V columns. Two programs of 16 warps share a multiprocessor (64 registers a
     thread): one reads while the other writes."""
     block = min(BLOCK, max(pow2(V), MIN_SUM_COLUMNS * THREAD_COLUMNS.value))

@@ -137,9 +137,7 @@ def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunk
         out = names[i] if i < len(names) else None
         operands[place] = (part(op.outputs[out]), "fp32") if out else None
         constants[f"MODE_{place.upper()}"] = mode(op, out) if out else None
-    c.launch(
-        combine_partials, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third"
-    )
+    c.launch(combine_partials, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third")
 
 
 def lower_sums(

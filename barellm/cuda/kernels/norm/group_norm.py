@@ -69,9 +69,7 @@ def group_norm_dx(
 
 
 @device
-def load_factors(
-    dy, x, weight, row, i, centre, inverse, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, PIXELS: tl.constexpr
-):
+def load_factors(dy, x, weight, row, i, centre, inverse, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, PIXELS: tl.constexpr):
     """n and dn of the elements i (BLOCK,) of a row; dn is zero beyond it. `centre`, `inverse`: the row's mean and rstd."""
     mask = i < GROUP_CHANNELS * PIXELS
     at = row * (GROUP_CHANNELS * PIXELS) + i

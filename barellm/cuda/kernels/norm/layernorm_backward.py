@@ -35,11 +35,7 @@ def layernorm_backward(
     end = tl.minimum(begin + per, rows)
     column = tl.arange(0, BC)
     inside = column < C
-    dweight_sums, dbias_sums, dx_sums = (
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-    )
+    dweight_sums, dbias_sums, dx_sums = (tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32))
     for first in tl.range(begin, end, BR, num_stages=STAGES):
         row = (first + tl.arange(0, BR)).to(tl.int64)
         live = row < end

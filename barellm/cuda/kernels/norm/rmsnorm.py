@@ -25,18 +25,14 @@ def scaled(v, inverse, weight, column, inside):
 
 
 @device
-def rmsnorm(
-    y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """BR short rows, of x or of the residual sum `total` = x + b, each read once."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
-    v = load_residual_sum(
-        x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=BR, BC=BC
-    )
+    v = load_residual_sum(x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=BR, BC=BC)
     inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / C + EPS)
     tl.store(rstd + row, inverse, mask=live)
     tl.store(y + i, scaled(v, inverse, weight, column, inside), mask=mask)
@@ -52,9 +48,7 @@ def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, E
         column = first + tl.arange(0, BC)
         i = base + column[None, :]
         mask = (column < C)[None, :]
-        v = load_residual_sum(
-            x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=1, BC=BC
-        )
+        v = load_residual_sum(x, b, total, i, mask, row, scalars, seq=None, stream=None, THRESHOLD=None, SCALE=None, BR=1, BC=BC)
         squares += v * v
     if b is not None:
         tl.debug_barrier()  # other threads may read what this one stored

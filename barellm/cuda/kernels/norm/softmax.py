@@ -71,9 +71,7 @@ def softmax_dx(
 
 
 @device
-def softmax_dx_long(
-    dx, dy, y, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
-):
+def softmax_dx_long(dx, dy, y, scalars, rows, C: tl.constexpr, SCALE: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     """dx of one long row, read twice: for sum(dy y), for dx."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C

@@ -75,10 +75,7 @@ def lower_exponent_stats(op: Any, c: Lowering) -> None:
         return ceil_div(units(sizes) * unit, blocks(sizes) * BLOCK)
 
     most = min(PROGRAMS, ceil_div(op.x.size, BLOCK))
-    partials = {
-        "counts": c.scratch("counts", (most, op_module.BINS), "i32"),
-        "sums": c.scratch("sums", (most, len(SUMS))),
-    }
+    partials = {"counts": c.scratch("counts", (most, op_module.BINS), "i32"), "sums": c.scratch("sums", (most, len(SUMS)))}
     c.launch(
         exponent_stats, {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
         {"UNIT": unit, "BLOCK": BLOCK}, grid=lambda s: (programs(s),), writes="counts sums",

@@ -23,14 +23,7 @@ from barellm.cuda.kernels.optim.multi_tensor import (
     repeated,
 )
 from barellm.cuda.kernels.optim.optimizer import SPAN
-from barellm.cuda.kernels.storage import (
-    lo_pointer,
-    load_weight,
-    store_weight,
-    weight_constants,
-    weight_operands,
-    weight_pointer,
-)
+from barellm.cuda.kernels.storage import lo_pointer, load_weight, store_weight, weight_constants, weight_operands, weight_pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members

@@ -9,15 +9,7 @@ from typing import Any
 from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, scalar_fp64, unit_of
 from barellm.cuda.kernels.loss.cross_entropy import scale_of
-from barellm.cuda.kernels.optim.multi_tensor import (
-    column,
-    entry_constants,
-    find_entry,
-    first_programs,
-    integer,
-    number,
-    pointer,
-)
+from barellm.cuda.kernels.optim.multi_tensor import column, entry_constants, find_entry, first_programs, integer, number, pointer
 from barellm.cuda.kernels.pointwise.random import sample_key, shared_words
 from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.kernels.storage import (
@@ -49,15 +41,11 @@ UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "st
 GROWTH = constant(GROWTH_STEPS)
 LEAST_POWER, MOST_POWER = constant(LEAST_SCALE - FIRST_SCALE), constant(MOST_SCALE - FIRST_SCALE)
 UNITS, X, PARTIALS = (constant(SUM_FIELDS.index(name)) for name in ("units", "x", "partials"))
-PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (
-    constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:]
-)
+PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:])
 
 
 @device
-def sum_squares(
-    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def sum_squares(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """partials = the sum of squares of each CHUNK of each tensor x, a program for each chunk. A small matrix has few chunks, so
     each program has many loads in flight."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)

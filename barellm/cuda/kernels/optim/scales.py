@@ -23,9 +23,7 @@ LARGEST = constant(SUMS.index("max_abs"))
 
 
 @device
-def delayed_scale(
-    scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexpr, FIRST_SCALE: tl.constexpr, BLOCK: tl.constexpr
-):
+def delayed_scale(scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexpr, FIRST_SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """scale = the largest entry of the history times PER_NUMBER; FIRST_SCALE while all are zero (delayed scaling)."""
     i = tl.arange(0, BLOCK)
     top = tl.max(tl.load(history + i, mask=i < ENTRIES, other=0.0), 0)

@@ -32,9 +32,7 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 
 
 @device
-def cast_rows(
-    y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
-):
+def cast_rows(y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     """y = x cast into rows that are Y_STRIDE elements apart; zeros if x is None."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
@@ -50,9 +48,7 @@ def activation(y, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLO
 
 
 @device
-def activation_backward(
-    dx, dy, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr
-):
+def activation_backward(dx, dy, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat_indices(units, UNIT, BLOCK)
     slope = slope_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME)
     store_or_add(dx + i, mask, tl.load(dy + i, mask=mask, other=0.0).to(tl.float32) * slope, scalars, MODE)

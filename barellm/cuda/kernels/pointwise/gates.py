@@ -89,9 +89,7 @@ def input_backward(
         for n in range(N):
             dz_column = tl.load(dz + row * N + n, mask=live, other=0.0)
             total += dz_column[:, None] * load_gate_weights(weight, n, FIRST, WIDTH, K, BC)
-        store_or_add(
-            dx + row[:, None] * DX_STRIDE + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE
-        )
+        store_or_add(dx + row[:, None] * DX_STRIDE + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE)
     for n in range(N):
         sums = tl.zeros((BR, BC), tl.float32)
         for first in range(begin, end, BR):
@@ -113,9 +111,7 @@ def gate_logits_backward(
     """dx, dextra and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
-    input_backward(
-        dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE
-    )
+    input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE)
     if extra is not None:
         input_backward(
             dextra, partials, dz, extra, weight, scalars, begin, end,
@@ -123,9 +119,7 @@ def gate_logits_backward(
         )  # fmt: skip
 
 
-@lowering(
-    "gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra"
-)
+@lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     """dx and dextra, then dweight from the chunks' partials (column_sums.py)."""
     rows, size = c.rows(op.x), op.weight.size
@@ -261,9 +255,7 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
     BR = BLOCK // BC
     constants |= {"BR": BR, "BC": BC, "DX_MODE": mode(op, "dx"), "DZ_MODE": mode(op, "dz"), **row_strides(dx=op.dx)}
-    operands: dict[str, Any] = {
-        name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")
-    }
+    operands: dict[str, Any] = {name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")}
     operands |= {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
     constants |= {"DFACTOR_MODE": None, "SUM_BLOCK": None}
     if op.factor is not None:

@@ -11,15 +11,7 @@ from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
 from barellm.cuda.kernels.optim.multi_tensor import entry_constants, find_entry, first_programs, integer, number
 from barellm.cuda.kernels.pointwise.random import calls, threefry, to_columns
-from barellm.cuda.kernels.storage import (
-    WHOLE,
-    lo_pointer,
-    store_weight,
-    to_bf16,
-    weight_columns,
-    weight_constants,
-    weight_pointer,
-)
+from barellm.cuda.kernels.storage import WHOLE, lo_pointer, store_weight, to_bf16, weight_columns, weight_constants, weight_pointer
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -133,10 +125,7 @@ def constant_init(
 def lower_constant_init(op: Any, c: Lowering) -> None:
     sizes = [t.size for t in parameters(op)]
     unit = unit_of(parameters(op)[0])
-    more = {
-        "units": ("i64", [n // unit for n in sizes]),
-        "value": ("fp64", [float(i.attrs["value"]) for i in members(op)]),
-    }
+    more = {"units": ("i64", [n // unit for n in sizes]), "value": ("fp64", [float(i.attrs["value"]) for i in members(op)])}
     launch_all(c, constant_init, CONSTANT_FIELDS, [ceil_div(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
 
 
@@ -149,8 +138,7 @@ def launch_all(
     params = parameters(c.op)
     firsts, count = first_programs(programs)
     valid = [
-        min(int(i.attrs["valid_rows"]), int(t.shape[0])) * prod(t.shape[1:])
-        for i, t in zip(members(c.op), params, strict=True)
+        min(int(i.attrs["valid_rows"]), int(t.shape[0])) * prod(t.shape[1:]) for i, t in zip(members(c.op), params, strict=True)
     ]
     columns = {"first": ("i64", firsts), **weight_columns(params), "valid": ("i64", valid), **more}
     table = Table({name: columns[name] for name in fields}, writes=("param", "lo"))

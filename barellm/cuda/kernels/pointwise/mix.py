@@ -84,9 +84,7 @@ def store_partial(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @device
-def reduce_row(
-    dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr
-):
+def reduce_row(dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """dk (1) = the sum of row PLACE of partials over all programs, if it is learned."""
     if PLACE is not None:
         store_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)

@@ -98,9 +98,7 @@ class Dense(Op):
     optional = ("starts",)
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(
-            inputs, {"causal": True, "window": None, "scale": None, "most_window": 0, "paired": False} | attrs
-        )
+        super().__init__(inputs, {"causal": True, "window": None, "scale": None, "most_window": 0, "paired": False} | attrs)
         random = ("seed", "step", "sample") if self.rate else ()
         self.scalars = (*random, *(name for name in (self.window, self.scale) if name))
 
@@ -302,9 +300,7 @@ class Calls(Graph):
             if name is not None:
                 scalars.declare(name, kind, says)
                 if scalars.SCALARS[name].kind != kind:
-                    raise ValueError(
-                        f"attention expects a scalar of kind {kind}, {name} is {scalars.SCALARS[name].kind}"
-                    )
+                    raise ValueError(f"attention expects a scalar of kind {kind}, {name} is {scalars.SCALARS[name].kind}")
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "rate": dropout, "stream": self.random_stream(dropout)}
         attrs |= {"causal": causal, "window": window, "most_window": most_window, "scale": scale, "paired": paired}
         return self.apply(Attention, q=q, k=k, v=v, starts=starts, **attrs).out

@@ -39,9 +39,7 @@ class Listed(Op):
             found = f"a layout of {layout.heads} heads and {layout.length} positions, {describe(q=q)}"
             raise ValueError(f"{self.name} expects a layout of {self.heads} heads and {int(T)} positions: {found}")
         if isinstance(T, Dim) and not layout.causal:
-            raise ValueError(
-                f"{self.name} expects a causal layout where the length is known at run time: {describe(q=q)}"
-            )
+            raise ValueError(f"{self.name} expects a causal layout where the length is known at run time: {describe(q=q)}")
         if relative is None:
             return
         fits = len(relative.shape) == 2 and relative.shape[1] == q.shape[2]

@@ -30,9 +30,7 @@ class Yarn:
     def of_head(cls, head_size: int, *, base: float = 1024.0, scale: float = 0.1) -> Yarn:
         """Frequencies from 1 down to 1 / base."""
         if head_size % 4:
-            raise ValueError(
-                f"half of a head's columns turn in pairs: head_size is {head_size}, expected a multiple of 4"
-            )
+            raise ValueError(f"half of a head's columns turn in pairs: head_size is {head_size}, expected a multiple of 4")
         powers = np.linspace(0, 1, head_size // 4, dtype=np.float32)
         return cls(np.float32(1 / base) ** powers, scale)
 
@@ -132,9 +130,7 @@ class QKRotaryBackward(_Heads):
     def infer(self, dy: Tensor, x: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Spec]:
         self.head_size(x, cos, sin)
         if dy.shape != x.shape or rstd.shape != (*x.shape[:2], self.heads + self.kv_heads):
-            raise ValueError(
-                f"{self.name} expects dy like x, rstd (B, T, all heads): {describe(dy=dy, x=x, rstd=rstd)}"
-            )
+            raise ValueError(f"{self.name} expects dy like x, rstd (B, T, all heads): {describe(dy=dy, x=x, rstd=rstd)}")
         return {"dx": (x.shape, x.dtype)}
 
     def reference(self, dy, x, rstd, cos, sin):

@@ -124,17 +124,13 @@ class BiasGrad(Op):
 class Calls(Graph):
     """The methods of Program that append these ops."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: the weight is stored as (K,
         N)."""
         if not transposed_weight:
             y = self.apply(Matmul, x=operand(self, x), weight=weight).y
         elif len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
-            raise ValueError(
-                f"linear expects x (..., K) and a transposed weight (K, N): {describe(x=x, weight=weight)}"
-            )
+            raise ValueError(f"linear expects x (..., K) and a transposed weight (K, N): {describe(x=x, weight=weight)}")
         else:
             y = self.apply(MatmulDx, dy=operand(self, x), weight=weight).dx
         return y if bias is None else self.apply(Bias, x=y, bias=bias).y

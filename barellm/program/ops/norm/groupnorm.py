@@ -25,9 +25,7 @@ class GroupNorm(Op):
         if len(x.shape) != 4 or any(isinstance(n, Dim) for n in x.shape[1:]):
             raise ValueError(f"group_norm expects x (N, C, H, W), of which N may be a Dim: {found}")
         if weight.shape != x.shape[1:2] or bias.shape != weight.shape or self.groups < 1 or x.shape[1] % self.groups:
-            raise ValueError(
-                f"group_norm expects weight and bias (C), and groups that divide C: {self.groups}, {found}"
-            )
+            raise ValueError(f"group_norm expects weight and bias (C), and groups that divide C: {self.groups}, {found}")
         rows = (x.shape[0], self.groups)
         return {"y": (x.shape, x.dtype), "mean": (rows, "fp32"), "rstd": (rows, "fp32")}
 

@@ -120,11 +120,7 @@ class HeadRMSNormDweight(Op):
         return {"dweight": ((int(x.shape[-1]) // int(rstd.shape[-1]),), "fp32")}
 
     def reference(self, dy, x, rstd):
-        return {
-            "dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None])
-            .reshape(-1, x.shape[-1] // rstd.shape[-1])
-            .sum(0)
-        }
+        return {"dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None]).reshape(-1, x.shape[-1] // rstd.shape[-1]).sum(0)}
 
     def flops(self) -> int:
         return 3 * self.x.size

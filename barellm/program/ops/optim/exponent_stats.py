@@ -42,9 +42,7 @@ class ExponentStats(Op):
 class Calls(Graph):
     """The method of Program that appends this op."""
 
-    def exponent_stats(
-        self, x: Tensor, *, counts: Tensor | None = None, sums: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def exponent_stats(self, x: Tensor, *, counts: Tensor | None = None, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The histogram of the exponents of x (256) i32, and its sums (4); any shape. They go to `counts` and `sums` where those
         are given. It changes no fusion of the ops around it."""
         into = {name: (t, "store") for name, t in (("counts", counts), ("sums", sums)) if t is not None}

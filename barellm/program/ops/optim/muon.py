@@ -106,9 +106,7 @@ class MuonNormalize(OfMatrices):
     def infer(self, u: Tensor, partials: Tensor) -> dict[str, Spec]:
         self.expect(u=u)
         if partials.shape != (self.matrices * self.chunks(u),):
-            raise ValueError(
-                f"muon_normalize expects a partial sum for {CHUNK} elements: {describe(u=u, partials=partials)}"
-            )
+            raise ValueError(f"muon_normalize expects a partial sum for {CHUNK} elements: {describe(u=u, partials=partials)}")
         return {"x": (u.shape, u.dtype)}
 
     def reference(self, u, partials):
@@ -201,9 +199,7 @@ class NorMuonScales(OfMatrices):
         self.expect(x=x)
         self.expect_clip(clip)
         if tuple(second.shape) != (lines(x, self.matrices),):
-            raise ValueError(
-                f"normuon_scales expects second ({lines(x, self.matrices)}): {describe(x=x, second=second)}"
-            )
+            raise ValueError(f"normuon_scales expects second ({lines(x, self.matrices)}): {describe(x=x, second=second)}")
         return {"second": (second.shape, second.dtype), "scales": (second.shape, "fp32")}
 
     def reference(self, x, second, clip):
@@ -255,9 +251,7 @@ class MuonUpdate(OfMatrices):
         if param.shape != x.shape or clip.shape != (2,):
             raise ValueError(f"muon_update expects equal shapes and clip (2): {describe(param=param, x=x, clip=clip)}")
         if param.base.bf16:
-            raise ValueError(
-                f"muon_update keeps all bits of a weight, and {describe(param=param)} is declared with bf16"
-            )
+            raise ValueError(f"muon_update keeps all bits of a weight, and {describe(param=param)} is declared with bf16")
         if scales is not None and tuple(scales.shape) != (lines(x, self.matrices),):
             raise ValueError(f"muon_update expects scales ({lines(x, self.matrices)}): {describe(x=x, scales=scales)}")
         return {"param": (param.shape, param.dtype)}

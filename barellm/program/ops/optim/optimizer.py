@@ -98,9 +98,7 @@ class AdamW(Op):
 
     def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
         if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
-            raise ValueError(
-                f"{self.name} expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}"
-            )
+            raise ValueError(f"{self.name} expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}")
         if (m.dtype, v.dtype) not in STATE_DTYPES:
             raise ValueError(f"{self.name} expects fp32 moments, or e6m9 and ue6m10: {describe(m=m, v=v)}")
         return {"param": (param.shape, param.dtype), "m": (m.shape, m.dtype), "v": (v.shape, v.dtype)}

@@ -30,9 +30,7 @@ class OfMatrix(Op):
         wrong = [f for f, n in factors.values() if f.size != self.attrs["rank"] * n]
         if len(grad.shape) != 2 or tuple(grad.shape) != tuple(error.shape) or wrong:
             shapes = describe(grad=grad, error=error, **{name: f for name, (f, _) in factors.items()})
-            raise ValueError(
-                f"{self.name} of rank {self.attrs['rank']} expects equal matrices and their factors: {shapes}"
-            )
+            raise ValueError(f"{self.name} of rank {self.attrs['rank']} expects equal matrices and their factors: {shapes}")
 
 
 class Factor(OfMatrix):
@@ -116,9 +114,7 @@ class Feedback(OfMatrix):
     name = "feedback"
     inplace: ClassVar[dict[str, str]] = {"grad": "grad", "error": "error", "q": "q"}
 
-    def infer(
-        self, grad: Tensor, error: Tensor, p: Tensor, own: Tensor, total: Tensor, q: Tensor, clip: Tensor
-    ) -> dict[str, Spec]:
+    def infer(self, grad: Tensor, error: Tensor, p: Tensor, own: Tensor, total: Tensor, q: Tensor, clip: Tensor) -> dict[str, Spec]:
         if len(grad.shape) != 2 or clip.shape != (2,):
             raise ValueError(f"feedback expects a matrix and clip (2): {describe(grad=grad, clip=clip)}")
         q_length, p_length = (int(n) for n in grad.shape)

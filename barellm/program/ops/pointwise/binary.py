@@ -133,6 +133,4 @@ class Calls(Graph):
         if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"binary_linear expects x (..., K) and weight (N, K): {describe(x=x, weight=weight)}")
         words: list[Any] = [self.apply(PackSigns, x=t).words for t in (x, weight)]
-        return self.apply(
-            BinaryMatmul, a=words[0], b=words[1], columns=int(weight.shape[1]), dtype=dtype or self.compute
-        ).y
+        return self.apply(BinaryMatmul, a=words[0], b=words[1], columns=int(weight.shape[1]), dtype=dtype or self.compute).y

@@ -132,9 +132,7 @@ class Elementwise:
     matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
     """
 
-    def __init__(
-        self, name: str, *, value: Callable[[Any], Any], slope: Callable[[Any], Any], operations: tuple[int, int]
-    ) -> None:
+    def __init__(self, name: str, *, value: Callable[[Any], Any], slope: Callable[[Any], Any], operations: tuple[int, int]) -> None:
         """`value` and `slope` are functions of NumPy's float64 arrays; `operations` are those of an element in the two ops."""
         self.name, self.value, self.slope, self.operations = name, value, slope, operations
         members = {"definition": self}

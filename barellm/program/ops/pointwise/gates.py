@@ -154,9 +154,7 @@ class Calls(Graph):
         adds its few columns to a gradient of x that is there already, and need not begin with zeros."""
         K = int(weight.shape[-1])
         if extra is not None and K % 2:
-            raise ValueError(
-                f"gate_logits with extra expects an even number of weights a gate: {describe(weight=weight)}"
-            )
+            raise ValueError(f"gate_logits with extra expects an even number of weights a gate: {describe(weight=weight)}")
         k = K if extra is None else K // 2
         more = None if extra is None else _first(extra, k)
         return self.apply(GateLogits, x=_first(x, k), weight=weight, extra=more).z

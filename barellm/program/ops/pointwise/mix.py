@@ -24,9 +24,7 @@ class Mix(Op):
         for name, t in others.items():
             expected = x0.shape if name in TERMS else (1,)
             if tuple(t.shape) != tuple(expected):
-                raise ValueError(
-                    f"mix expects terms of one shape and coefficients (1,): {describe(x0=x0, **{name: t})}"
-                )
+                raise ValueError(f"mix expects terms of one shape and coefficients (1,): {describe(x0=x0, **{name: t})}")
         return {"y": (x0.shape, self.attrs["dtype"])}
 
     def reference(self, x0, **others):

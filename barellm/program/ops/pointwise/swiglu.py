@@ -50,9 +50,7 @@ class GatedBackward(Op):
 
 
 def _gated(activation: str) -> type[Gated]:
-    name, title = (
-        ("swiglu", "SwiGLU") if activation == "silu" else (f"gated_{activation}", f"Gated{activation.title()}")
-    )
+    name, title = ("swiglu", "SwiGLU") if activation == "silu" else (f"gated_{activation}", f"Gated{activation.title()}")
     members = {"definition": ACTIVATIONS[activation]}
     backward = type(f"{title}Backward", (GatedBackward,), members | {"name": f"{name}_backward"})
     return type(title, (Gated,), members | {"name": name, "backward": backward})
