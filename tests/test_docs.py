@@ -167,7 +167,7 @@ def test_a_run_is_compared_with_that_of_the_readme(monkeypatch):
     theirs = run.rows_of(ROOT / run.RUN)[-1]
     ours = theirs | {"steps": 700, "dtype": "fp32", "val_bits_per_byte": theirs["val_bits_per_byte"] + 0.1}
     said = run.comparison(ours, theirs)
-    assert "+0.100 bits per byte: 700 steps fitted, there 1,465; fp32 here, bf16 there" in said
+    assert "+0.100 bits per byte: 700 steps fitted, 1,465 there, fp32 for bf16" in said
     assert max(map(len, said.splitlines())) <= 80
 
 

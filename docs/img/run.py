@@ -85,9 +85,9 @@ def comparison(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
         where = f"{r['dtype']} ({r['isa']}, {r['threads']} threads)"
         return f"{r['val_bits_per_byte']:.3f} bits per byte after {r['steps']:,} steps in {where}"
 
-    why = f"{ours['steps']:,} steps fitted, there {theirs['steps']:,}"
+    why = f"{ours['steps']:,} steps fitted, {theirs['steps']:,} there"
     if ours["dtype"] != theirs["dtype"]:
-        why += f"; {ours['dtype']} here, {theirs['dtype']} there"
+        why += f", {ours['dtype']} for {theirs['dtype']}"
     gap = ours["val_bits_per_byte"] - theirs["val_bits_per_byte"]
     return f"\nREADME   {words(theirs)}\nhere     {words(ours)}\n         {gap:+.3f} bits per byte: {why}"
 
