@@ -207,7 +207,7 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
         assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 
-TABLE_ROW = re.compile(r"^\| ([\w-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+) \|", re.MULTILINE)
+TABLE_ROW = re.compile(r"^\| ([\w.-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+) \|", re.MULTILINE)
 
 
 def test_the_table_of_arenas_is_what_is_planned(monkeypatch):

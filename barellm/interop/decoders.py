@@ -204,7 +204,7 @@ def hugging_face(f: Family) -> HuggingFace:
         if f.partial is not None:
             found["rotary_fraction"] = ("partial_rotary_factor", turned)
         elif turned != 1.0:
-            raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in a {f.model_type}")
+            raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in {f.model_type}")
         return {**found, **f.read(config)}
 
     def all_written(cfg: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def hugging_face(f: Family) -> HuggingFace:
         wanted |= {"head_dim": 0, "kv_heads": cfg.kv_heads if f.kv_heads else cfg.heads} if not f.own_head else {}
         for name, one in wanted.items():
             if getattr(cfg, name) != one:
-                return f"model.{name} is {getattr(cfg, name)!r}, a {f.model_type} has {one!r}"
+                return f"model.{name} is {getattr(cfg, name)!r}, {f.model_type} has {one!r}"
         for key, (name, _, table) in words.items():
             if getattr(cfg, name) not in table.values():
                 return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"

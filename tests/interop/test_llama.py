@@ -260,7 +260,7 @@ WRONG_CONFIGS: dict[str, tuple[object, str]] = {
     "hidden_act": ("mish", "hidden_act is 'mish', expected 'silu' or 'swish' or 'gelu'"),
     "head_dim": (8, "layers.0.self_attn.q_proj.weight is (24, 24), expected (32, 24) by config.json"),
     "rope_scaling": (SPIRAL, "rope_scaling.rope_type is 'spiral', expected 'default' or 'linear' or 'dynamic'"),
-    "partial_rotary_factor": (0.5, "partial_rotary_factor is 0.5, expected 1.0 in a llama"),
+    "partial_rotary_factor": (0.5, "partial_rotary_factor is 0.5, expected 1.0 in llama"),
     "quantization_config": (
         {"quant_method": "fp8"},
         "quantization_config.quant_method is 'fp8', weights of few bits, expected float32, bfloat16 or float16",

@@ -17,6 +17,7 @@ from barellm.interop.sources import open_weights  # noqa: E402
 from barellm.models import families, llama3  # noqa: E402
 from barellm.models.llama3 import Config  # noqa: E402
 from tests.interop.models import checkpoint_of, random_arrays  # noqa: E402
+from tests.interop.test_families import MADE, SIZES  # noqa: E402
 from tests.oracle.families import COLUMNS, FAMILIES, Case, batch_of, case, ours, theirs  # noqa: E402
 from tests.oracle.torch_gpt2 import relative  # noqa: E402
 
@@ -75,27 +76,11 @@ def test_scaled_rope(tmp_path, name, seq):
         assert relative(theirs(plain, *batch)["logits"], expected["logits"]) > 0.01  # else nothing was seen here
 
 
-MADE = {  # family -> what makes one from scratch, beside sizes
-    "qwen2": {"attention_bias": "qkv"},
-    "qwen3": {"qk_norm": "head", "head_dim": 10},
-    "smollm3": {"nope_layers": "1"},
-    "olmo2": {"qk_norm": "row", "norm_position": "post"},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
-    "arcee": {"mlp": "plain", "activation": "relu2"},
-    "stablelm": {"norm": "layer", "rotary_fraction": 0.5, "attention_bias": "qkv"},
-    "gpt_neox": {
-        "norm": "layer", "mlp": "plain", "activation": "gelu_erf", "mlp_bias": True, "attention_bias": "all", "kv_heads": 4,
-        "parallel_residual": True, "rotary_fraction": 0.25,
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("family", MADE)
 def test_a_model_that_was_made_here_has_our_logits_there(tmp_path, monkeypatch, family):
     """Its family follows from its options."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "d_model": 32, "d_ff": 33, "vocab_size": 256, "max_seq": 40}
-    cfg = Config(**sizes | MADE[family], tied=False)
+    cfg = Config(**SIZES | MADE[family])
     step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
     assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family

@@ -1,0 +1,83 @@
+"""Folders of other families than Llama, without transformers: a model comes back as it was, and what a family has not is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from barellm.cli.main import main
+from barellm.interop.huggingface import hugging_face
+from barellm.interop.sources import open_weights
+from barellm.models.llama3 import Config
+from tests.interop.models import checkpoint_of, random_arrays
+
+SIZES: dict[str, Any] = {
+    "layers": 2, "heads": 4, "kv_heads": 2, "d_model": 32, "d_ff": 33, "vocab_size": 256, "max_seq": 40, "tied": False,
+}  # fmt: skip
+MADE: dict[str, dict[str, Any]] = {  # family -> what makes one from scratch, beside sizes
+    "qwen2": {"attention_bias": "qkv"},
+    "qwen3": {"qk_norm": "head", "head_dim": 10},
+    "smollm3": {"nope_layers": "1"},
+    "olmo2": {"qk_norm": "row", "norm_position": "post"},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+    "arcee": {"mlp": "plain", "activation": "relu2"},
+    "stablelm": {"norm": "layer", "rotary_fraction": 0.5, "attention_bias": "qkv"},
+    "gpt_neox": {
+        "norm": "layer", "mlp": "plain", "activation": "gelu_erf", "mlp_bias": True, "attention_bias": "all", "kv_heads": 4,
+        "parallel_residual": True, "rotary_fraction": 0.25,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_there_and_back_are_the_same_weights_and_options(tmp_path, family):
+    cfg = Config(**SIZES | MADE[family])
+    arrays = random_arrays(cfg)
+    step = checkpoint_of(tmp_path / "run", cfg, arrays)
+    assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family
+    again = open_weights(tmp_path / "hf", tokenizer="bytes")
+    assert again.model == cfg
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(again.read_rows(name, 0, len(array)), array, name)
+
+
+def test_rows_of_a_fused_matrix_lie_head_by_head_there(tmp_path):
+    """q, k and v of the first head, then of the second; a head begins with the two halves of the part that RoPE rotates."""
+    cfg = Config(**SIZES | MADE["gpt_neox"])  # heads of 8 columns, of which the first 2 are rotated
+    arrays = random_arrays(cfg)
+    step = checkpoint_of(tmp_path / "run", cfg, arrays)
+    assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")["gpt_neox.layers.1.attention.query_key_value.weight"]
+    ours = arrays["h.1.attn.qkv.weight"]
+    k_of_head_2 = theirs[2 * 24 + 8 : 2 * 24 + 16]
+    np.testing.assert_array_equal(k_of_head_2[[0, 2, 3, 4, 1, 5, 6, 7]], ours[32 + 16 : 32 + 24])
+    np.testing.assert_array_equal(theirs[3 * 24 + 16 : 4 * 24], ours[64 + 24 : 96])  # v of the last head
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_a_model_is_the_family_that_has_its_options(family):
+    assert hugging_face(Config(**SIZES | MADE[family])).model_type == family
+    assert hugging_face(Config(**SIZES)).model_type == "llama"
+
+
+def test_an_option_that_the_family_has_not_is_named(tmp_path, refused):
+    cfg = replace(Config(**SIZES | MADE["qwen3"]), family="olmo2")
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    said = refused("export", step, "--format", "huggingface", "--out", tmp_path / "hf")
+    assert "model.head_dim" not in said and "model.qk_norm is 'head', olmo2 has 'row'" in said
+    said = refused("export", step, "--format", "gguf", "--out", tmp_path / "x.gguf")
+    assert "model.qk_norm" in said or "--format gguf has gpt2 and llama" in said
+
+
+def test_an_imported_family_stays_what_it_was(tmp_path):
+    """A SmolLM3 whose layers all have RoPE could be a Llama."""
+    cfg = Config(**SIZES)
+    step = checkpoint_of(tmp_path / "run", replace(cfg, family="smollm3"), random_arrays(cfg))
+    assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    assert open_weights(tmp_path / "hf", tokenizer="bytes").model == replace(cfg, family="smollm3")
