@@ -184,7 +184,7 @@ def _group(
 
     here = [works[i] for i in these]
     texts = [
-        Written(checkpoint.tokenizer, stops=args.stop, begins=not work.prompt, **({} if i else {"emit": emit}))
+        Written(checkpoint.tokenizer, stops=args.stop, begins=not work.prompt, emit=(lambda piece: None) if i else emit)
         for i, work in enumerate(here)
     ]
     pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in here})), len(here))
