@@ -84,6 +84,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "models": (MINT, "each a flat\nforward"),
     "optim": (MINT, "what updates\nparameters"),
     "data": (MINT, "tokenizers, shards,\nloader"),
+    "chat": (STONE, "ends of texts,\nchat templates"),
     "program": (STONE, "tensors, ops, reverse walk,\nfusion, planner"),
 }
 HOUSE = HERE / "house.svg"
