@@ -115,15 +115,9 @@ class Run:
 
 
 def train(
-    config: str | Config | None = None,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    device: str = "cpu",
-    callbacks: Iterable[Callable[[Step], object]] = (),
-    quiet: bool = False,
-    **changes: Any,
-) -> Run:
+    config: str | Config | None = None, *, out: str | Path | None = None, resume: bool = False, device: str = "cpu",
+    callbacks: Iterable[Callable[[Step], object]] = (), quiet: bool = False, **changes: Any,
+) -> Run:  # fmt: skip
     """Train a model: the run that `barellm train` does, with its folder, checkpoints, metrics, evaluation and samples.
 
     `config` is the name of a preset ("default" unless it is given) or a `barellm.config.Config`, which may be of a model of your
@@ -165,15 +159,9 @@ def train(
         path = Path("runs", f"{chosen.preset}-{time.strftime('%Y%m%d-%H%M%S')}") if out is None else out
         folder = files.enter_context(RunFolder(path, resume=resume, numbered=out is None))
         job = run.Run(
-            chosen,
-            start=start,
-            weights=weights,
-            device=device,
-            console=console,
-            started=started,
-            requested=resume or isinstance(config, Config) or "data.tokenizer" in keys,
-            listen=listener.listen,
-        )
+            chosen, start=start, weights=weights, device=device, console=console, started=started,
+            requested=resume or isinstance(config, Config) or "data.tokenizer" in keys, listen=listener.listen,
+        )  # fmt: skip
         job.check_vocabulary(keys)
         files.callback(gc.unfreeze)  # the loop takes what there is for permanent, and this process goes on
         status = job.execute(folder)

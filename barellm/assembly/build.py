@@ -119,14 +119,9 @@ def gemm_options(train: TrainConfig, device: str) -> dict[str, Any]:
 
 
 def build_programs(
-    config: Config,
-    *,
-    training: bool = True,
-    positions: int | None = None,
-    rows: int = 1,
-    scoring: tuple[int, int] | None = None,
+    config: Config, *, training: bool = True, positions: int | None = None, rows: int = 1, scoring: tuple[int, int] | None = None,
     ranks: Ranks = ALONE,
-) -> dict[str, Program]:
+) -> dict[str, Program]:  # fmt: skip
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has
     so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
     0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
@@ -141,21 +136,12 @@ def build_programs(
     batch = train.micro_batch_size // ranks.count if training or scoring is None else 0
     eval_batch, eval_seq = train.eval_shape(batch) if batch else (0, 0)
     _, programs = build(
-        config.model,
-        batch=batch,
-        seq=train.seq,
-        compute=train.dtype,
+        config.model, batch=batch, seq=train.seq, compute=train.dtype,
         optimizer=updates(config.optim, hidden, ranks) if training else None,
-        start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks),
-        recompute=train.recompute,
-        ranges=train.exponent_stats > 0,
-        eval_batch=eval_batch,
-        eval_seq=eval_seq,
-        decode_batch=0 if positions == 0 else rows,
-        decode_seq=positions or 0,
-        score_batch=scoring[0] if scoring else 0,
-        score_seq=scoring[1] if scoring else 0,
-    )
+        start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks), recompute=train.recompute,
+        ranges=train.exponent_stats > 0, eval_batch=eval_batch, eval_seq=eval_seq, decode_batch=0 if positions == 0 else rows,
+        decode_seq=positions or 0, score_batch=scoring[0] if scoring else 0, score_seq=scoring[1] if scoring else 0,
+    )  # fmt: skip
     return programs
 
 
@@ -182,17 +168,9 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 
 @contextmanager
 def open_model(
-    config: Config,
-    *,
-    device: str,
-    training: bool = True,
-    positions: int | None = None,
-    rows: int = 1,
-    scoring: tuple[int, int] | None = None,
-    weights: str = "",
-    only: tuple[str, ...] = (),
-    ranks: Ranks = ALONE,
-) -> Iterator[CompiledModel]:
+    config: Config, *, device: str, training: bool = True, positions: int | None = None, rows: int = 1,
+    scoring: tuple[int, int] | None = None, weights: str = "", only: tuple[str, ...] = (), ranks: Ranks = ALONE,
+) -> Iterator[CompiledModel]:  # fmt: skip
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
     `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring` and `ranks` are as in
     `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if matmuls shall read codes; nothing can be

@@ -22,22 +22,11 @@ MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, an
 
 @mistakes_named
 def build(
-    model: ModelConfig,
-    *,
-    batch: int = 0,
-    seq: int = 0,
-    compute: str | Precision = "fp32",
-    optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None,
-    recompute: bool = False,
-    start_reduce_scatter: Callable[[Program], None] | None = None,
-    ranges: bool = False,
-    eval_batch: int = 0,
-    eval_seq: int = 0,
-    decode_batch: int = 0,
-    decode_seq: int = 0,
-    score_batch: int = 0,
-    score_seq: int = 0,
-) -> tuple[Store, dict[str, Program]]:
+    model: ModelConfig, *, batch: int = 0, seq: int = 0, compute: str | Precision = "fp32",
+    optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
+    start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
+    decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0,
+) -> tuple[Store, dict[str, Program]]:  # fmt: skip
     """A store and its programs by name. What is 0 or None is left out.
 
     init                    parameters from the scalar seed

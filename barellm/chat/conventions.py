@@ -78,15 +78,10 @@ def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int |
         begin = leading if leading is not None or settings else eot
     pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else [*listed[4], *listed[5]]
     return Conventions(
-        begin=begin,
-        end=ends[0] if ends else None,
-        ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
-        pad=pads[0] if pads else None,
-        named=named,
-        templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),
-        sampling=_sampling(generation),
-        ids=ids,
-    )
+        begin=begin, end=ends[0] if ends else None, ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
+        pad=pads[0] if pads else None, named=named, templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),
+        sampling=_sampling(generation), ids=ids,
+    )  # fmt: skip
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -71,16 +71,9 @@ def checkpoint_bytes(session: Source) -> int:
 
 
 def save(
-    folder: Path,
-    session: Source,
-    *,
-    step: int,
-    meta: Mapping[str, Any],
-    tokenizer: Mapping[str, bytes],
-    keep: int,
-    gradients: bool = False,
-    warn: Callable[[str], object] = lambda line: None,
-) -> Path:
+    folder: Path, session: Source, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int,
+    gradients: bool = False, warn: Callable[[str], object] = lambda line: None,
+) -> Path:  # fmt: skip
     """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
     it. Those that say in their `meta` that they are a "milestone" stay for ever and do not count. OSError: the old stand. `warn` is
     told, in a line each, what could not be removed. Where `folder` is a link nothing old is removed: it is not the run's own."""

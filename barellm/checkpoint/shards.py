@@ -29,14 +29,9 @@ class ShardedState:
     which may be rounded, and the rank that holds it has it exactly. `background`: threads read it, beside the run."""
 
     def __init__(
-        self,
-        session: Session,
-        tensors: Mapping[str, Tensor],
-        parts: Mapping[str, Sequence[tuple[int, int]]],
-        ranks: Ranks,
-        *,
+        self, session: Session, tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[tuple[int, int]]], ranks: Ranks, *,
         background: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tensors = dict(tensors)
         self._session, self._parts, self._ranks, self._background = session, parts, ranks, background
 

@@ -122,13 +122,9 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         from barellm.tools.bench import gemms
 
         result = gemms.measure(
-            config,
-            tokens=_tokens(args, config),
-            rounds=rounds,
-            report=lambda r: report(_gemm_line(r)),
-            device=args.device,
+            config, tokens=_tokens(args, config), rounds=rounds, report=lambda r: report(_gemm_line(r)), device=args.device,
             baseline=baseline,
-        )
+        )  # fmt: skip
         return result, _gemm_summary(result)
     if args.what == "attention":
         from barellm.tools.bench import attentions

@@ -67,14 +67,10 @@ def processor() -> dict[str, Any]:
     from barellm.runtime.cgroup import cpu_limit
 
     return {
-        "name": _processor_name(),
-        "architecture": platform.machine(),
-        "logical processors": os.cpu_count(),
-        "allowed (affinity)": len(logical_cpus()),
-        "allowed cores": len(allowed_cpus()),
-        "cgroup cpu limit": cpu_limit() or "none",
+        "name": _processor_name(), "architecture": platform.machine(), "logical processors": os.cpu_count(),
+        "allowed (affinity)": len(logical_cpus()), "allowed cores": len(allowed_cpus()), "cgroup cpu limit": cpu_limit() or "none",
         "caches": ", ".join(f"L{level} {nbytes >> 10}K" for level, nbytes in sorted(known_caches().items())) or None,
-    }
+    }  # fmt: skip
 
 
 def memory() -> dict[str, Any]:
@@ -115,13 +111,9 @@ def gpu() -> dict[str, Any]:
     except UserError as error:
         return {"device cuda": f"no: {error}", **found}
     return {
-        "device cuda": device.name,
-        "compute capability": f"{device.arch // 10}.{device.arch % 10}",
-        "multiprocessors": device.sms,
-        "memory bytes": device.nbytes,
-        "driver": f"CUDA {device.driver // 1000}.{device.driver % 1000 // 10}",
-        **found,
-    }
+        "device cuda": device.name, "compute capability": f"{device.arch // 10}.{device.arch % 10}", "multiprocessors": device.sms,
+        "memory bytes": device.nbytes, "driver": f"CUDA {device.driver // 1000}.{device.driver % 1000 // 10}", **found,
+    }  # fmt: skip
 
 
 def measure(device: str) -> None:
@@ -159,14 +151,10 @@ def uses() -> dict[str, Any]:
     from barellm.data.cache import cache_folder
 
     facts: dict[str, Callable[[], Any]] = {
-        "instruction set": lambda: isa.host().name,
-        "instruction sets here": lambda: ", ".join(isa.available()),
-        "default dtype": default_dtype,
-        "threads": thread_count,
-        "text cache": lambda: cache_folder("tokens").parent,
-        "object cache": jit.cache_folder,
-        "tuned products": lambda: tuning.count(isa.host(), thread_count()),
-    }
+        "instruction set": lambda: isa.host().name, "instruction sets here": lambda: ", ".join(isa.available()),
+        "default dtype": default_dtype, "threads": thread_count, "text cache": lambda: cache_folder("tokens").parent,
+        "object cache": jit.cache_folder, "tuned products": lambda: tuning.count(isa.host(), thread_count()),
+    }  # fmt: skip
     return {name: _or_problem(fact) for name, fact in facts.items()}
 
 

@@ -32,16 +32,9 @@ class Barellm(TemplateLM):
     """`run`: a run, a checkpoint's folder. `batch_size` sequences are computed at once. Sampled answers use `seed`."""
 
     def __init__(
-        self,
-        run: str,
-        device: str | None = "cpu",
-        dtype: str | None = None,
-        weights: str | None = None,
-        batch_size: int | str = 8,
-        max_gen_toks: int = 256,
-        seed: int = 1337,
-        max_batch_size: int | None = None,
-    ) -> None:
+        self, run: str, device: str | None = "cpu", dtype: str | None = None, weights: str | None = None, batch_size: int | str = 8,
+        max_gen_toks: int = 256, seed: int = 1337, max_batch_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size is {batch_size!r}, expected a number from 1 on")

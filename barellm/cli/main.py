@@ -15,25 +15,19 @@ if TYPE_CHECKING:
     from barellm.cli.options import Parser
 
 COMMANDS: dict[str, str] = {
-    "train": "train; without arguments a small model on Python source",
-    "prepare": "tokenize a dataset into shards",
-    "presets": "models and runs by name; one's values",
-    "runs": "list and compare the runs of a folder",
-    "plot": "loss curves of runs, also of those that still train",
-    "sample": "generate text from a checkpoint",
-    "chat": "talk with a model, by its chat template",
-    "eval": "loss and perplexity of a checkpoint; HellaSwag",
+    "train": "train; without arguments a small model on Python source", "prepare": "tokenize a dataset into shards",
+    "presets": "models and runs by name; one's values", "runs": "list and compare the runs of a folder",
+    "plot": "loss curves of runs, also of those that still train", "sample": "generate text from a checkpoint",
+    "chat": "talk with a model, by its chat template", "eval": "loss and perplexity of a checkpoint; HellaSwag",
     "quantize": "weight quantization (GPTQ): int8, int4 or NF4 weights",
     "import": "make a checkpoint of a Hugging Face folder or llm.c file",
     "export": "write weights for transformers, llm.c or llama.cpp",
     "build": "make a program that trains without Python: library, header",
     "plan": "memory plan and roofline: bytes, FLOPs, traffic by op",
-    "profile": "where a step's time goes, by op and thread; a timeline",
-    "bench": "benchmark kernels and training steps",
-    "tune": "autotune the GEMM configurations of a preset",
-    "inspect": "show a kernel's IR, assembly and registers",
+    "profile": "where a step's time goes, by op and thread; a timeline", "bench": "benchmark kernels and training steps",
+    "tune": "autotune the GEMM configurations of a preset", "inspect": "show a kernel's IR, assembly and registers",
     "doctor": "what this machine has and what barellm will use",
-}
+}  # fmt: skip
 # Commands that take a model of one's own, --model FILE.py.
 WITH_MODELS = ("train", "presets", "build", "sample", "chat", "eval", "quantize", "plan", "bench", "profile", "tune", "inspect")
 SECTIONS = {"train": "train", "sample": "use a model", "plan": "examine"}  # from this command on

@@ -100,17 +100,11 @@ def run(args: argparse.Namespace) -> int:
     console.clear()
     counts = manifest["tokens"]
     result = {
-        "out": args.out,
-        "shards": len(manifest["shards"]),
-        "documents": manifest["documents"],
-        "empty_documents": manifest["empty_documents"],
-        "text_bytes": manifest["text_bytes"],
-        "train_tokens": counts["train"],
-        "val_tokens": counts["val"],
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
+        "out": args.out, "shards": len(manifest["shards"]), "documents": manifest["documents"],
+        "empty_documents": manifest["empty_documents"], "text_bytes": manifest["text_bytes"], "train_tokens": counts["train"],
+        "val_tokens": counts["val"], "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
         "tokenizer_hash": tokenizer.hash,
-    }
+    }  # fmt: skip
     if args.json:
         print(json.dumps(result))
     else:

@@ -46,18 +46,12 @@ def facts(folder: Path) -> dict[str, Any]:
     last, seen = steps[-1] if steps else {}, evaluated[-1] if evaluated else {}
     saved = checkpoint.read_json(folder / "config.json")
     return {
-        "folder": str(folder),
-        "preset": saved.get("preset"),
-        "step": last.get("step", 0),
-        "finished": any(row["kind"] == "result" for row in rows),
-        "train_loss": last.get("loss"),
-        "val_nats": seen.get("val_nats"),
-        "val_bits_per_byte": seen.get("val_bits_per_byte"),
-        "tokens_per_s": last.get("tokens_per_s"),
-        "seconds": last.get("seconds"),
-        "changed": max(path.stat().st_mtime for path in folder.iterdir()),
+        "folder": str(folder), "preset": saved.get("preset"), "step": last.get("step", 0),
+        "finished": any(row["kind"] == "result" for row in rows), "train_loss": last.get("loss"), "val_nats": seen.get("val_nats"),
+        "val_bits_per_byte": seen.get("val_bits_per_byte"), "tokens_per_s": last.get("tokens_per_s"),
+        "seconds": last.get("seconds"), "changed": max(path.stat().st_mtime for path in folder.iterdir()),
         "keys": own_keys(saved, folder),
-    }
+    }  # fmt: skip
 
 
 def own_keys(saved: Any, folder: Path) -> dict[str, Any]:

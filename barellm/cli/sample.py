@@ -49,21 +49,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
     parser.add_argument(
-        "-n",
-        "--max-new-tokens",
-        type=int,
-        default=256,
-        metavar="N",
+        "-n", "--max-new-tokens", type=int, default=256, metavar="N",
         help="most tokens that are generated for each text (default: 256)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--stop",
-        action="append",
-        type=escaped,
-        default=[],
-        metavar="TEXT",
+        "--stop", action="append", type=escaped, default=[], metavar="TEXT",
         help=rf"end before this text; may be given several times; {ESCAPES}",
-    )
+    )  # fmt: skip
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
     add_device(parser, "cpu, cuda or reference")

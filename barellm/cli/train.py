@@ -96,15 +96,9 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
-            config,
-            start=start,
-            weights=weights,
-            device=args.device,
-            console=console,
-            started=started,
-            requested=args.resume or "data.tokenizer" in changes,
-            ranks=ranks,
-        )
+            config, start=start, weights=weights, device=args.device, console=console, started=started,
+            requested=args.resume or "data.tokenizer" in changes, ranks=ranks,
+        )  # fmt: skip
         job.check_vocabulary(changes)
         if args.find_lr:
             if line := find_lr.unused(changes):

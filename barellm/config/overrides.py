@@ -22,32 +22,14 @@ MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
 
 
 SHORT_NAMES = {
-    "model.layers": "layers",
-    "model.heads": "heads",
-    "model.d_model": "d_model",
-    "data.source": "data",
-    "data.tokenizer": "tokenizer",
-    "train.steps": "steps",
-    "train.epochs": "epochs",
-    "train.micro_batch_size": "batch",
-    "train.gradient_accumulation_steps": "gradient_accumulation_steps",
-    "train.seq": "seq",
-    "train.seed": "seed",
-    "train.minutes": "minutes",
-    "train.overfit": "overfit",
-    "train.init_from": "init_from",
-    "train.dtype": "dtype",
-    "train.recompute": "recompute",
-    "train.gemm_backend": "gemm_backend",
-    "train.eval_every": "eval_every",
-    "train.sample_every": "sample_every",
-    "train.checkpoint_every": "checkpoint_every",
-    "optim.name": "optimizer",
-    "optim.lr": "lr",
-    "optim.schedule": "schedule",
-    "optim.warmup": "warmup",
-    "optim.weight_decay": "weight_decay",
-}
+    "model.layers": "layers", "model.heads": "heads", "model.d_model": "d_model", "data.source": "data",
+    "data.tokenizer": "tokenizer", "train.steps": "steps", "train.epochs": "epochs", "train.micro_batch_size": "batch",
+    "train.gradient_accumulation_steps": "gradient_accumulation_steps", "train.seq": "seq", "train.seed": "seed",
+    "train.minutes": "minutes", "train.overfit": "overfit", "train.init_from": "init_from", "train.dtype": "dtype",
+    "train.recompute": "recompute", "train.gemm_backend": "gemm_backend", "train.eval_every": "eval_every",
+    "train.sample_every": "sample_every", "train.checkpoint_every": "checkpoint_every", "optim.name": "optimizer", "optim.lr": "lr",
+    "optim.schedule": "schedule", "optim.warmup": "warmup", "optim.weight_decay": "weight_decay",
+}  # fmt: skip
 
 
 def named(changes: Mapping[str, object]) -> dict[str, object]:

@@ -11,25 +11,15 @@ from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_
 def with_squares(name: str, inputs: dict[str, str], others: tuple[str, ...], optional: tuple[str, ...] = ()) -> Fusion:
     """A product that stores a weight gradient, and the sums of squares of what it stores. `others` are its further outputs."""
     return Fusion(
-        f"{name}_squares",
-        [(name, {}), ("block_squares", {"x": "0.dweight"})],
-        inputs,
-        {"dweight": "0.dweight", "squares": "1.partials", **{other: f"0.{other}" for other in others}},
-        optional=optional,
-        when=lambda ops: ops[0].x.dtype == "bf16",
-        kernel=name,
-    )
+        f"{name}_squares", [(name, {}), ("block_squares", {"x": "0.dweight"})], inputs,
+        {"dweight": "0.dweight", "squares": "1.partials", **{other: f"0.{other}" for other in others}}, optional=optional,
+        when=lambda ops: ops[0].x.dtype == "bf16", kernel=name,
+    )  # fmt: skip
 
 
 FUSIONS: list[Fusion] = [
-    *CLASSIFIER,
-    *CODED,
-    *rescaled(EMITTERS),
-    *products(EMITTERS),
-    *quantized(EMITTERS),
-    *NORMS_BACKWARD,
-    *RMSNORMS_BACKWARD,
-]
+    *CLASSIFIER, *CODED, *rescaled(EMITTERS), *products(EMITTERS), *quantized(EMITTERS), *NORMS_BACKWARD, *RMSNORMS_BACKWARD,
+]  # fmt: skip
 
 # Behind all others, where products go in AMX tiles: their results are blocks of a size that no choice changes.
 _LOSS = {name: f"0.{name}" for name in ("x", "weight", "targets", "loss_scale")}

@@ -107,13 +107,9 @@ class LoweredPrograms:
 
 
 def lower_and_plan(
-    programs: Mapping[str, Program],
-    *,
-    threads: int | None = None,
-    isa: ISA | None = None,
-    written: bool = False,
+    programs: Mapping[str, Program], *, threads: int | None = None, isa: ISA | None = None, written: bool = False,
     config: Any = None,
-) -> LoweredPrograms:
+) -> LoweredPrograms:  # fmt: skip
     """The memory that a session of `programs` allocates, to the byte, and the calls that it runs. With `written` gradients may be
     written from outside: a program more, RECOMPUTE_SQUARES, sums the squares of those in memory, if programs keep such sums.
     `config`: that of GEMMs, instead of the tuned or default ones."""

@@ -56,13 +56,9 @@ def to_entry(config: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
     if isinstance(config, SkinnyGemmConfig):
         return {"panels": config.panels, "unroll": config.unroll, "prefetch": config.prefetch}
     return {
-        "tile": [config.tile.mr, config.tile.vectors],
-        "mc": [config.mc, config.long_mc],
-        "nc": config.nc,
-        "order": config.order,
-        "kc": config.kc,
-        "overlap": config.overlap,
-    }
+        "tile": [config.tile.mr, config.tile.vectors], "mc": [config.mc, config.long_mc], "nc": config.nc, "order": config.order,
+        "kc": config.kc, "overlap": config.overlap,
+    }  # fmt: skip
 
 
 def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmConfig:

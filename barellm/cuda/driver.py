@@ -165,15 +165,10 @@ def device(number: int = 0) -> Device:
     if arch < OLDEST_ARCH:
         raise UserError(f"{name} has compute capability {arch / 10}, barellm needs {OLDEST_ARCH / 10} or later")
     return Device(
-        handle,
-        name,
-        arch,
-        attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-        int(call("cuDeviceTotalMem", handle)),
-        attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
-        version,
+        handle, name, arch, attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT), int(call("cuDeviceTotalMem", handle)),
+        attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN), version,
         bytes(call("cuDeviceGetUuid", handle).bytes).hex(),
-    )
+    )  # fmt: skip
 
 
 class Context:

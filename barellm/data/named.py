@@ -155,14 +155,9 @@ class Fetcher:
         for attempt in range(TRIES):
             try:
                 return hub.hf_hub_download(
-                    self.source.repo,
-                    wanted.path,
-                    repo_type="dataset",
-                    revision=self.revision,
-                    local_dir=incoming,
-                    endpoint=os.environ.get("HF_ENDPOINT"),
-                    force_download=again,
-                )
+                    self.source.repo, wanted.path, repo_type="dataset", revision=self.revision, local_dir=incoming,
+                    endpoint=os.environ.get("HF_ENDPOINT"), force_download=again,
+                )  # fmt: skip
             except Exception as error:  # the library has many, from several packages
                 problem = error
                 time.sleep(min(2**attempt, 8) * 0.1)
@@ -195,12 +190,7 @@ def fetched_corpus(name: str, folder: Path, report: Callable[[str], None]) -> tu
     inputs = tuple(Input(f"{source.repo}@{revision}/{one.path}", one.bytes, one.sha256, "sha256") for one in files)
     corpus = FetchedCorpus(
         name=f"{name} ({source.repo}, {len(files)} files, {sum(one.bytes for one in files) / 1e9:,.2f} GB)",
-        train=tuple(pieces[val:]),
-        val=tuple(pieces[:val]),
-        hash=digest,
-        inputs=inputs,
-        bytes=0,
-        layout=Layout(field=source.field),
+        train=tuple(pieces[val:]), val=tuple(pieces[:val]), hash=digest, inputs=inputs, bytes=0, layout=Layout(field=source.field),
         fetcher=Fetcher(source, revision, files, folder, report),
-    )
+    )  # fmt: skip
     return corpus, source

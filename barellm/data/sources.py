@@ -92,14 +92,9 @@ class Dataset:
 
 
 def prepare(
-    data: DataConfig,
-    *,
-    tokenizer: Tokenizer | None = None,
-    requested: bool = True,
-    whole: bool = False,
-    report: Report | None = None,
-    progress: Progress | None = None,
-) -> Dataset:
+    data: DataConfig, *, tokenizer: Tokenizer | None = None, requested: bool = True, whole: bool = False,
+    report: Report | None = None, progress: Progress | None = None,
+) -> Dataset:  # fmt: skip
     """The data set that a configuration names; text is tokenized once and cached.
 
     `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so

@@ -199,19 +199,13 @@ def _read_state(path: Path, job: Job) -> State:
 def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> dict[str, Any]:
     tokenizer = job.tokenizer
     content = {
-        "format": FORMAT,
-        "barellm": __version__,
-        "made_from": job.identity,
+        "format": FORMAT, "barellm": __version__, "made_from": job.identity,
         "tokenizer": {"kind": tokenizer.name, "vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash},
-        "layout": asdict(job.corpus.layout),
-        "documents": done.documents,
-        "empty_documents": done.empty_documents,
-        "text_bytes": done.text_bytes,
-        "val_bytes": done.val_bytes,
-        "tokens": done.counts,
+        "layout": asdict(job.corpus.layout), "documents": done.documents, "empty_documents": done.empty_documents,
+        "text_bytes": done.text_bytes, "val_bytes": done.val_bytes, "tokens": done.counts,
         "shards": {path.name: {"tokens": len(open_shard(path)), "xxh3_128": inspect_shard(path)[1]} for path in paths},
         "inputs": [{"path": one.path, "bytes": one.bytes, one.hashed: one.digest} for one in job.corpus.inputs],
-    }
+    }  # fmt: skip
     with new_file(folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
     return content

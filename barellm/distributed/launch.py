@@ -45,14 +45,9 @@ def start(count: int, arguments: Sequence[str]) -> int:
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     # A session of its own: Ctrl-C reaches it once, from here.
     process = subprocess.Popen(
-        command,
-        env=clean | {"BARELLM_RANKS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
+        command, env=clean | {"BARELLM_RANKS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, preexec_fn=_end_with_parent,
+    )  # fmt: skip
     errors = _Errors(process, stops=launcher.passes_signals)
     numbers: dict[int, int] = {}
     ended = 0

@@ -16,14 +16,9 @@ class Written:
     `ends`: the ids that end it, where they are others than those of any text."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stops: Sequence[str] = (),
-        emit: Callable[[str], object] = lambda piece: None,
-        begins: bool = False,
-        ends: AbstractSet[int] | None = None,
-    ) -> None:
+        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), emit: Callable[[str], object] = lambda piece: None,
+        begins: bool = False, ends: AbstractSet[int] | None = None,
+    ) -> None:  # fmt: skip
         self.ends = tokenizer.ends if ends is None else ends
         self.tokenizer, self.emit = tokenizer, emit
         self.ids: list[int] = []

@@ -226,23 +226,8 @@ def hugging_face(f: Family) -> HuggingFace:
         return None
 
     return HuggingFace(
-        preset=f.preset,
-        model_type=f.model_type,
-        class_name=f.class_name,
-        sizes=sizes,
-        words=words,
-        fixed=f.fixed,
-        kinds=f.kinds,
-        derived={},
-        rates=f.rates,
-        prefix=f.prefix,
-        head=of_others["head"],
-        tied=lambda cfg: "wte" if cfg.tied else None,
-        parts=parts,
-        transposed=lambda ours: False,
-        ignored=lambda theirs: re.match(BUFFERS, theirs) is not None,
-        refused=refused,
-        order=_order,
-        read=all_read,
-        written=all_written,
-    )
+        preset=f.preset, model_type=f.model_type, class_name=f.class_name, sizes=sizes, words=words, fixed=f.fixed, kinds=f.kinds,
+        derived={}, rates=f.rates, prefix=f.prefix, head=of_others["head"], tied=lambda cfg: "wte" if cfg.tied else None,
+        parts=parts, transposed=lambda ours: False, ignored=lambda theirs: re.match(BUFFERS, theirs) is not None, refused=refused,
+        order=_order, read=all_read, written=all_written,
+    )  # fmt: skip

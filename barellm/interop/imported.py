@@ -36,14 +36,9 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def save(
-    weights: Weights,
-    out: Path,
-    *,
-    config: Config | None = None,
-    step: int = 0,
-    total: int | None = None,
+    weights: Weights, out: Path, *, config: Config | None = None, step: int = 0, total: int | None = None,
     state: State | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """The checkpoint's folder in the new folder `out`. `config`: what is known of the weights, where they are a run's; they
     are then those of its `step` of `total`. With llm.c's `state` a run of `config` goes on from it."""
     tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
@@ -77,11 +72,6 @@ def _training(config: Config, state: State) -> dict[str, Any]:
         raise UserError(f"train.steps is {train.steps}, {state.path} is of step {state.step}: ask for more steps")
     samples = BatchRampup(train).before(state.step) * train.micro_batch_size
     return {
-        "total_steps": train.steps,
-        "samples": samples,
-        "tokens": samples * train.seq,
-        "seconds": 0.0,
-        "data": None,
-        "llmc": state.place,
-        "machine": {"isa": "llm.c"},
-    }
+        "total_steps": train.steps, "samples": samples, "tokens": samples * train.seq, "seconds": 0.0, "data": None,
+        "llmc": state.place, "machine": {"isa": "llm.c"},
+    }  # fmt: skip

@@ -15,19 +15,9 @@ from barellm.kernels.quantization import dequantize, quantize
 from barellm.kernels.topk import top_k
 
 __all__ = [
-    "attention",
-    "binary_matmul",
-    "blocksparse_matmul",
-    "conv2d",
-    "dequantize",
-    "layernorm",
-    "matmul",
-    "quantize",
-    "rmsnorm",
-    "softmax",
-    "top_k",
-    "vjp",
-]
+    "attention", "binary_matmul", "blocksparse_matmul", "conv2d", "dequantize", "layernorm", "matmul", "quantize", "rmsnorm",
+    "softmax", "top_k", "vjp",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

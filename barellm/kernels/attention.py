@@ -41,15 +41,9 @@ _BLOCK_SPARSE = FunctionSpec(
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    relative: Array | None = None,
-    *,
-    causal: bool = True,
-    layout: Layout | None = None,
+    q: Array, k: Array, v: Array, relative: Array | None = None, *, causal: bool = True, layout: Layout | None = None,
     out: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Self-attention (Vaswani et al. 2017), with grouped queries where G < H (GQA, Ainslie et al. 2023): causal, full, or
     block-sparse over the blocks that a layout lists for each head (Child et al. 2019), where it may have a relative position bias
     (Shaw et al. 2018).

@@ -209,16 +209,12 @@ def declare(p: Program, cfg: Config) -> Weights:
     def block(h: str) -> Block:
         before, up = cfg.norm_position == "pre", ("gate_up", 2 * F) if cfg.mlp == "gated" else ("up", F)
         return Block(
-            h,
-            norm(f"{h}.attn_norm", before),
-            *qkv(f"{h}.attn"),
+            h, norm(f"{h}.attn_norm", before), *qkv(f"{h}.attn"),
             linear(f"{h}.attn.proj", C, cfg.qkv_widths[0], cfg.attention_bias == "all", residual_std),
-            norm(f"{h}.attn_post_norm", not before),
-            norm(f"{h}.mlp_norm", before),
-            linear(f"{h}.mlp.{up[0]}", up[1], C, cfg.mlp_bias),
-            linear(f"{h}.mlp.down", C, F, cfg.mlp_bias, residual_std),
+            norm(f"{h}.attn_post_norm", not before), norm(f"{h}.mlp_norm", before),
+            linear(f"{h}.mlp.{up[0]}", up[1], C, cfg.mlp_bias), linear(f"{h}.mlp.down", C, F, cfg.mlp_bias, residual_std),
             norm(f"{h}.mlp_post_norm", not before),
-        )
+        )  # fmt: skip
 
     wte = vocabulary("wte")
     blocks = [block(f"h.{i}") for i in range(cfg.layers)]

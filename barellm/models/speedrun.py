@@ -353,16 +353,9 @@ def _attention(p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Ten
         v_BTC = p.gated(ve_BTC, value_BTH, base=v_BTC, scale=2.0)
     window, most = ("window_long", cfg.most_windows[1]) if long else ("window_short", cfg.most_windows[0])
     y_BTC = p.attention(
-        q_BTC,
-        k_BTC,
-        v_BTC,
-        heads=cfg.heads,
-        window=window,
-        most_window=most,
-        scale="attention_scale",
-        starts=seen.starts,
+        q_BTC, k_BTC, v_BTC, heads=cfg.heads, window=window, most_window=most, scale="attention_scale", starts=seen.starts,
         paired=paired,
-    )
+    )  # fmt: skip
     return p.linear(p.gated(y_BTC, gate_BTH, factor=scales[1]), layer.proj)
 
 
@@ -373,19 +366,9 @@ def _starts(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor | None:
 
 
 OWN = (
-    "d_ff",
-    "separator",
-    "block",
-    "stages",
-    "long",
-    "paired",
-    "values",
-    "skipped",
-    "skip_from",
-    "lanes_from",
-    "backout",
+    "d_ff", "separator", "block", "stages", "long", "paired", "values", "skipped", "skip_from", "lanes_from", "backout",
     "bigram_first",
-)
+)  # fmt: skip
 TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "d_model", *OWN, "smear", "bigram", "softcap"))
 
 

@@ -87,15 +87,9 @@ class Stages:
             updates = [("optimizer_step_tied" if index <= untied else "optimizer_step_untied", scalars)]
             updates += [("untie", {})] * (index == untied)
         return StepPlan(
-            seq=stage.seq,
-            document=stage.document,
-            rates=rates,
-            inv_targets=1.0 / train.gradient_accumulation_steps,
-            shown=1.0 / (train.micro_batch_size * stage.seq),
-            loss="next_loss",
-            adds=index % 2 == 1,
-            updates=tuple(updates),
-        )
+            seq=stage.seq, document=stage.document, rates=rates, inv_targets=1.0 / train.gradient_accumulation_steps,
+            shown=1.0 / (train.micro_batch_size * stage.seq), loss="next_loss", adds=index % 2 == 1, updates=tuple(updates),
+        )  # fmt: skip
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
         schedule, cfg = self.schedule(total), self._config

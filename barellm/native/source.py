@@ -205,14 +205,9 @@ class Image:
         rates = _list(float(x).hex() for x in numbers)
         yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"
         sizes = (
-            train.micro_batch_size,
-            train.seq,
-            train.gradient_accumulation_steps,
-            train.batch_rampup_from,
-            train.batch_rampup_tokens,
-            train.steps,
-            train.seed,
-        )
+            train.micro_batch_size, train.seq, train.gradient_accumulation_steps, train.batch_rampup_from,
+            train.batch_rampup_tokens, train.steps, train.seed,
+        )  # fmt: skip
         sizes += (train.save_total_limit, train.keep_every)
         gradient = float(models.loss_gradient(config.model) or 0.0)
         model = f"{config.model.vocab_size}, {int(models.whole(config.model))}"

@@ -152,26 +152,18 @@ def _input_gradient(activation: str) -> Fusion:
     """A matmul's input gradient times the slope of the activation before it."""
     slope = f"{activation}_backward"
     return Fusion(
-        f"matmul_dx_{activation}",
-        [("matmul_dx", {}), (slope, {"dy": "0.dx"})],
-        {"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
-        {"dx": "1.dx"},
-        kernel="product",
-        attrs={"epilogues": (slope,)},
-    )
+        f"matmul_dx_{activation}", [("matmul_dx", {}), (slope, {"dy": "0.dx"})], {"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
+        {"dx": "1.dx"}, kernel="product", attrs={"epilogues": (slope,)},
+    )  # fmt: skip
 
 
 def _transposed_gradient(activation: str) -> Fusion:
     """The same of a matmul whose weight is stored the other way round (`transposed_weight`)."""
     slope = f"{activation}_backward"
     return Fusion(
-        f"matmul_{slope}",
-        [("matmul", {}), (slope, {"dy": "0.y"})],
-        {"x": "0.x", "weight": "0.weight", "pre": "1.x"},
-        {"y": "1.dx"},
-        kernel="product",
-        attrs={"epilogues": (slope,)},
-    )
+        f"matmul_{slope}", [("matmul", {}), (slope, {"dy": "0.y"})], {"x": "0.x", "weight": "0.weight", "pre": "1.x"},
+        {"y": "1.dx"}, kernel="product", attrs={"epilogues": (slope,)},
+    )  # fmt: skip
 
 
 def layernorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:

@@ -88,14 +88,9 @@ class LoweredProgram(Generic[L]):
     """A program's ops after fusion and grouping, each lowered. ValueError for an op that the backend has no kernel for."""
 
     def __init__(
-        self,
-        program: Program,
-        *,
-        table: Iterable[Fusion],
-        registry: Registry[L],
-        lowering: Callable[[Op], L],
+        self, program: Program, *, table: Iterable[Fusion], registry: Registry[L], lowering: Callable[[Op], L],
         groups: Mapping[str, Alike] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.ops = group(fuse(program.ops, list(table), takes=registry.fuses), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:

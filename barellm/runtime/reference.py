@@ -96,15 +96,9 @@ class ReferenceSession:
     `plan`: instead of the planner's own (tests of the planner)."""
 
     def __init__(
-        self,
-        programs: Mapping[str, Program],
-        *,
-        dtype: str = "float64",
-        storage: bool = False,
-        poison: bool = False,
-        table: Iterable[Fusion] = (),
-        plan: Plan | None = None,
-    ) -> None:
+        self, programs: Mapping[str, Program], *, dtype: str = "float64", storage: bool = False, poison: bool = False,
+        table: Iterable[Fusion] = (), plan: Plan | None = None,
+    ) -> None:  # fmt: skip
         self.programs = dict(programs)
         self.store = next(iter(self.programs.values())).store
         table = list(table)

@@ -47,17 +47,9 @@ class Registry(Generic[L]):
         self.entries: dict[str, Entry[L]] = {}
 
     def add(
-        self,
-        op_name: str,
-        lower: Callable[[L], None],
-        *,
-        adds: str = "",
-        starts: str = "",
-        floats: str = "",
-        also: Mapping[str, str] | None = None,
-        views: str = "",
-        spans: str = "",
-    ) -> None:
+        self, op_name: str, lower: Callable[[L], None], *, adds: str = "", starts: str = "", floats: str = "",
+        also: Mapping[str, str] | None = None, views: str = "", spans: str = "",
+    ) -> None:  # fmt: skip
         """Register how `op_name` is lowered; a second entry for an op replaces the first. The words name operands: `adds` are
         outputs that can be added to, `starts` those that can be started too, `views` operands that may be views, and `spans`
         operands that may be spans ("*": all). `also` has dtypes that an operand may have beside `floats`, which are those of

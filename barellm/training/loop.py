@@ -235,15 +235,10 @@ class Loop:
         rate = train.micro_batch_size * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
         row = {
-            "kind": "train",
-            "step": step,
-            "loss": loss if isfinite(loss) else None,
-            **plan.rates,
-            "grad_norm": norm if isfinite(norm) else None,
-            "tokens": self.progress.tokens,
-            "tokens_per_s": round(rate, 1),
+            "kind": "train", "step": step, "loss": loss if isfinite(loss) else None, **plan.rates,
+            "grad_norm": norm if isfinite(norm) else None, "tokens": self.progress.tokens, "tokens_per_s": round(rate, 1),
             "seconds": round(self.progress.seconds, 3),
-        }
+        }  # fmt: skip
         if self.spikes.active:
             row |= {f"{name}_z": score for name, score in self.spikes.scores.items()} | {"skipped": bool(spike)}
         self.record(row)

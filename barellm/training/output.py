@@ -109,13 +109,9 @@ class Output:
 
     def _result(self, loop: Loop, result: Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
         final: dict[str, Any] = {
-            "kind": "result",
-            "step": loop.progress.step,
-            "preset": self.config.preset,
-            "val_nats": result.nats,
-            "val_bits_per_byte": result.bits_per_byte,
-            "val_bytes": result.bytes,
-        }
+            "kind": "result", "step": loop.progress.step, "preset": self.config.preset, "val_nats": result.nats,
+            "val_bits_per_byte": result.bits_per_byte, "val_bytes": result.bytes,
+        }  # fmt: skip
         if result.bytes:
             text = self.run.final_evaluator.text(self.data.tokenizer)
             final["gzip_bits_per_byte"] = gzip_bits_per_byte(text)
@@ -126,15 +122,10 @@ class Output:
         if loop.spikes.active:
             final["skipped_steps"] = loop.spikes.skipped
         return final | {
-            "seconds": round(seconds, 2),
-            "seconds_all_sessions": round(loop.progress.seconds, 2),
-            "steps": loop.progress.step,
-            "tokens_per_s": sorted(speeds)[len(speeds) // 2],
-            "parameters": self.compiled.parameters,
-            **self.compiled.meta(),
-            "checkpoint": str(loop.saving.saved),
-            "curve": str(loop.saving.folder.parent / "loss.png"),
-        }
+            "seconds": round(seconds, 2), "seconds_all_sessions": round(loop.progress.seconds, 2), "steps": loop.progress.step,
+            "tokens_per_s": sorted(speeds)[len(speeds) // 2], "parameters": self.compiled.parameters, **self.compiled.meta(),
+            "checkpoint": str(loop.saving.saved), "curve": str(loop.saving.folder.parent / "loss.png"),
+        }  # fmt: skip
 
 
 class Silent(Output):

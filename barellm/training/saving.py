@@ -37,18 +37,9 @@ class Saving:
     while an update makes one step's weights the next one's, and while a save begins: a thread that holds it may save itself."""
 
     def __init__(
-        self,
-        folder: Path,
-        session: Session,
-        *,
-        written: Mapping[str, frozenset[str]],
-        shared: bool,
-        threads: int,
-        tokenizer: Mapping[str, bytes],
-        console: Console,
-        stop: Stopping,
-        saved: Path | None = None,
-    ) -> None:
+        self, folder: Path, session: Session, *, written: Mapping[str, frozenset[str]], shared: bool, threads: int,
+        tokenizer: Mapping[str, bytes], console: Console, stop: Stopping, saved: Path | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.session, self.saved = folder, session, saved
         self.changing = threading.Lock()
         self.last_began = False
@@ -189,15 +180,9 @@ class Saving:
 
     def _write(self, source: checkpoint.Source, point: Point, *, folder: Path | None = None) -> Path:
         return checkpoint.save(
-            folder or self.folder,
-            source,
-            step=point.step,
-            meta=point.meta,
-            tokenizer=self._tokenizer,
-            keep=point.keep,
-            gradients=point.gradients,
-            warn=self._not_removed,
-        )
+            folder or self.folder, source, step=point.step, meta=point.meta, tokenizer=self._tokenizer, keep=point.keep,
+            gradients=point.gradients, warn=self._not_removed,
+        )  # fmt: skip
 
 
 class SharedSaving(Saving):

@@ -101,15 +101,9 @@ class OurAttention:
 
 
 def measure(
-    dtype: str,
-    *,
-    torch: bool,
-    rounds: int,
-    report: Callable[[str], None],
-    lengths: tuple[int, ...] = LENGTHS,
-    device: str = "cpu",
+    dtype: str, *, torch: bool, rounds: int, report: Callable[[str], None], lengths: tuple[int, ...] = LENGTHS, device: str = "cpu",
     share: int = 1,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Measure attention and return one JSON object, with a row for each size, for "forward" and "both". With `torch`, each round
     has a round of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
@@ -134,15 +128,9 @@ def measure(
             finally:
                 ours.close()
     result = {
-        "kind": "attention",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "dtype": dtype,
-        "rounds": rounds,
-        "machine": machine(device),
-        "load_before": load,
-        "load_after": os.getloadavg(),
-        "cases": rows,
-    }
+        "kind": "attention", "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "dtype": dtype, "rounds": rounds,
+        "machine": machine(device), "load_before": load, "load_after": os.getloadavg(), "cases": rows,
+    }  # fmt: skip
     if baseline:
         tuned = json.loads((FOLDER / "peers" / "environments.json").read_text())["tuned"]
         result |= {"peer": f"PyTorch {baseline.facts['version']}", "peer_threads": baseline.facts["threads"]}
@@ -161,14 +149,9 @@ def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], pe
     by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}
     ours, work = median(by_turn["ours"]), flops(case, what)
     made = case | {
-        "what": what,
-        "ours_s": ours,
-        "flops": work,
-        "peak_flops": peak,
-        "percent_of_peak": 100 * work / ours / peak,
-        "of_square": ours * peak / (work * 2 * case["seq"] / (case["seq"] + 1)),
-        "turns_s": turns,
-    }
+        "what": what, "ours_s": ours, "flops": work, "peak_flops": peak, "percent_of_peak": 100 * work / ours / peak,
+        "of_square": ours * peak / (work * 2 * case["seq"] / (case["seq"] + 1)), "turns_s": turns,
+    }  # fmt: skip
     baselines = {name: found for name, found in by_turn.items() if name != "ours"}
     ratios = {n: median(p / o for o, p in zip(by_turn["ours"], found, strict=True)) for n, found in baselines.items()}
     if baselines:

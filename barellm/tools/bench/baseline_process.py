@@ -74,17 +74,9 @@ def opened(
 
 
 def samples(
-    ours: Any,
-    baseline: Baseline | None,
-    case: int,
-    *,
-    what: str,
-    rounds: int,
-    turn_s: float,
-    long_s: float,
-    pause: Any,
+    ours: Any, baseline: Baseline | None, case: int, *, what: str, rounds: int, turn_s: float, long_s: float, pause: Any,
     backends: tuple[str, ...] = (),
-) -> dict[str, list[list[float]]]:
+) -> dict[str, list[list[float]]]:  # fmt: skip
     """Seconds of calls of each side by round. `ours(what, calls)`: seconds of so many calls of ours; `turn_s`: what a round should
     take; a call of `long_s` needs no call before it; `pause()` is called before each round. `backends`: of the baseline, each of
     which is interleaved under its own name, but for those that cannot do it."""

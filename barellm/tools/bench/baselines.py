@@ -193,35 +193,21 @@ def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: 
     baselines = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(baselines, key=lambda name: baselines[name])
     return {
-        **description("peers", config, device),
-        "flops": programs["forward_backward"].flops,
-        "rounds": rounds,
-        "steps_per_turn": steps,
-        "ceiling": ceiling.to_json(),
-        "bound_s": bound,
-        "ours_s": ours,
-        "percent_of_bound": 100 * bound / ours,
-        "tokens_per_s": config.train.micro_batch_size * config.train.seq / ours,
-        "ratios": {name: seconds / ours for name, seconds in baselines.items()},
-        "best_peer": best,
-        "ratio_to_best": baselines[best] / ours,
-        "variants": [v.to_json(FOLDER.parent) for v in all_variants],
-    }
+        **description("peers", config, device), "flops": programs["forward_backward"].flops, "rounds": rounds,
+        "steps_per_turn": steps, "ceiling": ceiling.to_json(), "bound_s": bound, "ours_s": ours,
+        "percent_of_bound": 100 * bound / ours, "tokens_per_s": config.train.micro_batch_size * config.train.seq / ours,
+        "ratios": {name: seconds / ours for name, seconds in baselines.items()}, "best_peer": best,
+        "ratio_to_best": baselines[best] / ours, "variants": [v.to_json(FOLDER.parent) for v in all_variants],
+    }  # fmt: skip
 
 
 def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
     """The facts of a measurement: what was measured, when and where."""
     return {
-        "kind": kind,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "preset": config.preset,
-        "batch": config.train.micro_batch_size,
-        "seq": config.train.seq,
-        "dtype": config.train.dtype,
-        "recompute": config.train.recompute,
-        "moments": config.optim.moments,
-        "machine": machine(device),
-    }
+        "kind": kind, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "preset": config.preset,
+        "batch": config.train.micro_batch_size, "seq": config.train.seq, "dtype": config.train.dtype,
+        "recompute": config.train.recompute, "moments": config.optim.moments, "machine": machine(device),
+    }  # fmt: skip
 
 
 def results() -> Path:
@@ -263,13 +249,9 @@ def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     sizes |= {"d_model": model.d_model, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
     wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(wanted),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        [sys.executable, str(script)], input=json.dumps(wanted), stdout=subprocess.PIPE, text=True, check=True,
         env=os.environ | environments()["tuned"]["set"],
-    )
+    )  # fmt: skip
     answer = json.loads(done.stdout.splitlines()[-1])
     for row, seconds in zip(rows, answer["s"], strict=True):
         row["peer_s"] = None if seconds is None else seconds * row["count"]

@@ -225,14 +225,9 @@ def fill(session: Any) -> None:
 
 
 def measure(
-    config: Config,
-    *,
-    tokens: list[int],
-    rounds: int,
-    report: Callable[[dict[str, Any]], None],
-    device: str = "cpu",
+    config: Config, *, tokens: list[int], rounds: int, report: Callable[[dict[str, Any]], None], device: str = "cpu",
     baseline: str = "",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A row per GEMM of the model and number of tokens, `report`ed when it is done. Peaks, warm and cold are interleaved, with a
     `baseline`, "torch" or "cublaslt", its GEMM, without what is fused to ours; all are medians of `rounds`. On a CPU each round
     goes through all GEMMs, so that no busy moment of the machine has more than one sample of one. `config` has its dtype resolved,
@@ -328,16 +323,9 @@ def _row(gemm: Gemm, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]]
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)
     row = {
-        **gemm.__dict__,
-        "dtype": dtype,
-        "flops": op.flops(),
-        "nbytes": timed.nbytes,
-        "peak_flops": peak,
-        "warm_s": warm,
-        "cold_s": cold,
-        "warm_percent": 100 * bound / warm,
-        "cold_percent": 100 * bound / cold,
-    }
+        **gemm.__dict__, "dtype": dtype, "flops": op.flops(), "nbytes": timed.nbytes, "peak_flops": peak, "warm_s": warm,
+        "cold_s": cold, "warm_percent": 100 * bound / warm, "cold_percent": 100 * bound / cold,
+    }  # fmt: skip
     if theirs:
         row |= {"peer_warm_s": theirs[0], "peer_cold_s": theirs[1]}
         row |= {"times_peer_warm": theirs[0] / warm, "times_peer_cold": theirs[1] / cold}

@@ -122,19 +122,12 @@ class Variant:
     def to_json(self, root: Path) -> dict[str, Any]:
         """Paths below `root` without it, others by their last part."""
         return {
-            "name": self.name,
-            "why": self.why,
-            "environment": self.environment,
-            "command": [_portable(word, root) for word in self.command],
-            "held": self.resident,
-            "median_s": median(self.samples),
-            "min_s": min(self.samples),
-            "median_of_turns_s": [median(turn["step_s"]) for turn in self.turns],
-            **self.facts,
+            "name": self.name, "why": self.why, "environment": self.environment,
+            "command": [_portable(word, root) for word in self.command], "held": self.resident, "median_s": median(self.samples),
+            "min_s": min(self.samples), "median_of_turns_s": [median(turn["step_s"]) for turn in self.turns], **self.facts,
             "peak_rss_bytes": self.peak_rss_bytes,
-            **({"peak_device_bytes": self.peak_device_bytes} if self.peak_device_bytes else {}),
-            "turns": self.turns,
-        }
+            **({"peak_device_bytes": self.peak_device_bytes} if self.peak_device_bytes else {}), "turns": self.turns,
+        }  # fmt: skip
 
 
 def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], None], device_bytes: int | None = None) -> int:

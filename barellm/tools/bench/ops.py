@@ -36,17 +36,11 @@ def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any
         for row in rows if alone else ():
             row["alone_s"] *= row["count"] * bench.shares[row["program"]]
         return {
-            "kind": "ops",
-            "preset": bench.compiled.config.preset,
-            "batch": train.micro_batch_size,
-            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")},
-            **where_it_ran(bench.compiled),
-            "step_s": step_s,
-            "ops_s": sum(row["s"] for row in rows),
-            "bound_s": sum(row["bound_s"] for row in rows),
-            "ceiling": ceiling.to_json(),
-            "ops": rows,
-        }
+            "kind": "ops", "preset": bench.compiled.config.preset, "batch": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("seq", "dtype", "recompute")}, **where_it_ran(bench.compiled),
+            "step_s": step_s, "ops_s": sum(row["s"] for row in rows), "bound_s": sum(row["bound_s"] for row in rows),
+            "ceiling": ceiling.to_json(), "ops": rows,
+        }  # fmt: skip
 
 
 Seconds = dict[str, np.ndarray]  # program -> (ops, 2), as `rows.op_seconds` has them

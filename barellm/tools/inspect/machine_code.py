@@ -202,16 +202,10 @@ def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]
     if sums:  # a loop that adds to none keeps other things there
         sums += len(_kept_on_stack(code, kind, stack))
     return Loop(
-        label=label,
-        instructions=len(code),
-        accumulators=sums,
-        multiply_adds=dict(counts),
-        loads=sum(load for load, _ in moves),
-        stores=sum(store for _, store in moves),
-        stack_references=_references(code, stack),
-        vector_spills=_references([i for i in code if VECTOR.search(i.operands)], stack),
-        widest=_widest(code),
-    )
+        label=label, instructions=len(code), accumulators=sums, multiply_adds=dict(counts), loads=sum(load for load, _ in moves),
+        stores=sum(store for _, store in moves), stack_references=_references(code, stack),
+        vector_spills=_references([i for i in code if VECTOR.search(i.operands)], stack), widest=_widest(code),
+    )  # fmt: skip
 
 
 def _accumulators(code: list[Instruction], kind: str) -> int:

@@ -50,36 +50,20 @@ def report(
     step = runs_per_step(config)
     limit, limit_source = device_memory(device)
     numbers: dict[str, Any] = {
-        "preset": config.preset,
-        **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
-        "batch": train.micro_batch_size // ranks.count,
-        "seq": train.seq,
-        "accumulate": train.gradient_accumulation_steps,
-        "dtype": train.dtype,
-        "recompute": train.recompute,
-        "moments": config.optim.moments,
-        "device": device,
-        **built.machine,
-        "parameters": sum(t.size for t in programs["forward_backward"].store.of_role("parameter")),
-        "memory": memory(built),
-        "arena_bytes": plan.arena_bytes,
-        "live_peak_bytes": plan.live_peak_bytes,
-        "ratio": plan.arena_bytes / plan.live_peak_bytes,
-        "persistent_bytes": plan.persistent_bytes,
-        "workspace_bytes": plan.workspace_bytes,
-        "limit_bytes": limit,
-        "limit_source": limit_source,
-        "fits": None if limit is None else plan.arena_bytes <= limit,
+        "preset": config.preset, **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
+        "batch": train.micro_batch_size // ranks.count, "seq": train.seq, "accumulate": train.gradient_accumulation_steps,
+        "dtype": train.dtype, "recompute": train.recompute, "moments": config.optim.moments, "device": device, **built.machine,
+        "parameters": sum(t.size for t in programs["forward_backward"].store.of_role("parameter")), "memory": memory(built),
+        "arena_bytes": plan.arena_bytes, "live_peak_bytes": plan.live_peak_bytes, "ratio": plan.arena_bytes / plan.live_peak_bytes,
+        "persistent_bytes": plan.persistent_bytes, "workspace_bytes": plan.workspace_bytes, "limit_bytes": limit,
+        "limit_source": limit_source, "fits": None if limit is None else plan.arena_bytes <= limit,
         "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
         "model_flops": model_flops(programs, config),
         "tokens": train.micro_batch_size // ranks.count * train.seq * train.gradient_accumulation_steps,
-        "programs": {name: _program(built, name) for name in programs},
-        "kernels": len(built.specs),
-        "step": step,
-        "families": _families(built, step),
-        "ops": _ops(built, step, ceiling),
+        "programs": {name: _program(built, name) for name in programs}, "kernels": len(built.specs), "step": step,
+        "families": _families(built, step), "ops": _ops(built, step, ceiling),
         "fusions": dict(Counter(op.name for name in step for op in built.lowered[name].ops if _fused(op))),
-    }
+    }  # fmt: skip
     if ceiling is not None:
         numbers["ceiling"] = ceiling.to_json()
         numbers["expected_s"] = sum(row["expected_s"] for row in numbers["ops"])

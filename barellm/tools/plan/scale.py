@@ -203,20 +203,11 @@ def prediction(
         }
     tokens = own.train.micro_batch_size * own.train.gradient_accumulation_steps * own.train.seq
     return {
-        "preset": config.preset,
-        "ranks": ranks,
-        "link": {"name": name, **asdict(over)},
-        "batch": own.train.micro_batch_size,
-        "accumulate": own.train.gradient_accumulation_steps,
-        "seq": own.train.seq,
-        "tokens": tokens * ranks,
-        "powersgd": config.optim.powersgd,
-        "sent_bytes": sum(c.nbytes for c in found) * (ranks - 1) / ranks,
-        "ceiling": ceiling.source,
-        "utilisation": utilisation,
-        "compute_s": done.seconds,
-        "ways": ways,
-    }
+        "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(over)}, "batch": own.train.micro_batch_size,
+        "accumulate": own.train.gradient_accumulation_steps, "seq": own.train.seq, "tokens": tokens * ranks,
+        "powersgd": config.optim.powersgd, "sent_bytes": sum(c.nbytes for c in found) * (ranks - 1) / ranks,
+        "ceiling": ceiling.source, "utilisation": utilisation, "compute_s": done.seconds, "ways": ways,
+    }  # fmt: skip
 
 
 def table(n: dict[str, Any]) -> list[str]:

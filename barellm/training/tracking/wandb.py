@@ -17,14 +17,9 @@ class Tracker:
 
     def __init__(self, subject: Subject) -> None:
         self._run = wandb.init(
-            project=subject.project,
-            name=subject.name,
-            id=subject.id,
-            resume="allow",
-            dir=str(subject.folder),
-            config=dict(subject.config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+            project=subject.project, name=subject.name, id=subject.id, resume="allow", dir=str(subject.folder),
+            config=dict(subject.config), settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
