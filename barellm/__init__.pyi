@@ -58,6 +58,7 @@ class TrainKeys(TypedDict, total=False):
     steps: int
     epochs: float
     minutes: float
+    overfit: int
     eval_every: int
     eval_tokens: int
     eval_from: str
@@ -103,6 +104,7 @@ def train(
     seq: int = ...,
     seed: int = ...,
     minutes: float = ...,
+    overfit: int = ...,
     init_from: str | Path = ...,
     dtype: str = ...,
     recompute: bool = ...,

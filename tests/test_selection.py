@@ -46,7 +46,7 @@ def test_fp32_kernels_are_tested_on_one_of_those_with_equal_code():
 def test_the_code_of_fp32_kernels_is_equal_there(other, monkeypatch):
     """Name by name, of a model with everything: what `same_code` leaves out would show nothing new. Which way a product of few rows
     takes is a choice, and processors with tiles take another one: tests/cpu/test_tuner.py runs them."""
-    monkeypatch.setattr(linear, "select_skinny_config", lambda isa, role, dtype, cols, depth, threads: SkinnyGemmConfig(1, 8, 2))
+    monkeypatch.setattr(linear, "select_skinny_config", lambda c, kind, dtype, cols, depth: SkinnyGemmConfig(1, 8, 2))
     config = changed(preset("shakespeare-char"), {"train.dtype": "fp32", "model.dropout": 0.1})
     first, second = (isas.cross(name, kernels.X86_TRIPLE) for name in ("avx512_bf16", other))
     ours, theirs = ({u.spec.key: u.spec.ir(isa) for u in kernels.used_by(config, isa)} for isa in (first, second))

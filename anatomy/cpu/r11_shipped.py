@@ -1,5 +1,5 @@
 """Rung 11, shipped: the kernel that barellm trains with, called as it is. To rung 10 it adds what a whole model needs. Panels
-and blocks of rows are claimed together, so that many threads find work in a small product. A long depth goes in parts that
+and blocks of rows are claimed together, so that many threads find work in a small matmul. A long depth goes in parts that
 stay in the caches. Where registers are left, the next panel is packed while this one is multiplied. And bias, GELU or a
 residual are added to a tile while it is still in registers. Read on in barellm/cpu/kernels/gemm/gemm.py.
 """

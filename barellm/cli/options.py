@@ -185,13 +185,13 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How a token is chosen. What nobody gives is what the model's own generation_config.json says."""
     for name, metavar, kind, default, what in (
-        ("temperature", "T", float, 0.8, "sampling temperature; 0 is greedy decoding"),
-        ("top-p", "P", float, 1.0, "nucleus sampling: the smallest set of tokens with cumulative probability P"),
-        ("min-p", "P", float, 0.0, "only tokens at least P times as likely as the most likely one"),
-        ("repetition-penalty", "X", float, 1.0, "penalty of tokens that the text has already; 1.1 or so repeats less"),
-        ("top-k", "K", int, 0, "top-k sampling: only the K most likely tokens; 0 is all"),
+        ("temperature", "T", float, 0.8, "0 is greedy decoding"),
+        ("top-p", "P", float, 1.0, "nucleus sampling: fewest tokens with cumulative probability P"),
+        ("min-p", "P", float, 0.0, "only tokens P times as likely as the likeliest"),
+        ("repetition-penalty", "X", float, 1.0, "penalty of tokens of the text"),
+        ("top-k", "K", int, 0, "only the K most likely tokens; 0 is all"),
     ):
-        said = f"{what} (default: the model's own, else {default:g})"
+        said = f"{what} (default: the model's, else {default:g})"
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=said)
 
 

@@ -40,11 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
     )
-    parser.add_argument(
-        "--special", action="store_true", help="names of special tokens in prompts, as <|im_end|>, are those tokens"
-    )
-    parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with, as they are: 1,29,3 (default: none)")
-    parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, each after the text so far")
+    parser.add_argument("--special", action="store_true", help="prompts may have special tokens, as <|im_end|>")
+    parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with: 1,29,3")
+    parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, one after another")
     add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")

@@ -88,7 +88,7 @@ class Dataset:
     def no_text(self) -> str:
         """Why `byte_lengths` is None."""
         known = {"gpt2": "GPT-2's vocabulary is not on this machine", Ids.name: "the model has no tokenizer"}
-        return known.get(self.tokenizer.name, "nothing says of how many bytes of text these shards are")
+        return known.get(self.tokenizer.name, "the bytes of the shards' text are unknown")
 
 
 def prepare(

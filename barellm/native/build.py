@@ -88,6 +88,8 @@ def check(run: Run) -> None:
         ("train.eval_seq", config.train.eval_seq, "0"),
         ("train.track", config.train.track, "none"),
         ("train.overfit", config.train.overfit, "0"),
+        ("train.early_stopping", config.train.early_stopping, "0"),
+        ("train.keep_best", config.train.keep_best, "false"),
         ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),
     ):
         if value:

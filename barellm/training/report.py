@@ -45,7 +45,7 @@ def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
         f"output   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
-        lines.append(f"         no samples and no bits per byte: {data.no_text}")
+        lines.append(f"         no samples, no bits per byte: {data.no_text}")
     elif not data.tokenizer.exact:
         lines.append("         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was")
     return lines

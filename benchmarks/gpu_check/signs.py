@@ -49,7 +49,7 @@ def kernels(scale: Scale, target: Target) -> Iterator[Specialisation]:
     """What the stage launches."""
     for size in sizes(scale):
         yield from lower_and_plan({"product": program(*size)}, target).specs
-        with patch.object(binary_mma, "LAST", 0):
+        with patch.object(binary_mma, "LAST_ARCH", 0):
             yield from lower_and_plan({"product": program(*size)}, target).specs
 
 
@@ -62,7 +62,7 @@ def signs(scale: Scale) -> dict[str, Any]:
         x, weight = (r.standard_normal(shape).astype(np.float32) for shape in ((rows, K), (N, K)))
         found: dict[str, Any] = {"size": [rows, N, K]}
         sessions = {"tensor cores": opened(target, rows, N, K)}
-        with patch.object(binary_mma, "LAST", 0):
+        with patch.object(binary_mma, "LAST_ARCH", 0):
             sessions["popc"] = opened(target, rows, N, K)
         right = np.where(x[:64] >= 0, 1.0, -1.0) @ np.where(weight >= 0, 1.0, -1.0).T
         for name, session in sessions.items():

@@ -44,7 +44,7 @@ def test_sampling_imports_nothing_of_training(trained, monkeypatch, tmp_path):
     assert "barellm.generation.decode" in loaded
     assert not {name for name in loaded if name.startswith(("barellm.training", "barellm.evaluation", "barellm.interop"))}
     assert not loaded & {"matplotlib", "rich", "tokenizers", "torch", "triton", "barellm.cpu.tuner"}
-    assert len([name for name in loaded if name.startswith("barellm.")]) < 270
+    assert len([name for name in loaded if name.startswith("barellm.")]) < 280
 
 
 def test_sampling_plans_and_compiles_one_program(trained):

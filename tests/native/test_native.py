@@ -480,7 +480,10 @@ def test_the_checkpoints_say_what_pythons_say(made):
     assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
 
 
-REFUSED = {"minutes", "signal_grace_period", "exponent_stats", "hellaswag", "track", "init_from", "eval_from", "eval_seq"}
+REFUSED = {
+    "minutes", "signal_grace_period", "exponent_stats", "hellaswag", "track", "init_from", "eval_from", "eval_seq", "epochs",
+    "overfit", "early_stopping", "keep_best",
+}  # fmt: skip
 NOT_HERE = {"hellaswag_every", "gemm_backend", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
 OTHER = {"dtype": "bf16", "recompute": True, "micro_batch_size": 3, "seq": 8, "batch_rampup_from": 2, "batch_rampup_tokens": 400}
 
