@@ -115,13 +115,13 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
 def ids_of_config(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The ids that config.json has: those that came in, else what begins and ends a text."""
     if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     known = tokenizer.conventions
     if known.ids:
         return dict(known.ids)
     ends = sorted(known.ends - {known.begin}, key=lambda i: (i != known.end, i)) or [known.end]
-    found = {"bos_token_id": known.begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    return found if known.pad is None else found | {"pad_token_id": known.pad}
+    # None is written too: without the key transformers takes a default of the family, which may be an id that the model lacks.
+    return {"bos_token_id": known.begin, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": known.pad}
 
 
 def _printed(token: bytes) -> str:

@@ -211,7 +211,7 @@ def test_weights_without_a_tokenizer_come_train_on_shards_and_go(tmp_path, refus
     write_shard(shards / "a.bin", [np.arange(3000) % 256], magic=20240520)
     words = ["--steps", "2", "--batch", "2", "--seq", "16", "--optim.warmup", "1", "--out", str(tmp_path / "tuned")]
     assert main(["train", "gpt2-124m", "--init-from", str(tmp_path / "run"), "--data", str(shards), *words]) == 0
-    assert "no samples and no bits per byte: the model has no tokenizer" in capsys.readouterr().out
+    assert "no samples, no bits per byte: the model has no tokenizer" in capsys.readouterr().out
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "tuned"), "--format", "huggingface", "--out", str(out)]) == 0
     assert not (out / "tokenizer.json").exists()
