@@ -60,6 +60,7 @@ def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
         REGISTRY.entries.update(before)
 
 
+@pytest.mark.extended
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -210,6 +211,7 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
 TABLE_ROW = re.compile(r"^\| ([\w.-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+) \|", re.MULTILINE)
 
 
+@pytest.mark.extended
 def test_the_table_of_arenas_is_what_is_planned(monkeypatch):
     """For the machine that the table names, whatever this one is: its first cache decides some tiles."""
     monkeypatch.setattr(processor, "caches", lambda: {1: 32 << 10, 2: 1 << 20, 3: 32 << 20})

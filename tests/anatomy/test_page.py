@@ -18,6 +18,7 @@ def test_the_page_is_made_of_the_results_and_the_files():
     assert re.findall(r"<!-- gpu (\d+) -->", text) == [str(r.number) for r in GPU_RUNGS]
 
 
+@pytest.mark.extended
 def test_the_pictures_are_of_the_results_that_the_page_names(tmp_path):
     page.pictures(tmp_path)
     for made in tmp_path.iterdir():

@@ -114,6 +114,7 @@ def test_a_model_trains_like_the_references(isa, monkeypatch):
     session.close()
 
 
+@pytest.mark.extended
 def test_bits_do_not_depend_on_threads():
     digests = set()
     for threads in (1, 2, 5):

@@ -103,7 +103,6 @@ def calls(parsed: dict[str, ast.Module]) -> list[Use]:
     return [use for where, tree in parsed.items() for use in uses(tree, where, FUNCTION.fullmatch)]
 
 
-@pytest.mark.extended
 def test_every_call_of_the_driver_is_one_of_the_bindings():
     found = calls(trees())
     assert {name for _, name, _ in found} >= {"cuInit", "cuLaunchKernelEx", "cuMemFree", "cuKernelGetParamInfo", "cuEventQuery"}
@@ -178,7 +177,6 @@ def prototypes() -> dict[str, int]:
     return {name: 0 if inside.strip() in ("", "void") else inside.count(",") + 1 for name, inside in found}
 
 
-@pytest.mark.extended
 def test_the_bindings_take_what_the_c_functions_take():
     """A value that a binding gives is a pointer that the C function takes; an array of options goes with its length."""
     found = prototypes()
@@ -213,7 +211,6 @@ def real_nccl() -> ModuleType:
     return pytest.importorskip("nccl.bindings.nccl")
 
 
-@pytest.mark.extended
 def test_every_call_of_nccl_is_one_of_nccl4py(real_nccl):
     found = []
     for where, tree in trees("barellm/cuda", "benchmarks").items():

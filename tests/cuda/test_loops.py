@@ -112,6 +112,7 @@ def test_loads_of_the_next_turn_are_on_their_way_and_two_blocks_share_a_multipro
         assert waits == [f"SB0, {left:#x}"]
 
 
+@pytest.mark.extended
 def test_threads_of_a_row_meet_in_no_loop(step):
     code, sass = step["row_losses"]
     found = [loop for loop in loops(sass) if any(op.startswith("MUFU") for op, _ in loop)]

@@ -125,6 +125,7 @@ def test_bits_do_not_depend_on_threads(dtype, monkeypatch):
         assert all(np.array_equal(values, other[name]) for other in found[1:]), name
 
 
+@pytest.mark.extended
 def test_a_step_that_is_not_finite_changes_nothing_on_all_ranks(monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     for rank in each_rank(2, lambda ranks: stepped(small(), ranks, spoil=1)):

@@ -106,6 +106,7 @@ def test_where_one_rank_has_no_memory_for_copies_all_wait(tmp_path, monkeypatch,
     assert contents(tmp_path / "moving") == contents(tmp_path / "still")
 
 
+@pytest.mark.extended
 def test_a_save_that_fails_is_one_line_and_all_ranks_go_on(tmp_path, monkeypatch):
     disk = Disk(error=errno.EIO)
     monkeypatch.setattr(storage, "system", disk)

@@ -189,6 +189,7 @@ def test_what_gets_its_name_is_on_the_disk(program, tmp_path):
 # --- a disk that fails ---
 
 
+@pytest.mark.extended
 def test_an_error_of_the_disk_costs_one_checkpoint_or_ends_in_one_line(program, tmp_path):
     """A save on the way costs itself. Where the run can't begin or its last save fails, the line names the path; the same command
     goes on from there."""

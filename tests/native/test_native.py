@@ -121,6 +121,7 @@ def test_a_program_takes_the_steps_of_python(made, program, threads):
     assert drawn[50] == rows[50] and drawn[100].startswith(rows[100]), "the last one is longer than Python's"
 
 
+@pytest.mark.extended
 def test_python_goes_on_where_a_program_stopped(made):
     assert train(made, "there", "--stop", "37").returncode == 0
     resume(made, "there")

@@ -144,6 +144,7 @@ print("done")
 """
 
 
+@pytest.mark.extended
 def test_a_caller_gets_errors_and_of_equal_tokens_the_first(chars):
     command = [sys.executable, "-S", "-c", CALLER, str(chars / "program/libbarellm.so")]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")

@@ -24,6 +24,7 @@ def results(monkeypatch, tmp_path):
     return each_rank(2, lambda ranks: measure(config, steps=2, folder=tmp_path / str(ranks.rank), ranks=ranks)), tmp_path
 
 
+@pytest.mark.extended
 def test_every_rank_sees_what_all_spend_on_each_exchange(results):
     (ours, theirs), folder = results
     rows = ours["between_ranks"]

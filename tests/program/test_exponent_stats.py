@@ -94,6 +94,7 @@ def test_gradients_are_complete_where_they_are_looked_at(backend, recompute):
 
 
 @pytest.mark.parametrize("model, compute", [(MODEL, "bf16"), (LLAMA, "fp32")], ids=["gpt2 bf16", "llama3 fp32"])
+@pytest.mark.extended
 def test_a_step_that_is_looked_at_makes_the_same_calls_and_bits(model, compute):
     built = programs(model, compute)
     seen, session = found(CpuSession, built)

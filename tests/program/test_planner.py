@@ -107,6 +107,7 @@ def naive_overlaps(plan: planner.Plan, lives: planner.Lifetimes) -> set[frozense
     return found
 
 
+@pytest.mark.extended
 def test_two_hundred_shortened_lifetimes_are_all_reported():
     """Each of 200 random lifetimes ends one op early. Every overlap that this makes is reported, by name; and executed with
     poison, every one of them changes the results."""

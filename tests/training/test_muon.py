@@ -106,6 +106,7 @@ def test_the_loop_gives_the_momentum_of_each_step(fake, command):
     assert given == pytest.approx([0.45 + 0.05 * min(i, 10) for i in range(12)])
 
 
+@pytest.mark.extended
 def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, command, monkeypatch, capsys):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     small = ["--model.layers", "1", "--model.d_model", "32", "--train.sample_every", "0", "--optim.name", "muon"]

@@ -125,6 +125,7 @@ def test_a_rate_of_zero_leaves_the_other_its_schedule():
 
 
 @pytest.mark.parametrize("frozen", ["lr", "muon_lr"])
+@pytest.mark.extended
 def test_a_rate_of_zero_leaves_its_parameters_alone(frozen):
     both = {"lr": 3e-3, "muon_lr": 0.02} | {frozen: 0.0}
     optim = OptimConfig(name="muon", min_lr=0.0, **both)
