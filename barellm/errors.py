@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 CLOSE = 0.75  # difflib's ratio of a word and what it may be a slip of: seed and sede, not fsdp
@@ -19,6 +20,12 @@ class UserError(ValueError):
 
 class WrongType(UserError, TypeError):
     """An argument of another type than expected: a ValueError as every mistake is, and the TypeError that Python has for it."""
+
+
+def visible(text: str) -> str:
+    """A text of strangers for a terminal: control characters, which could move the cursor or set colours, are written as \\x1b and
+    the like. Line breaks and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def shown(found: object) -> str:

@@ -63,7 +63,8 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
         scheme(weights)
     config = models.preset(name)
     if (kind := config.data.tokenizer) not in ("bytes", "gpt2"):
-        raise UserError(f"the tokenizer of {name} ({kind}) is made from its text: train it first, then name its run")
+        what = f"({kind}) is made from its text: train it" if kind else "comes with its published weights: barellm import them"
+        raise UserError(f"the tokenizer of {name} {what} first, then name the run")
     config = replace(config, train=replace(config.train, micro_batch_size=1, dtype=dtype or config.train.dtype))
     return Found(None, config, make_tokenizer(kind, lambda: ()), device, weights or "")
 

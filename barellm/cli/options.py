@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from barellm import models
 from barellm.cli import help
 from barellm.config import Config, aliases, overrides
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, nearest, visible
 
 if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
@@ -200,6 +200,11 @@ def sampling_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:
     from barellm.generation.samplers import sampling
 
     return sampling(tokenizer.conventions.sampling, seed=args.seed, **{name: getattr(args, name) for name in SAMPLING})
+
+
+def for_terminal(text: str) -> str:
+    """A model's text, `visible` where it goes to a terminal; into a file or a pipe it goes as it is."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 DEFAULT_CONTEXT = 4096  # tokens

@@ -23,6 +23,7 @@ from barellm.cli.options import (
     add_weights,
     context_of,
     escaped,
+    for_terminal,
     sampling_of,
 )  # fmt: skip
 
@@ -216,5 +217,5 @@ def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> N
 
 
 def _write(piece: str) -> None:
-    sys.stdout.write(piece)
+    sys.stdout.write(for_terminal(piece))
     sys.stdout.flush()

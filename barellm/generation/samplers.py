@@ -43,7 +43,11 @@ class Sampling:
 
 
 def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any) -> Sampling:
-    """What a user has given, None where nothing; else what the model's own folder says; else the defaults."""
+    """What a user has given, None where nothing; else what the model's own folder says; else the defaults. UserError for an unknown
+    name."""
+    known = {field.name for field in fields(Sampling)}
+    for name in given.keys() - known:
+        raise UserError(f"unknown option {name!r} of sampling, expected one of {', '.join(sorted(known))}")
     return Sampling(seed=seed, **{**own, **{name: value for name, value in given.items() if value is not None}})
 
 

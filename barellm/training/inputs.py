@@ -69,15 +69,16 @@ class Inputs:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
+        rows = self._rows()
+        self.packed = rows.packed if isinstance(rows, ExampleRows) else None
+        # Of one pass: those of the text, or of the sequences that examples are packed into.
+        self.epoch_tokens = len(self.packed.rows) * train.seq if self.packed else len(self.data.train)
         if train.epochs:
             train = replace(train, steps=self._steps_of_epochs())
             self.config = replace(self.config, train=train)
             if start and not train.minutes:
                 start.meta["total_steps"] = max(train.steps, start.meta["step"])
-        self.batches = rows = self._rows()
-        self.packed = rows.packed if isinstance(rows, ExampleRows) else None
-        if train.overfit:
-            self.batches = Repeated(rows, train.overfit * train.micro_batch_size)
+        self.batches = Repeated(rows, train.overfit * train.micro_batch_size) if train.overfit else rows
         theirs = start.meta.get("llmc") if start else None
         if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
             self.batches.check(self.batch_rampup.before(start.meta["step"]), theirs)
@@ -124,13 +125,8 @@ class Inputs:
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
 
     def _steps_of_epochs(self) -> int:
-        """The steps of train.epochs, now that the length of the text is known: of examples, of their packed sequences."""
-        train, tokens = self.config.train, len(self.data.train)
-        if self.data.examples is not None:
-            rows = self._rows()
-            assert isinstance(rows, ExampleRows)
-            tokens = len(rows.packed.rows) * train.seq
-        return max(1, bisect_left(range(ANY_STEPS), train.epochs * tokens, key=self.batch_rampup.tokens))
+        """The steps of train.epochs, now that the length of the text is known."""
+        return max(1, bisect_left(range(ANY_STEPS), self.config.train.epochs * self.epoch_tokens, key=self.batch_rampup.tokens))
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train

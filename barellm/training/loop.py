@@ -15,7 +15,7 @@ from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
 from barellm.data.loader import Rows
 from barellm.data.mapping import LostFile
-from barellm.errors import UserError
+from barellm.errors import UserError, visible
 from barellm.evaluation import hellaswag
 from barellm.evaluation.text import repetitive
 from barellm.evaluation.validation import Evaluator, Result
@@ -401,7 +401,7 @@ class Loop:
         if show and repetitive(text):
             self.console.line(f"step {step:>5}  sample  {text[:16]!r} again and again (metrics.jsonl has all of it)")
         elif show:
-            lines = text.splitlines()
+            lines = visible(text).splitlines()
             more = ["  | ..."] * (len(lines) > SHOWN_LINES)
             self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {x}" for x in lines[:SHOWN_LINES]), *more]))
 

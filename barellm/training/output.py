@@ -104,7 +104,7 @@ class Output:
             say(f"warning: no curve in {image}: {error.strerror}")
         row = self._result(loop, result, texts, seconds=elapsed())
         loop.record(row)
-        for line in report.closing(row, self.folder, self.config):
+        for line in report.closing(row, self.folder, self.config, answers=self.data.examples is not None):
             say(line)
 
     def _result(self, loop: Loop, result: Result, texts: list[str], *, seconds: float) -> dict[str, Any]:

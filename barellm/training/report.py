@@ -95,22 +95,23 @@ def _roofline(compiled: CompiledModel) -> list[str]:
 
 
 def intentions(
-    config: Config, data: Dataset, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
+    config: Config, epoch_tokens: int, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
 ) -> list[str]:
-    """How much is to be trained, and what cannot be meant. `total` None: the number of steps follows from `minutes`; `bound_s`: the
-    roofline of a step, 0 where nobody measured."""
+    """How much is to be trained, and what cannot be meant. `epoch_tokens`: those of one pass over the data. `total` None: the
+    number of steps follows from `minutes`; `bound_s`: the roofline of a step, 0 where nobody measured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
         steps = f"as many steps as fit into {train.minutes:g} minutes{most}"
         return [f"budget   {steps}: other machines do more or fewer"]
     tokens = batch_rampup.tokens(total) - batch_rampup.tokens(done)
-    epochs = tokens / max(1, len(data.train))
+    epochs = "" if train.overfit else f", {tokens / max(1, epoch_tokens):.3g} epochs"
     least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
     time = f"; {in_words(least)} at the roofline" if least >= 1 else ""
-    many = f"{train.overfit:,} micro-batch{'es' * (train.overfit > 1)}"
+    many = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"
     lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
-    lines += [f"budget   {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} epochs{time}"]
+    steps = f"{total - done:,} step{'s' * (total - done != 1)}"
+    lines += [f"budget   {steps}, {short(tokens)} tokens{epochs}{time}"]
     if train.batch_rampup_from:
         full = next((step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None)
         last = (
@@ -129,7 +130,7 @@ def intentions(
 def warmup_warning(config: Config, total: int) -> str:
     return (
         f"warning: the warmup of {config.optim.warmup:,} steps is not over after {total:,}: the learning rate never reaches "
-        f"{config.optim.lr:g} (--optim.warmup {ceil(total / 20)} would be 5 %)"
+        f"{config.optim.lr:g} (--optim.warmup {ceil(total / 20)} would be {ceil(total / 20) / total:.0%})"
     )
 
 
@@ -165,8 +166,9 @@ def few_windows(windows: int, seq: int, key: str) -> str:
     return f"warning: validation has {several} of {seq} tokens, so its loss is noisy: more text, or a larger {key}"
 
 
-def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
-    """The end of a run in plain lines: how good, how long, what lies where, and what to type next."""
+def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bool = False) -> list[str]:
+    """The end of a run in plain lines: how good, how long, what lies where, and what to type next. `answers`: it was trained
+    on prompts and their answers."""
     nats, bits = result["val_nats"], result["val_bits_per_byte"]
     loss = f"{nats:.4f} nats per token (perplexity {perplexity(nats)})"
     lines = ["", f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s"]
@@ -185,11 +187,12 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
         )
     run = shlex.quote(str(folder)) + models.option(config.model)
     prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
+    try_it = (f"chat {run}", f"eval {run}") if answers else (f"sample {run}{prompt}", f"eval {run} --data FILE --split all")
     return [
         *lines,
         f"saved    {result['checkpoint']}",
         f"         {folder} has metrics.jsonl, loss.png and config.json too",
-        f"next     barellm sample {run}{prompt}",
-        f"         barellm eval {run} --data FILE --split all",
+        f"next     barellm {try_it[0]}",
+        f"         barellm {try_it[1]}",
         f"         barellm train --out {run} --resume --steps {2 * result['steps']}",
     ]

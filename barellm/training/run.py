@@ -167,7 +167,7 @@ class Run(Inputs):
         bound_s = compiled.flops_per_step / peak if peak else 0.0
         packed = report.packing(self.packed) if self.packed else []
         found = packed + report.intentions(
-            self.config, self.data, batch_rampup=self.batch_rampup, done=progress.step, total=total, bound_s=bound_s
+            self.config, self.epoch_tokens, batch_rampup=self.batch_rampup, done=progress.step, total=total, bound_s=bound_s
         )
         # Windows are few because the text is short, or because few were asked for.
         seq = train.eval_seq or train.seq

@@ -237,7 +237,7 @@ def test_overfit_trains_on_the_first_batches_alone(tmp_path, capsys):
     words = ["--data", str(tmp_path / "text"), "--data.tokenizer", "bytes", "--batch", "2", "--steps", "60", "--lr", "1e-2"]
     command = ["train", "shakespeare-char", *words, *sizes, "--optim.warmup", "1", "--overfit", "1"]
     assert main([*command, *REFERENCE, "--out", str(tmp_path / "run")]) == 0
-    assert "the first 1 micro-batch again and again" in capsys.readouterr().out
+    assert "the first micro-batch again and again" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert losses[-1] < 0.3 < 4 < losses[0] and not math.isnan(losses[-1])

@@ -19,6 +19,7 @@ from barellm.assembly.build import open_model
 from barellm.checkpoint import checkpoint
 from barellm.cli import checkpoints
 from barellm.cli.main import main
+from barellm.cli.options import for_terminal
 from barellm.config import Config
 from barellm.cpu.backend import machine_of
 from barellm.generation import decode
@@ -386,6 +387,17 @@ def test_a_preset_samples_with_random_weights_if_its_vocabulary_is_known(monkeyp
     monkeypatch.setattr(models, "presets", lambda: {"chars": lambda: models.module("gpt2").shakespeare_char()})
     assert main(["sample", "chars"]) == 2
     assert "the tokenizer of chars (chars) is made from its text" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["sample", "qwen3-0.6b"]) == 2
+    assert "the tokenizer of qwen3-0.6b comes with its published weights" in capsys.readouterr().err
+
+
+def test_a_text_cannot_drive_the_terminal(monkeypatch):
+    """Sampled from weights of a stranger's, or from any at a high temperature."""
+    text = "red \x1b[31m, a bell\x07, C1 \x9b1m, a\ttab\nand \u6f22"
+    assert for_terminal(text) == text  # not a terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert for_terminal(text) == "red \\x1b[31m, a bell\\x07, C1 \\x9b1m, a\ttab\nand \u6f22"
 
 
 def test_inspect_counts_the_instructions_of_a_weight(capsys):

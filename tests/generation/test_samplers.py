@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from barellm.errors import UserError
-from barellm.generation.samplers import Sampling, draw, penalized, probabilities, uniform
+from barellm.generation.samplers import Sampling, draw, penalized, probabilities, sampling, uniform
 
 LOGITS = np.log(np.array([0.4, 0.1, 0.25, 0.05, 0.2], np.float32))
+
+
+def test_an_unknown_option_is_one_line():
+    with pytest.raises(UserError, match=r"unknown option 'temprature' of sampling, expected one of min_p, .*temperature"):
+        sampling({}, temprature=0.5)
 
 
 def test_temperature_one_gives_the_softmax():

@@ -21,12 +21,12 @@ def config(**keys):
     return changed(preset("shakespeare-char"), {key.replace("__", "."): value for key, value in keys.items()})
 
 
-TEXT = SimpleNamespace(train=range(1_000_000))
+EPOCH = 1_000_000  # tokens
 
 
 def said(chosen, *, done=0, total=2000, bound_s=0.0):
     batch_rampup = BatchRampup(chosen.train)
-    return report.intentions(chosen, TEXT, batch_rampup=batch_rampup, done=done, total=total, bound_s=bound_s)
+    return report.intentions(chosen, EPOCH, batch_rampup=batch_rampup, done=done, total=total, bound_s=bound_s)
 
 
 def test_tokens_epochs_and_the_bound_of_what_is_left():
@@ -36,6 +36,12 @@ def test_tokens_epochs_and_the_bound_of_what_is_left():
     ]
     assert said(config(), done=1500, bound_s=0.1) == ["budget   500 steps, 384k tokens, 0.384 epochs; 50 seconds at the roofline"]
     assert said(config(), total=3, bound_s=0.1)[0] == "budget   3 steps, 2.3k tokens, 0.0023 epochs"
+
+
+def test_a_run_on_the_same_batches_again_and_again_has_no_epochs():
+    lines = said(config(train__overfit=1), total=1)
+    assert lines[:2] == ["overfit  the first micro-batch again and again: the loss should go to 0", "budget   1 step, 768 tokens"]
+    assert said(config(train__overfit=3))[0].startswith("overfit  the first 3 micro-batches ")
 
 
 def test_a_limit_of_time_is_said_as_one():
