@@ -143,11 +143,15 @@ def _one_of(key: str, found: Any, values: tuple[Any, ...]) -> Any:
 
 
 def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleType]:
-    """The architecture whose name config.json has; where it has none, the first. UserError for weights that are quantized."""
+    """The architecture that config.json names by its model_type, or by its class in `architectures`.
+    UserError for weights that are quantized."""
     found: dict[str, tuple[HuggingFace, ModuleType]] = {}
     for module in map(models.module, models.names()):
         found |= {known.model_type: (known, module) for known in architectures(module)}
-    name = config.get("model_type", models.BEFORE_NAMES)
+    classes = config.get("architectures") or ()
+    named = (one.model_type for one, _ in found.values() if isinstance(classes, list) and one.class_name in classes)
+    old = models.BEFORE_NAMES if "n_embd" in config else None  # GPT-2's first files said neither
+    name = config["model_type"] if "model_type" in config else next(named, old)
     if not isinstance(name, str) or name not in found:
         missing = [what for what, has in MISSING.items() if has(config)]
         why = f" (it has {' and '.join(missing)}, which no architecture here has)" if missing else ""

@@ -47,6 +47,20 @@ def test_there_and_back_are_the_same_weights_and_options(tmp_path, family):
         np.testing.assert_array_equal(again.read_rows(name, 0, len(array)), array, name)
 
 
+def test_a_file_without_model_type_is_known_by_its_class(tmp_path, refused):
+    cfg = Config(**SIZES | MADE["qwen3"])
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    del config["model_type"]
+    path.write_text(json.dumps(config))
+    assert open_weights(tmp_path / "hf", tokenizer="bytes").model == cfg
+    del config["architectures"]
+    path.write_text(json.dumps(config))
+    assert "model_type is None, expected 'gpt2' or 'llama' or" in refused("import", path.parent, "--out", tmp_path / "x")
+
+
 def test_rows_of_a_fused_matrix_lie_head_by_head_there(tmp_path):
     """q, k and v of the first head, then of the second; a head begins with the two halves of the part that RoPE rotates."""
     cfg = Config(**SIZES | MADE["gpt_neox"])  # heads of 8 columns, of which the first 2 are rotated
