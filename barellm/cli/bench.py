@@ -52,11 +52,9 @@ def configure(parser: Parser) -> None:
     )
     rare.add_argument("--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024")
     rare.add_argument(
-        "--share",
-        type=int,
-        metavar="N",
+        "--share", type=int, metavar="N",
         help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
-    )
+    )  # fmt: skip
     rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
     rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
     parser.add_argument("--json", action="store_true", help="print one JSON object last")

@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from barellm.generation.samplers import Sampling
 
 COMMANDS = {
-    "/help": "show this",
-    "/system TEXT": "another system message, from the next answer on; without TEXT none",
-    "/reset": "forget the conversation, all but the system message",
-    "/exit": "leave, as Ctrl-D does",
-}
+    "/help": "show this", "/system TEXT": "another system message, from the next answer on; without TEXT none",
+    "/reset": "forget the conversation, all but the system message", "/exit": "leave, as Ctrl-D does",
+}  # fmt: skip
 THINKING = ("dim", "show", "hide")
 DIM, PLAIN = "\033[2m", "\033[0m"
 
@@ -45,13 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN")
     parser.add_argument("--system", type=escaped, metavar="TEXT", help="the system message (default: the template's own)")
     parser.add_argument(
-        "-n",
-        "--max-new-tokens",
-        type=int,
-        default=512,
-        metavar="N",
+        "-n", "--max-new-tokens", type=int, default=512, metavar="N",
         help="most tokens of an answer, half the context at most (default: 512)",
-    )
+    )  # fmt: skip
     add_context(parser)
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")

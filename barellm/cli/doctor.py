@@ -82,11 +82,9 @@ def memory() -> dict[str, Any]:
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     return {
-        "limit bytes": limit,
-        "limit set by": source,
-        "available bytes": available,
+        "limit bytes": limit, "limit set by": source, "available bytes": available,
         "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-    }
+    }  # fmt: skip
 
 
 def gpu() -> dict[str, Any]:

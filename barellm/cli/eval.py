@@ -33,12 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=0, metavar="N", help="evaluate on about N tokens, evenly spread (default: all)"
     )
     parser.add_argument(
-        "--first",
-        type=int,
-        default=0,
-        metavar="N",
+        "--first", type=int, default=0, metavar="N",
         help="evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--hellaswag", metavar="FILE", help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin"
     )
@@ -49,12 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write a JSON object for each document of the text, or each example of HellaSwag, to a new file",
     )
     parser.add_argument(
-        "--batch",
-        type=int,
-        default=8,
-        metavar="N",
+        "--batch", type=int, default=8, metavar="N",
         help="batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row",
-    )
+    )  # fmt: skip
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
     add_weights(parser)

@@ -17,11 +17,9 @@ def configure(parser: Parser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
     parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="NAME",
+        "--tokenizer", default="", metavar="NAME",
         help="bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",
-    )
+    )  # fmt: skip
     add_configuration(parser)
 
 

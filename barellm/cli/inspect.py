@@ -17,12 +17,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--preset", default="gpt2-124m", metavar="PRESET", help="the preset whose kernels are meant (default: gpt2-124m)"
     )
     parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        choices=("auto", "fp32", "bf16", "fp16"),
+        "--dtype", type=dtype, default="auto", choices=("auto", "fp32", "bf16", "fp16"),
         help="the dtype of the preset's matmuls (default: auto)",
-    )
+    )  # fmt: skip
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(
         "--isa", metavar="NAME", help="amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)"
@@ -30,11 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="TRIPLE", help="another machine, e.g. aarch64-apple-darwin, with --isa")
     parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80 to sm_120 (default: as used here)")
     parser.add_argument(
-        "--stage",
-        default="summary",
-        choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
+        "--stage", default="summary", choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
         help="what to print (default: summary); asm: cpu only; ptx, sass: cuda only",
-    )
+    )  # fmt: skip
     add_weights(parser)
     parser.add_argument("--recompute", action="store_true", help="take the programs that recompute activations")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

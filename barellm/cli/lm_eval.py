@@ -132,13 +132,10 @@ class Barellm(TemplateLM):
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")
         how = Sampling(
-            temperature=float(requested.get("temperature", 0.0)),
-            top_k=int(requested.get("top_k") or 0),
-            top_p=float(requested.get("top_p") or 1.0),
-            min_p=float(requested.get("min_p") or 0.0),
-            repetition_penalty=float(requested.get("repetition_penalty") or 1.0),
-            seed=self.seed,
-        )
+            temperature=float(requested.get("temperature", 0.0)), top_k=int(requested.get("top_k") or 0),
+            top_p=float(requested.get("top_p") or 1.0), min_p=float(requested.get("min_p") or 0.0),
+            repetition_penalty=float(requested.get("repetition_penalty") or 1.0), seed=self.seed,
+        )  # fmt: skip
         room = self.max_length - count
         prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
         positions = cache_positions(max(map(len, prompts)) + count, self.max_length)

@@ -27,12 +27,9 @@ def configure(parser: Parser) -> None:
     )
     parser.add_argument("--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200")
     rare.add_argument(
-        "--gemm",
-        type=int,
-        nargs=3,
-        metavar=("M", "N", "K"),
+        "--gemm", type=int, nargs=3, metavar=("M", "N", "K"),
         help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
-    )
+    )  # fmt: skip
     rare.add_argument(
         "--compile",
         action="store_true",
@@ -46,12 +43,9 @@ def configure(parser: Parser) -> None:
         "nvlink4 (docs/scale.md)",
     )
     rare.add_argument(
-        "--mfu",
-        type=float,
-        default=0.4,
-        metavar="SHARE",
+        "--mfu", type=float, default=0.4, metavar="SHARE",
         help="with --interconnect: model FLOPs utilization of a rank's matmuls (default: 0.4)",
-    )
+    )  # fmt: skip
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

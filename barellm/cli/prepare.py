@@ -32,11 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may exist but must be empty")
     parser.add_argument(
-        "--tokenizer",
-        default="gpt2",
-        metavar="NAME",
+        "--tokenizer", default="gpt2", metavar="NAME",
         help="bytes, chars, bpe, gpt2, or a folder with a tokenizer.json, such as Llama-3's (default: gpt2)",
-    )
+    )  # fmt: skip
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
     parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
     parser.add_argument(

@@ -30,12 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="SOURCE", help="a text, or shards, to calibrate with (default: what the run was trained on)"
     )
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=32768,
-        metavar="N",
+        "--tokens", type=int, default=32768, metavar="N",
         help="calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)",
-    )
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="batch size (default: 8)")
     add_device(parser, "cpu, cuda or reference")
 

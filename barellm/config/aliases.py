@@ -33,12 +33,8 @@ VALUES = {
     "train.gemm_backend": {"own": "barellm"},
 }
 PRESETS = {
-    "gpt2": "gpt2-124m",
-    "gpt2-small": "gpt2-124m",
-    "gpt2-medium": "gpt2-350m",
-    "gpt2-large": "gpt2-774m",
-    "gpt2-xl": "gpt2-1558m",
-}
+    "gpt2": "gpt2-124m", "gpt2-small": "gpt2-124m", "gpt2-medium": "gpt2-350m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m",
+}  # fmt: skip
 FORMATS = {"hf": "huggingface", "safetensors": "huggingface", "llama.cpp": "gguf", "llm.c": "llmc"}
 
 # Keys as other trainers call them.

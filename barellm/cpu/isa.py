@@ -77,12 +77,9 @@ ARM = {
 NEEDS = {
     "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx512_bf16": ("avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "fma"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
-    "avx2": ("avx2", "fma", "bmi2"),
-    "neon_bf16": ("bf16",),
-    "neon": ("neon",),
-    "generic": (),
-}
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"), "avx2": ("avx2", "fma", "bmi2"), "neon_bf16": ("bf16",),
+    "neon": ("neon",), "generic": (),
+}  # fmt: skip
 
 
 def cross(name: str, triple: str) -> ISA:

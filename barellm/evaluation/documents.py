@@ -71,12 +71,9 @@ class Documents:
 
 def summary(nats: float, tokens: int, nbytes: int) -> dict[str, Any]:
     return {
-        "tokens": tokens,
-        "bytes": nbytes,
-        "nats": nats,
-        "nats_per_token": nats / tokens if tokens else None,
+        "tokens": tokens, "bytes": nbytes, "nats": nats, "nats_per_token": nats / tokens if tokens else None,
         "bits_per_byte": nats / log(2) / nbytes if nbytes else None,
-    }
+    }  # fmt: skip
 
 
 def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

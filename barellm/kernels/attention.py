@@ -33,11 +33,8 @@ def _block_sparse(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout
 _BLOCK_SPARSE = FunctionSpec(
     "attention",
     {"q": "B L (H D)", "k": "B L (G D)", "v": "B L (G D)", "relative": "M (H D)", "rows": "R", "columns": "R", "masks": "W"},
-    ("B L H D",),
-    _block_sparse,
-    dict.fromkeys(("rows", "columns", "masks"), ("i32",)),
-    optional=("relative",),
-)
+    ("B L H D",), _block_sparse, dict.fromkeys(("rows", "columns", "masks"), ("i32",)), optional=("relative",),
+)  # fmt: skip
 
 
 def attention(

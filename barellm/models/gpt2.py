@@ -296,13 +296,10 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 PRESETS: dict[str, Callable[[], Run]] = {
-    "default": default,
-    "shakespeare-char": shakespeare_char,
-    "shakespeare-char-large": shakespeare_char_large,
-    "shakespeare-muon": shakespeare_muon,
-    "shakespeare-unit": shakespeare_unit,
+    "default": default, "shakespeare-char": shakespeare_char, "shakespeare-char-large": shakespeare_char_large,
+    "shakespeare-muon": shakespeare_muon, "shakespeare-unit": shakespeare_unit,
     **{name: partial(_gpt2, name, **row) for name, row in ROWS.items()},
-}
+}  # fmt: skip
 
 
 # --- other programs ---

@@ -78,20 +78,16 @@ def check(run: Run) -> None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
     for key, value, expected in (
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),
-        ("train.epochs", config.train.epochs, "0: say --steps N"),
-        ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
+        ("train.epochs", config.train.epochs, "0: say --steps N"), ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
         ("optim.skip_norm_z", config.optim.skip_norm_z, "0"),
         ("train.signal_grace_period", config.train.signal_grace_period, "0: the program saves after its step"),
-        ("train.exponent_stats", config.train.exponent_stats, "0"),
-        ("train.hellaswag", config.train.hellaswag, "none"),
+        ("train.exponent_stats", config.train.exponent_stats, "0"), ("train.hellaswag", config.train.hellaswag, "none"),
         ("train.eval_from", "" if config.train.eval_from == "spread" else config.train.eval_from, "spread"),
-        ("train.eval_seq", config.train.eval_seq, "0"),
-        ("train.track", config.train.track, "none"),
-        ("train.overfit", config.train.overfit, "0"),
-        ("train.early_stopping", config.train.early_stopping, "0"),
+        ("train.eval_seq", config.train.eval_seq, "0"), ("train.track", config.train.track, "none"),
+        ("train.overfit", config.train.overfit, "0"), ("train.early_stopping", config.train.early_stopping, "0"),
         ("train.keep_best", config.train.keep_best, "false"),
         ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),
-    ):
+    ):  # fmt: skip
         if value:
             said = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
             raise UserError(f"{key} is {said}, and a program without Python does not do that, expected {expected}")

@@ -74,18 +74,15 @@ def speedrun_rules(config: OptimConfig) -> list[Rule]:
     muon = {"rate": "muon_lr", "ns_steps": config.ns_steps}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
-        Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)),
-        Rule("h.*.attn.proj|h.*.mlp.up", optimizer=NorMuon(**muon)),
-        Rule("h.*.mlp.down", optimizer=NorMuon(lr_mul=2.0, **muon)),
-        Rule("embed|head", optimizer=Adam(0.5, 0.95, wd_mul=150.0)),
+        Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)), Rule("h.*.attn.proj|h.*.mlp.up", optimizer=NorMuon(**muon)),
+        Rule("h.*.mlp.down", optimizer=NorMuon(lr_mul=2.0, **muon)), Rule("embed|head", optimizer=Adam(0.5, 0.95, wd_mul=150.0)),
         Rule("values.*|bigrams", optimizer=Adam(0.75, 0.95, lr_scale=75.0, wd_mul=5.0)),
-        Rule("h.*.gate", optimizer=Adam(0.9, 0.99)),
-        Rule("smear.gate", optimizer=Adam(0.9, 0.99, lr_scale=0.01, wd_mul=0.0)),
+        Rule("h.*.gate", optimizer=Adam(0.9, 0.99)), Rule("smear.gate", optimizer=Adam(0.9, 0.99, lr_scale=0.01, wd_mul=0.0)),
         Rule("skip.gate", optimizer=Adam(0.9, 0.99, lr_scale=0.05, wd_mul=0.0)),
         Rule("resid.*", optimizer=Adam(0.9, 0.95, lr_scale=5.0, wd_mul=0.0)),
         Rule("post.*|lanes.*|x0.*|bigrams.scale", optimizer=Adam(0.9, 0.95, wd_mul=0.0)),
         Rule("*.scale", optimizer=Adam(0.9, 0.99, lr_scale=5.0, wd_mul=0.0)),
-    ]
+    ]  # fmt: skip
 
 
 def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:

@@ -116,9 +116,6 @@ class Gradients:
             self.holders[present] -= 1
             self._hold(forward, self.graph.apply(Add, a=present, b=grad).y)
 
-    def between(self, op_type: type[Op], /, **operands: Any) -> Op:
-        return self.graph.apply(op_type, **operands)
-
     def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
         """Append `op_type`, whose outputs contribute to the gradients of `targets` (output name -> forward tensor). It writes, or
         adds, into an existing gradient where that is safe; other outputs are tensors of their own, contributed by `alias`."""

@@ -139,13 +139,10 @@ def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str, kind
     inputs = {k: v for k, v in (_QUANTIZED if kind else _LINEAR).items() if biased or k != "bias"}
     residual = epilogue == "residual"
     return Fusion(
-        kind + name,
-        [(f"{kind}matmul", {}), *([_BIAS] if biased else []), (op, {slot: before})],
-        inputs | ({"residual": f"{last}.a"} if residual else {}),
-        ({} if residual else {"pre": before}) | {"y": f"{last}.y"},
-        kernel=f"{kind}product",
-        attrs={"epilogues": (*(("bias",) if biased else ()), epilogue)},
-    )
+        kind + name, [(f"{kind}matmul", {}), *([_BIAS] if biased else []), (op, {slot: before})],
+        inputs | ({"residual": f"{last}.a"} if residual else {}), ({} if residual else {"pre": before}) | {"y": f"{last}.y"},
+        kernel=f"{kind}product", attrs={"epilogues": (*(("bias",) if biased else ()), epilogue)},
+    )  # fmt: skip
 
 
 def _input_gradient(activation: str) -> Fusion:

@@ -168,12 +168,9 @@ def duration(seconds: float) -> str:
 def in_words(seconds: float) -> str:
     """About how long, in the unit that a person would take: 40 seconds, 12 minutes, 5.2 hours, 9 days, 7 months."""
     for limit, unit, name, digits in (
-        (90, 1, "seconds", 0),
-        (90 * 60, 60, "minutes", 0),
-        (48 * 3600, 3600, "hours", 1),
-        (60 * 86400, 86400, "days", 0),
+        (90, 1, "seconds", 0), (90 * 60, 60, "minutes", 0), (48 * 3600, 3600, "hours", 1), (60 * 86400, 86400, "days", 0),
         (float("inf"), 30.4 * 86400, "months", 0),
-    ):
+    ):  # fmt: skip
         if seconds < limit:
             return f"{seconds / unit:,.{digits}f} {name}"
     return "for ever"

@@ -64,13 +64,10 @@ def _row(found: TensorStats) -> dict[str, Any]:
     first, stop = (int(at[0]), int(at[-1]) + 1) if at.size else (BIAS, BIAS)
     means = {"mean": found.mean, "mean_abs": found.mean_abs, "rms": found.rms, "max": found.largest}
     return {
-        "size": found.size,
-        "zeros": found.zeros,
-        "not_finite": found.not_finite,
-        **{name: float(f"{value:.6g}") if isfinite(value) else None for name, value in means.items()},
-        "first": first - BIAS,
+        "size": found.size, "zeros": found.zeros, "not_finite": found.not_finite,
+        **{name: float(f"{value:.6g}") if isfinite(value) else None for name, value in means.items()}, "first": first - BIAS,
         "counts": found.counts[first:stop].tolist(),
-    }
+    }  # fmt: skip
 
 
 def tensor_stats_of(row: Mapping[str, Any]) -> TensorStats:

@@ -327,12 +327,9 @@ class Loop:
         if not enough and progress.step != train.steps:
             return None
         return steps_in_time(
-            done=progress.step,
-            step_s=self._step_s,
-            pause_s=self._pauses_s,
-            left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
-            limit=train.steps or ANY_STEPS,
-        )
+            done=progress.step, step_s=self._step_s, pause_s=self._pauses_s,
+            left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s, limit=train.steps or ANY_STEPS,
+        )  # fmt: skip
 
     # --- between steps ---
 
@@ -412,13 +409,10 @@ class Loop:
         the loss or the gradient norm is not finite."""
         train, progress = self.config.train, self.progress
         meta = {
-            **self.meta,
-            "total_steps": progress.total,
-            "samples": self.batch_rampup.before(progress.step) * train.micro_batch_size,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 3),
+            **self.meta, "total_steps": progress.total, "samples": self.batch_rampup.before(progress.step) * train.micro_batch_size,
+            "tokens": progress.tokens, "seconds": round(progress.seconds, 3),
             "milestone": self._milestone_due or self._is_milestone(progress.step),
-        }
+        }  # fmt: skip
         if self.spikes.active:
             meta["spikes"] = self.spikes.state()
         going_on = progress.step != progress.total

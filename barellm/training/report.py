@@ -189,10 +189,7 @@ def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bo
     prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
     try_it = (f"chat {run}", f"eval {run}") if answers else (f"sample {run}{prompt}", f"eval {run} --data FILE --split all")
     return [
-        *lines,
-        f"saved    {result['checkpoint']}",
-        f"         {folder} has metrics.jsonl, loss.png and config.json too",
-        f"next     barellm {try_it[0]}",
-        f"         barellm {try_it[1]}",
+        *lines, f"saved    {result['checkpoint']}", f"         {folder} has metrics.jsonl, loss.png and config.json too",
+        f"next     barellm {try_it[0]}", f"         barellm {try_it[1]}",
         f"         barellm train --out {run} --resume --steps {2 * result['steps']}",
-    ]
+    ]  # fmt: skip

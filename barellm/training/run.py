@@ -195,13 +195,10 @@ class Run(Inputs):
         """What all ranks must have alike."""
         meta = compiled.meta()
         return {
-            "barellm": agreement.version(),
-            "the text": f"{self.data.name} ({self.data.hash})",
-            "the configuration": overrides.to_json(self.config),
-            "the tokenizer": self.data.tokenizer.hash,
-            "the instruction set": meta["isa"],
-            "the checkpoint": self.start.meta["step"] if self.start else None,
-        }
+            "barellm": agreement.version(), "the text": f"{self.data.name} ({self.data.hash})",
+            "the configuration": overrides.to_json(self.config), "the tokenizer": self.data.tokenizer.hash,
+            "the instruction set": meta["isa"], "the checkpoint": self.start.meta["step"] if self.start else None,
+        }  # fmt: skip
 
     def _finish(self, output: Output, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
         """The last, longer look: evaluation, samples, curve, and what they come to. False if stopped before the end."""

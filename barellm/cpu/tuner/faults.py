@@ -58,10 +58,7 @@ def not_selectable(k, out, second, a, weight, bias, other, row_begin, row_limit,
 
 # Name, and words of the reason that it is rejected for.
 FAULTS = (
-    ("wrong_values", "wrong values"),
-    ("other_order", "other bits than the default's"),
-    ("writes_beyond", "wrote outside its result"),
-    ("hangs", "it hangs"),
-    ("traps", "was ended by SIG"),
+    ("wrong_values", "wrong values"), ("other_order", "other bits than the default's"),
+    ("writes_beyond", "wrote outside its result"), ("hangs", "it hangs"), ("traps", "was ended by SIG"),
     ("not_selectable", "LLVM ERROR"),
-)
+)  # fmt: skip

@@ -79,14 +79,11 @@ class GemmCase(Case):
         columns = {"nt": (problem.cols, problem.depth), "nn": (problem.depth, problem.cols)}
         N, K = columns.get(operation, (problem.rows, problem.cols))
         given = {
-            "dy": ((*seq, N), kind, operation != "nt"),
-            "x": ((*seq, K), kind, operation != "nn"),
-            "weight": ((N, K), kind, operation != "tn"),
-            "bias": ((N,), "fp32", epilogue in (*ACTIVATIONS, "residual")),
-            "residual": ((*seq, N), "fp32", epilogue == "residual"),
-            "pre": ((*seq, problem.cols), kind, epilogue in SLOPES),
+            "dy": ((*seq, N), kind, operation != "nt"), "x": ((*seq, K), kind, operation != "nn"),
+            "weight": ((N, K), kind, operation != "tn"), "bias": ((N,), "fp32", epilogue in (*ACTIVATIONS, "residual")),
+            "residual": ((*seq, N), "fp32", epilogue == "residual"), "pre": ((*seq, problem.cols), kind, epilogue in SLOPES),
             "out": ((N, K), "fp32", operation == "tn"),
-        }
+        }  # fmt: skip
         for name, (shape, dtype, needed) in given.items():
             if needed:
                 self.give(name, shape, dtype)

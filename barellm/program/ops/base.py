@@ -36,10 +36,6 @@ class Gradients(Protocol):
     def alias(self, forward: Tensor, grad: Tensor) -> None:
         """The gradient of `forward` is `grad` unchanged: no copy, unless it meets another contribution."""
 
-    def between(self, op_type: type[Op], /, **operands: Any) -> Op:
-        """Append `op_type`, whose results other ops of the rule read and nobody's gradient is."""
-        ...
-
     def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
         """Append `op_type`; each of its outputs named in `targets` contributes to that forward tensor's gradient."""
 

@@ -229,15 +229,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
             info.setdefault(name.strip(), value.strip())
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        **described,
-        **({"gpu": described["processor"]} if device == "cuda" else {}),
+        **described, **({"gpu": described["processor"]} if device == "cuda" else {}),
         "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
-        "cores": len(logical_cpus()),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
-        "python": platform.python_version(),
+        "cores": len(logical_cpus()), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(), "python": platform.python_version(),
         "huge_pages": huge.read_text().strip() if huge.exists() else None,
-    }
+    }  # fmt: skip
 
 
 def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,14 +34,11 @@ class Used:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kernel": self.spec.name,
-            "symbol": self.spec.symbol(),
-            "ops": self.ops,
-            "calls": self.calls,
+            "kernel": self.spec.name, "symbol": self.spec.symbol(), "ops": self.ops, "calls": self.calls,
             "operands": list(self.spec.operands),
             "constants": {name: str(v) if isinstance(v, GemmConfig | SkinnyGemmConfig) else v for name, v in self.spec.constants},
             **({"options": dict(self.spec.options)} if isinstance(self.spec, DeviceSpec) else {}),
-        }
+        }  # fmt: skip
 
     def matches(self, wanted: str) -> bool:
         """Whether `wanted` means this one: it may be the kernel's name, its symbol, or an op."""

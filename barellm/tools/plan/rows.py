@@ -39,12 +39,9 @@ def op_seconds(session: Any, calls_s: dict[str, np.ndarray]) -> dict[str, np.nda
 
 
 def by_kind(
-    session: Any,
-    seconds: dict[str, np.ndarray],
-    ceiling: Ceiling,
-    shares: Mapping[str, float],
+    session: Any, seconds: dict[str, np.ndarray], ceiling: Ceiling, shares: Mapping[str, float],
     more: Callable[[str, Op], Any] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each kind of op (program, name, shape), which holds the sums of its ops: `s`, of which `wait_s` in barriers,
     operations, bytes, the roofline, all of them of an average step, in which a program runs as often as `shares` says.
     `more(program, op)`: further keys for the row of which `op` is the first."""

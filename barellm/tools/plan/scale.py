@@ -195,12 +195,9 @@ def prediction(
         behind = sum(hidden(c, done, over, ranks, way) for c in found)
         step = done.seconds + sum(each.values())
         ways[way] = {
-            "collectives_s": each,
-            "step_s": step,
-            "efficiency": done.seconds / step,
-            "overlapped_step_s": step - behind,
+            "collectives_s": each, "step_s": step, "efficiency": done.seconds / step, "overlapped_step_s": step - behind,
             "overlapped_efficiency": done.seconds / (step - behind),
-        }
+        }  # fmt: skip
     tokens = own.train.micro_batch_size * own.train.gradient_accumulation_steps * own.train.seq
     return {
         "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(over)}, "batch": own.train.micro_batch_size,

@@ -261,17 +261,14 @@ def lower_update(op: Any, c: Lowering) -> None:
     planes = [weight_operands("param", o.outputs["param"]) for o in each]
     lo = of_matrices(each, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
     columns = {
-        "first": ("i64", firsts),
-        "units": ("i64", [n // unit for n in sizes]),
-        "param": of_matrices(each, (p["param"] for p in planes)),
-        "lo": lo,
-        "x": of_matrices(each, (o.x for o in each)),
+        "first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes]),
+        "param": of_matrices(each, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(each, (o.x for o in each)),
         "scales": of_matrices(each, (o.scales for o in each)) if scaled else ("i64", [0] * len(sizes)),
         "scale": ("fp64", repeated(each, lambda o: float(o.scale))),
         "lr_scale": ("fp64", repeated(each, lambda o: float(o.lr_scale))),
         "decay": ("fp64", repeated(each, lambda o: float(o.weight_decay))),
         "cols": ("i64", repeated(each, lambda o: int(o.x.shape[1]))),
-    }
+    }  # fmt: skip
     constants = {
         **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
         **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
