@@ -310,7 +310,7 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
 @pytest.mark.parametrize("parts, mode, N, kernels", [
     (1, "store", 128, ["hopper_gemm", "split_k_reduce"]),
     (3, "start", 192, ["hopper_gemm", "split_k_reduce", "split_k_reduce"]),
-    (3, "add", 130, ["gemm", "split_k_reduce", "bias_grad_partials", "combine"]),  # rows that TMA does not take
+    (3, "add", 130, ["gemm", "split_k_reduce", "bias_grad_partials", "combine_partials"]),  # rows that TMA does not take
 ])  # fmt: skip
 def test_a_bias_s_gradient_comes_with_its_weight_s(small_waves, monkeypatch, parts, mode, N, kernels):
     monkeypatch.setattr(gemm_config, "num_splits", lambda tiles, rows: parts)

@@ -44,7 +44,7 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     programs = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert [(e["name"], e["args"]["launches"]) for e in programs] == list(calls.items())
     text = capsys.readouterr().out
-    assert "sm_80, 3 multiprocessors" in text and "as usual" in text and "forward_backward attention" in text
+    assert "sm_80, 3 multiprocessors" in text and "as usual" in text and "\nforward_backward  " in text and "\nattention " in text
 
 
 @pytest.mark.extended
