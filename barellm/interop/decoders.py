@@ -76,19 +76,19 @@ def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
         return {}
-    if kind not in NEEDED:
+    if not isinstance(kind, str) or kind not in NEEDED:
         raise UnknownConfig(f"{place}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
     old = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
     old = most if kind in ("linear", "dynamic") else old
     factor = rope.get("factor")
     if factor is None and kind in ("yarn", "longrope") and isinstance(old, int) and old > 0:
-        rope = {**rope, "factor": most / old}
+        rope = {**rope, "factor": _number("max_position_embeddings", most) / old}
     found: dict[str, Any] = {
         "rope_type": (f"{place}.rope_type", kind), "rope_old_seq": (f"{place}.original_max_position_embeddings", old),
     }  # fmt: skip
     found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
     if kind == "dynamic":  # its frequencies change beyond the file's positions alone
-        found["max_seq"] = ("max_position_embeddings", int(most * _number(f"{place}.factor", factor)))
+        found["max_seq"] = ("max_position_embeddings", int(_number("max_position_embeddings", most) * _number(f"{place}.factor", factor)))
     if kind == "yarn":
         found["rope_low"] = (f"{place}.beta_slow", rope.get("beta_slow") or 1.0)
         found["rope_high"] = (f"{place}.beta_fast", rope.get("beta_fast") or 32.0)
@@ -198,7 +198,8 @@ def hugging_face(f: Family) -> HuggingFace:
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
-        if width is not None and f.own_head and not (isinstance(H, int) and isinstance(C, int) and H > 0 and width * H == C):
+        known_sizes = all(isinstance(n, int) for n in (width, H, C))
+        if width is not None and f.own_head and not (known_sizes and H > 0 and width * H == C):
             found["head_dim"] = ("head_dim", width)
         turned = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
         if f.partial is not None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,7 +93,13 @@ class Part:
     first: int
     shape: tuple[int, ...]  # as it lies there
     transposed: bool
-    order: np.ndarray | None  # where our rows lie in theirs, if not in the same order
+    made_order: Callable[[], list[int] | None]
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """Where our rows lie in theirs, if not in the same order. For shapes that were checked: a config.json may ask for any."""
+        order = self.made_order()
+        return None if order is None else np.array(order)
 
 
 def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]) -> Iterator[Part]:
@@ -102,9 +108,8 @@ def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]
         first, transposed = 0, known.transposed(ours)
         for theirs, rows in known.parts(model, ours).items():
             shape = (rows or t.valid_rows, *t.shape[1:])
-            order = known.order(model, ours, theirs)
-            rows_there = None if order is None else np.array(order)
-            yield Part(theirs, ours, first, shape[::-1] if transposed else shape, transposed, rows_there)
+            order = partial(known.order, model, ours, theirs)
+            yield Part(theirs, ours, first, shape[::-1] if transposed else shape, transposed, order)
             first += shape[0]
         assert first == t.valid_rows, ours
 

@@ -229,16 +229,16 @@ def whole_step(scale: Scale, **changes: Any) -> Config:
 
 def whole(scale: Scale) -> dict[str, Any]:
     """A step launch by launch, with our matmuls and with cuBLASLt's: the loss, and how far each gradient is."""
-    found = {who: _step(whole_step(scale, **{"train.gemm_backend": who})) for who in ("own", "cublaslt")}
+    found = {who: _step(whole_step(scale, **{"train.gemm_backend": who})) for who in ("barellm", "cublaslt")}
     losses = {who: loss for who, (loss, _) in found.items()}
-    rows = [{"gradient": name, "apart": correct.distance(a, found["cublaslt"][1][name])} for name, a in found["own"][1].items()]
+    rows = [{"gradient": name, "apart": correct.distance(a, found["cublaslt"][1][name])} for name, a in found["barellm"][1].items()]
     rows.sort(key=lambda row: row["apart"], reverse=True)
     print(losses, rows[:5], flush=True)
     return {
         "losses": losses,
         "gradients": rows,
         "bars": [
-            bar("losses apart", abs(losses["own"] - losses["cublaslt"]), correct.LOSS_BOUND, at_most=True),
+            bar("losses apart", abs(losses["barellm"] - losses["cublaslt"]), correct.LOSS_BOUND, at_most=True),
             bar("gradient furthest from cuBLASLt's", rows[0]["apart"], APART, at_most=True),
         ],
     }
