@@ -32,14 +32,14 @@ Kernels = Iterable[Specialisation]
 FULL = Scale(small=False, mock=False)
 
 
-def lowered(config: Config, target: Target, matmul: str = "own") -> tuple[dict[str, Program], LoweredPrograms]:
+def lowered(config: Config, target: Target, matmul: str = "barellm") -> tuple[dict[str, Program], LoweredPrograms]:
     programs = build_programs(config)
     return programs, lower_and_plan(programs, replace(target, **gemm_options(config.train, "cuda") | {"matmul": matmul}))
 
 
 def step(config: Config, target: Target, *matmuls: str) -> Iterator[Specialisation]:
     """Of a training step, by our matmuls or by whom else `matmuls` names."""
-    for matmul in matmuls or ("own",):
+    for matmul in matmuls or ("barellm",):
         yield from lowered(config, target, matmul)[1].specs
 
 
@@ -87,7 +87,7 @@ def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
     yield from peaks()
     options = gemm_options(config.train, "cuda")
     for one in gemms.gemms_of(config.model, config.train.seq, "cuda", compute=config.train.dtype, **options):
-        for product, matmul in ((one, "own"), (gemms.alone(one), "cublaslt")):
+        for product, matmul in ((one, "barellm"), (gemms.alone(one), "cublaslt")):
             p = Program(Store(), compute=config.train.dtype)
             gemms.append(p, product, 0)
             yield from lower_and_plan({"p": p}, replace(target, matmul=matmul)).specs
@@ -135,7 +135,7 @@ def craft_of(name: str, scale: Scale, target: Target) -> Kernels:
 # not here launch nothing of ours.
 KERNELS: dict[str, Callable[[Scale, Target], Kernels]] = {
     **{name: partial(rung, name) for name in first.RUNGS},
-    "whole": lambda scale, target: step(first.whole_step(scale), target, "own", "cublaslt"),
+    "whole": lambda scale, target: step(first.whole_step(scale), target, "barellm", "cublaslt"),
     "same": lambda scale, target: step(first.whole_step(scale), target),
     "pace": pace,
     "graph": lambda scale, target: step(model(scale, seq=LONG), target),
