@@ -141,6 +141,7 @@ class MemoryComparison:
     MOST = 1 << 31  # bytes at a time
 
     def __init__(self, device: driver.Device) -> None:
+        self.context = driver.Context(device)  # which is current from here on: the driver loads no kernel without
         self.differences = OplessKernel(device, self.kernel())
         self.found = driver.DeviceMemory(4 * self.PROGRAMS)
 
@@ -177,3 +178,4 @@ class MemoryComparison:
     def close(self) -> None:
         self.differences.kernel.unload()
         self.found.free()
+        self.context.close()

@@ -344,6 +344,7 @@ class Lowering:
                 args.append(value)
         unknown = (set(operands) | set(fixed)) - set(function.parameters)
         assert not unknown, f"{function} has no parameters {sorted(unknown)}"
+        assert warps in (1, 2, 4, 8, 16, 32), f"{function} by {warps} warps, expected a power of two up to 32"
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
         spec = Specialisation(
             function, tuple(signature), tuple(sorted(fixed.items())), tuple(sorted(options.items())), tuple(aligned)

@@ -133,7 +133,7 @@ def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size
     thread): one reads while the other writes."""
     block = min(BLOCK, max(pow2(V), MIN_SUM_COLUMNS * THREAD_COLUMNS.value))
     constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
-    options = {"warps": block // 512, "registers": 64 if block == BLOCK and function is row_losses else 0}
+    options = {"warps": max(1, block // 512), "registers": 64 if block == BLOCK and function is row_losses else 0}
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)
 
 
