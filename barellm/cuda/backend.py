@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from barellm.cuda import driver
+from barellm.cuda import driver, self_check
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import CudaSession, lower_and_plan
@@ -22,6 +22,9 @@ def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32:
 def planned(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> Plan:
     """The plan of such a session."""
     return lower_and_plan(programs, Target.of(driver.device(), matmul, tf32)).plan
+
+
+proven, checked = self_check.proven, self_check.checked
 
 
 def default_dtype() -> str:
