@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,16 +134,9 @@ def proven_options(config: Config, device: str, *, training: bool = True) -> dic
     """The same, of kernels that the GPU's self-check has found right; without `training` the user's own do not count."""
     options = gemm_options(config.train if training else TrainConfig(), device)
     if device == "cuda":
-        options["matmul"] = backend(device).proven(options["matmul"], *small_programs(config))
-    return options
-
-
-def small_programs(config: Config) -> tuple[Config, dict[str, Program]]:
-    """What the self-check runs of a model; itself, and no programs, where its architecture has no small sizes."""
-    with suppress(UserError):
         small = self_check.small(config)
-        return small, build_programs(small)
-    return config, {}
+        options["matmul"] = backend(device).proven(options["matmul"], small or config, build_programs if small else None)
+    return options
 
 
 def build_programs(

@@ -12,16 +12,19 @@ SIZES = {"layers": 2, "heads": 2, "kv_heads": 2, "vocab_size": 500, "padded_voca
 ONE = {"gradient_accumulation_steps": 1, "batch_rampup_from": 0, "batch_rampup_tokens": 0, "eval_seq": 0, "exponent_stats": 0}
 
 
-def small(config: Config) -> Config:
-    """The run with a small model of the same ops, and heads of the same size. UserError where the architecture has no such sizes,
-    or is the user's own, whose file another process does not have."""
+def small(config: Config) -> Config | None:
+    """The run with a small model of the same ops, and heads of the same size. None where the architecture has no such sizes, or is
+    the user's own, whose file another process does not have."""
     model = config.model
     known = {field.name for field in fields(model)}
     if not type(model).__module__.startswith("barellm.") or not {"heads", "d_model"} <= known:
-        raise UserError("a model of one's own is not checked in small sizes")
+        return None
     had = getattr(model, "heads", 1)
     heads = 4 if getattr(model, "kv_heads", had) < had else 2
     width = heads * (getattr(model, "head_dim", 0) or model.d_model // had)
     sizes = SIZES | {"heads": heads, "d_model": width, "d_ff": 2 * width}
     train = replace(config.train, micro_batch_size=2, seq=TOKENS, **ONE)
-    return replace(config, model=replace(model, **{k: n for k, n in sizes.items() if k in known}), train=train)
+    try:
+        return replace(config, model=replace(model, **{k: n for k, n in sizes.items() if k in known}), train=train)
+    except UserError:
+        return None

@@ -124,12 +124,13 @@ def check_gpu() -> int:
     from textwrap import wrap
 
     from barellm import __version__, models
-    from barellm.assembly.build import resolved, small_programs
+    from barellm.assembly.build import build_programs, resolved
+    from barellm.assembly.self_check import small
     from barellm.runtime.backend import backend
 
     rows: dict[str, Any] = {}
     for preset in ("gpt2-124m", "llama-124m"):
-        rows |= backend("cuda").checked(*small_programs(resolved(models.preset(preset), "cuda")), kept=rows)
+        rows |= backend("cuda").self_checked(small(resolved(models.preset(preset), "cuda")), rows, build_programs)
     facts = [*gpu().items(), ("barellm", __version__)]
     for name, value in facts:
         print(f"{name:<20} {_shown(value)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -38,42 +39,39 @@ FAULTS = ("wrong values", "it wrote outside", "no answer", "its process")  # of 
 REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
 
 
-def proven(matmul: str, config: Any, programs: dict[str, Program]) -> str:
-    """The GEMM backend of a run with these options: `matmul`, or Triton's GEMM in the place of Hopper's. `config`, `programs`: of a
-    small model with the same ops; no programs where there is none. UserError where a kernel fails that none can replace."""
+@cache
+def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> str:
+    """The GEMM backend of a run with these options: `matmul`, or Triton's GEMM in the place of Hopper's. `config`: of a small model
+    with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can replace."""
     on = driver.device()
     if os.environ.get(SWITCH) == "0":
         return matmul
-    found = verdicts(on, config, programs, Target.of(on, matmul))
+    found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
     wrong = {name: entry["wrong"] for name, entry in found.items() if entry["wrong"]}
-    for name, why in wrong.items():
+    for name, why in sorted(wrong.items(), key=lambda row: row[0].startswith("Hopper")):
         if not name.startswith("Hopper"):
             raise UserError(f"{name} fails on {on.name}: {why}: use --device cpu; {REPORT}")
-    if wrong:
-        name, why = next(iter(wrong.items()))
         _tell(f"warning: {name} fails on {on.name}: {why}: Triton's GEMM takes the place of Hopper's; {REPORT}")
-    return "triton" if wrong else matmul
-
-
-def checked(config: Any, programs: dict[str, Program], *, kept: dict[str, Entry]) -> dict[str, Entry]:
-    """`verdicts` of all cases, found now but for those in `kept`."""
-    on = driver.device()
-    return verdicts(on, config, programs, Target.of(on), kept=kept)
+        return "triton"
+    return matmul
 
 
 def verdicts(
-    on: driver.Device, config: Any, programs: dict[str, Program], target: Target, *, kept: dict[str, Entry] | None = None
+    on: driver.Device, config: Any, programs: dict[str, Program], target: Target, kept: dict[str, Entry] | None = None
 ) -> dict[str, Entry]:
-    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. What is not
-    `kept`, else on disk, is found now."""
+    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. What is not `kept`, by
+    default on disk, is found now."""
     works, specs = _cases(config, programs, target)
     database, at = _database(), f"{on.name}, sm_{on.arch}, driver {on.driver}: "
     if kept is None:
-        kept = {name: entry for name in works if (entry := database.entries.get(at + name))}
+        kept = {name: e for name in works if isinstance((e := database.entries.get(at + name, {})).get("wrong"), str)}
     missing = {name: work for name, work in works.items() if name not in kept}
     if not missing:
         return kept
     _tell(f"{on.name}: its first use with these kernels, so they are checked (once, for about a minute)")
+    for work in missing.values():
+        if isinstance(work, GemmProblem | AttentionProblem):
+            specs |= specs_of(work, [Candidate(work.default(on.arch))], target)
     step.compiled(specs, on.arch, processes=step.processes())  # not while the child's time runs
     found: dict[str, Entry] = {}
     worker = Worker(CHILD, limit=LIMIT_S, environment={SWITCH: "0"})
@@ -96,37 +94,31 @@ def verdicts(
 
 
 def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[dict[str, Any], dict[Specialisation, str]]:
-    """What the child must prove, by name: problems of the tuner, and the small model's configuration; and what that launches."""
+    """What the child must prove, by name: problems of the tuner, and the small model's configuration, with what that launches."""
     model, train = config.model, config.train
     dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
-    problems: dict[str, GemmProblem | AttentionProblem] = {}
+    found: dict[str, Any] = {}
     activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
-    epilogues = ("residual", "add", "start", activation.name, activation.backward.name)
+    epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
     for kind, known in EPILOGUES_BY_KIND.items():
-        tokens = TOKENS if kind == "tn" else depth
-        problems[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, rows, cols, tokens)
-        if target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16"):
-            problems[f"Hopper GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, rows, cols, tokens, "hopper")
-            for epilogue in (e for e in epilogues if e in known):
-                tokens = FEW_TOKENS if kind == "tn" else depth
-                work = GemmProblem(kind, dtype, rows, cols, tokens, "hopper", epilogue)
-                problems[f"Hopper GEMM {kind} {dtype} {epilogue}"] = work
+        size = rows, cols, TOKENS if kind == "tn" else depth
+        found[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
+        hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
+        for epilogue in (e for e in epilogues if hopper and e in known):
+            size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
+            found[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
     heads = getattr(model, "heads", 0)
     kv_heads, head = getattr(model, "kv_heads", heads), getattr(model, "head_dim", 0) or model.d_model // max(heads, 1)
+    shared = kv_heads if kv_heads < heads else 0
     for role in ("forward", "keys", "queries") if heads else ():
-        work = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=kv_heads if kv_heads < heads else 0)
-        problems[f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"] = work
-    specs: dict[Specialisation, str] = {}
-    for work in problems.values():
-        specs |= specs_of(work, [Candidate(work.default(target.arch))], target)
-    works: dict[str, Any] = dict(problems)
-    if programs:
-        launches = [call for p in programs.values() for call in step.Lowered(p, target).launches if isinstance(call, Launch)]
-        needed = {call.spec: call.op.name for call in launches}
-        digest = hashlib.sha256("".join(sorted(spec.key for spec in needed)).encode()).hexdigest()[:8]
-        works[f"{type(model).__module__.rpartition('.')[2]} model {train.dtype} {digest}"] = config
-        specs |= needed
-    return works, specs
+        name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
+        found[name] = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+    launches = [call for p in programs.values() for call in step.Lowered(p, target).launches if isinstance(call, Launch)]
+    specs = {call.spec: call.op.name for call in launches}
+    if specs:
+        digest = hashlib.sha256("".join(sorted(spec.key for spec in specs)).encode()).hexdigest()[:8]
+        found[f"{type(model).__module__.rpartition('.')[2]} model {train.dtype} {digest}"] = config
+    return found, specs
 
 
 @cache
