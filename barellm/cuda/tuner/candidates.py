@@ -75,7 +75,8 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
 
         for launch in made.lowered["op"].launches:
             if isinstance(launch, Launch) and launch.spec.function is gemm:
-                launch.spec = replace(launch.spec, function=getattr(faults, candidate.fault))
+                constants = tuple(sorted([*launch.spec.constants, ("FAULT", candidate.fault)]))
+                launch.spec = replace(launch.spec, function=faults.faulty, constants=constants)
     return p, made
 
 
