@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from barellm.assembly.build import check_device, opened, resolved
+from barellm.assembly.build import check_device, chosen_device, opened, proven_options, resolved
 from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
@@ -38,11 +38,12 @@ from barellm.models.training_schedule import on_step
 R = TypeVar("R")
 
 
-def load(path: str | Path, *, device: str = "cpu", dtype: str | None = None, tokenizer: str | Path | None = None) -> Model:
+def load(path: str | Path, *, device: str = "auto", dtype: str | None = None, tokenizer: str | Path | None = None) -> Model:
     """Open a trained model.
 
     `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
-    config.json and model.safetensors, or a file of llm.c. `device` is "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or
+    config.json and model.safetensors, or a file of llm.c. `device` is "auto" (a GPU that
+    has passed its self-check, else the CPU), "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or
     "auto", and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
 
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
@@ -59,6 +60,7 @@ def load(path: str | Path, *, device: str = "cpu", dtype: str | None = None, tok
     else:
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
+    device = chosen_device(device, config)
     return Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
 
 
@@ -358,7 +360,8 @@ class Model:
         self._session, self._wanted, self._interrupted = None, _Wanted(), False
         self._open.close()
         with ExitStack() as opening:
-            session = opening.enter_context(opened(programs, self._device))
+            options = proven_options(self.config, self._device, training=False)
+            session = opening.enter_context(opened(programs, self._device, **options))
             self._weights.load(session)
             on_step(session, self.config, self._step, self._total)
             self._open = opening.pop_all()

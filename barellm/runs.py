@@ -115,7 +115,7 @@ class Run:
 
 
 def train(
-    config: str | Config | None = None, *, out: str | Path | None = None, resume: bool = False, device: str = "cpu",
+    config: str | Config | None = None, *, out: str | Path | None = None, resume: bool = False, device: str = "auto",
     callbacks: Iterable[Callable[[Step], object]] = (), quiet: bool = False, **changes: Any,
 ) -> Run:  # fmt: skip
     """Train a model: the run that `barellm train` does, with its folder, checkpoints, metrics, evaluation and samples.
@@ -156,6 +156,8 @@ def train(
             weights = open_weights(Path(chosen.train.init_from), tokenizer=str(keys.get("data.tokenizer", "")))
             chosen = weights.configured(chosen, keys)
         chosen.check()
+        before = start.meta["machine"].get("device", "") if start else ""
+        device = build.chosen_device(device, chosen, before=before)
         path = Path("runs", f"{chosen.preset}-{time.strftime('%Y%m%d-%H%M%S')}") if out is None else out
         folder = files.enter_context(RunFolder(path, resume=resume, numbered=out is None))
         job = run.Run(

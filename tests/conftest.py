@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """A process started by nohup or in the background of a script ignores signals, and so would every process that a test
     starts. Tests that run side by side leave it to the system on which processor: each would pin its first thread to the first."""
+    os.environ["BARELLM_SELF_CHECK"] = "0"  # of a GPU, which would also be the device where none is named
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ |= {"BARELLM_PIN": "0", "OPENBLAS_NUM_THREADS": "1"}
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

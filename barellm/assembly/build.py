@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from barellm.assembly import advice
+from barellm.assembly import advice, self_check
 from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest, shown
@@ -17,12 +17,12 @@ from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
-from barellm.runtime.backend import NAMES, backend
+from barellm.runtime.backend import NAMES, automatic, backend
 from barellm.runtime.memory import TooLarge, check_fits
 from barellm.runtime.ranks import ALONE, without_peer_access
 from barellm.runtime.rates import Rate
 
-DEVICES = (*NAMES, "reference")
+DEVICES = ("auto", *NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
 SAMPLE_POSITIONS = 512  # of a run's KV cache: its samples have up to 384 tokens and nearly always a short prompt
 
@@ -105,6 +105,18 @@ def check_device(device: str) -> None:
         raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
 
 
+def chosen_device(device: str, config: Config, *, ranks: int = 1, before: str = "") -> str:
+    """The device, and for "auto" the GPU if it can be used and has passed its self-check with these options, else the CPU: `before`
+    is where a run that is resumed was, and stays if it was no GPU; of several `ranks` each may lack a GPU, so they are on CPUs.
+    UserError as `check_device` has it."""
+    check_device(device)
+    if device != "auto":
+        return device
+    if before not in ("", "cuda") or ranks > 1:
+        return before or "cpu"
+    return automatic(lambda: proven_options(resolved(config, "cuda"), "cuda"))
+
+
 def resolved(config: Config, device: str) -> Config:
     """The same with the dtype that "auto" means on `device`. UserError for TF32 that no matmul would be done in."""
     dtype = _dtype(config.train.dtype, device)
@@ -116,6 +128,15 @@ def resolved(config: Config, device: str) -> Config:
 def gemm_options(train: TrainConfig, device: str) -> dict[str, Any]:
     """The options of the GPU's backend that say who does matmuls, and how. Other backends have no such options."""
     return {"matmul": train.gemm_backend, "tf32": train.tf32} if device == "cuda" else {}
+
+
+def proven_options(config: Config, device: str, *, training: bool = True) -> dict[str, Any]:
+    """The same, of kernels that the GPU's self-check has found right; without `training` the user's own do not count."""
+    options = gemm_options(config.train if training else TrainConfig(), device)
+    if device == "cuda":
+        small = self_check.small(config)
+        options["matmul"] = backend(device).proven(options["matmul"], small or config, build_programs if small else None)
+    return options
 
 
 def build_programs(
@@ -175,7 +196,7 @@ def open_model(
     `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring` and `ranks` are as in
     `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if matmuls shall read codes; nothing can be
     trained or initialised then, only loaded."""
-    check_device(device)
+    device = chosen_device(device, config, ranks=ranks.count)
     config = resolved(config, device)
     train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
     how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
@@ -185,7 +206,7 @@ def open_model(
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
         matrices = quantize_programs(programs, weights)
-    options = gemm_options(train, device) if training else {}
+    options = proven_options(config, device, training=training)
     if device in NAMES:
         try:
             session = backend(device).open_session(programs, **options)
@@ -243,14 +264,14 @@ def _caches(config: Config, how: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def opened(programs: dict[str, Program], device: str) -> Iterator[Any]:
-    """A session of programs that need no planning of their own."""
+def opened(programs: dict[str, Program], device: str, **options: Any) -> Iterator[Any]:
+    """A session of programs that need no planning of their own, with a backend's options."""
     if device not in NAMES:
         from barellm.runtime import reference
 
         yield reference.open(programs, dtype="float32")
         return
-    session = backend(device).open_session(programs)
+    session = backend(device).open_session(programs, **options)
     try:
         yield session
     finally:

@@ -58,20 +58,21 @@ def configure(parser: Parser) -> None:
     rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
     rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    add_device(parser)
+    add_device(parser, "auto, cpu or cuda", "auto")
     add_stage(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.assembly.build import resolved
+    from barellm.assembly.build import chosen_device, resolved
     from barellm.checkpoint import storage
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices
 
-    devices.check(args.device)
     config = configuration(args)
     config.check()
+    args.device = "cpu" if (args.what, args.device) == ("scaling", "auto") else chosen_device(args.device, config)
+    devices.check(args.device)
     config = resolved(only_stage(config, args.stage), args.device)
     if args.what == "step" and args.serve:
         from barellm.tools.profile import step

@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
     parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
     parser.add_argument("--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey")
-    add_device(parser, "cpu, cuda or reference")
+    add_device(parser, "auto, cpu, cuda or reference", "auto")
     add_dtype(parser)
     add_weights(parser)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from barellm import models
-from barellm.assembly.build import CompiledModel, check_device, open_model
+from barellm.assembly.build import CompiledModel, check_device, chosen_device, open_model
 from barellm.checkpoint import checkpoint, quantized
 from barellm.checkpoint.weights import parameters
 from barellm.config import Config, overrides
@@ -66,7 +66,7 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
         what = f"({kind}) is made from its text: train it" if kind else "comes with its published weights: barellm import them"
         raise UserError(f"the tokenizer of {name} {what} first, then name the run")
     config = replace(config, train=replace(config.train, micro_batch_size=1, dtype=dtype or config.train.dtype))
-    return Found(None, config, make_tokenizer(kind, lambda: ()), device, weights or "")
+    return Found(None, config, make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
 
 
 def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None) -> Found:
@@ -87,4 +87,4 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     if stored and weights not in (None, stored, meta["weights"]):
         made_of = meta.get("source", "the run that it was made of")
         raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
-    return Found(path, config, tokenizer, device, stored or weights or "", bool(stored))
+    return Found(path, config, tokenizer, chosen_device(device, config), stored or weights or "", bool(stored))

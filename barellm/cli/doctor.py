@@ -22,12 +22,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="measure the rates of this machine again; rooflines and MFU follow from them"
     )
     add_device(parser, "with --measure: cpu or cuda")
+    parser.add_argument(
+        "--gpu", action="store_true", help="check the GPU's kernels against float64 again, with a table for reports"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.measure:
         measure(args.device)
+    if args.gpu:
+        return check_gpu()
     found = report()
     if args.json:
         print(json.dumps(found))
@@ -112,6 +117,30 @@ def gpu() -> dict[str, Any]:
         "device cuda": device.name, "compute capability": f"{device.arch // 10}.{device.arch % 10}", "multiprocessors": device.sms,
         "memory bytes": device.nbytes, "driver": f"CUDA {device.driver // 1000}.{device.driver % 1000 // 10}", **found,
     }  # fmt: skip
+
+
+def check_gpu() -> int:
+    """Print how the kernels that GPT-2 and Llama launch do in the GPU's self-check. The exit status is 1 where one fails."""
+    from textwrap import wrap
+
+    from barellm import __version__, models
+    from barellm.assembly.build import build_programs, resolved
+    from barellm.assembly.self_check import small
+    from barellm.runtime.backend import backend
+
+    rows: dict[str, Any] = {}
+    for preset in ("gpt2-124m", "llama-124m"):
+        rows |= backend("cuda").self_checked(small(resolved(models.preset(preset), "cuda")), rows, build_programs)
+    facts = [*gpu().items(), ("barellm", __version__)]
+    for name, value in facts:
+        print(f"{name:<20} {_shown(value)}")
+    print(f"\n{'kernel':<62} error/bound")
+    for case, entry in rows.items():
+        for name, worst in entry["kernels"].items():
+            print(f"{f'{case}: {name}'.removesuffix(': '):<62} {worst:.2g}")
+        if entry["wrong"]:
+            print(f"{case:<62} FAILS", *wrap(entry["wrong"], 76), sep="\n    ")
+    return int(any(entry["wrong"] for entry in rows.values()))
 
 
 def measure(device: str) -> None:

@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, default=8, metavar="N",
         help="batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row",
     )  # fmt: skip
-    add_device(parser, "cpu, cuda or reference")
+    add_device(parser, "auto, cpu, cuda or reference", "auto")
     add_dtype(parser)
     add_weights(parser)
     add_context(parser)

@@ -15,7 +15,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from barellm.assembly.build import check_device
 from barellm.cli.checkpoints import Found, found
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
@@ -32,7 +31,7 @@ class Barellm(TemplateLM):
     """`run`: a run, a checkpoint's folder. `batch_size` sequences are computed at once. Sampled answers use `seed`."""
 
     def __init__(
-        self, run: str, device: str | None = "cpu", dtype: str | None = None, weights: str | None = None, batch_size: int | str = 8,
+        self, run: str, device: str | None = None, dtype: str | None = None, weights: str | None = None, batch_size: int | str = 8,
         max_gen_toks: int = 256, seed: int = 1337, max_batch_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -153,14 +152,8 @@ class Barellm(TemplateLM):
 
 
 def _device(requested: str | None) -> str:
-    """The harness says cuda:0 where its user says nothing: the GPU then, if there is one."""
-    if requested != "cuda:0":
-        return requested or "cpu"
-    try:
-        check_device("cuda")
-    except UserError:
-        return "cpu"
-    return "cuda"
+    """The harness says cuda:0 where its user says nothing."""
+    return "auto" if requested in (None, "cuda:0") else requested
 
 
 def main() -> int:

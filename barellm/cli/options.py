@@ -238,8 +238,9 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda") -> None:
-    parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
+def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda", default: str = "cpu") -> None:
+    auto = "; auto: a GPU that has passed its self-check, else the CPU" if default == "auto" else ""
+    parser.add_argument("--device", default=default, metavar="NAME", help=f"{what}{auto} (default: {default})")
 
 
 MEASURED_STAGE = "the training stage that is measured, of a model whose runs have stages (default: 1)"

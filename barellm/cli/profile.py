@@ -25,7 +25,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="profile the first of N processes of this machine that train together"
     )
-    add_device(parser)
+    add_device(parser, "auto, cpu or cuda", "auto")
     add_stage(parser)
     add_configuration(parser)
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
-    from barellm.assembly.build import resolved
+    from barellm.assembly.build import chosen_device, resolved
     from barellm.cli.bench import warm_steps
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices
@@ -45,10 +45,11 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.training import agreement
     from barellm.training.console import show
 
-    devices.check(args.device)
     steps = warm_steps(args)
     config = configuration(args)
     config.check()
+    args.device = chosen_device(args.device, config, ranks=ranks.count)
+    devices.check(args.device)
     agreement.check(config, device=args.device, ranks=ranks)
     config = resolved(only_stage(config, args.stage), args.device)
     train = config.train

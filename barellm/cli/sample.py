@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
-    add_device(parser, "cpu, cuda or reference")
+    add_device(parser, "auto, cpu, cuda or reference", "auto")
     add_dtype(parser)
     add_weights(parser)
     parser.add_argument(
@@ -212,7 +212,7 @@ def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> N
     from barellm.tools.bench.decoding import weight_bytes
     from barellm.tools.plan.roofline import measured_ceiling
 
-    rates = measured_ceiling(device=args.device).bandwidth
+    rates = measured_ceiling(device=compiled.device).bandwidth
     print(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
 
 

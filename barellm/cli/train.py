@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def configure(parser: Parser) -> None:
     training, output = group(parser, "training"), group(parser, "output")
     training.add_argument("--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint")
-    add_device(training, "cpu, cuda or reference; NumPy, small models only")
+    add_device(training, "auto, cpu, cuda or reference (NumPy, small models only)", "auto")
     training.add_argument(
         "--ranks", type=int, metavar="N", help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)"
     )
@@ -62,7 +62,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from pathlib import Path
 
     from barellm import models
-    from barellm.assembly.build import check_device
+    from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
     from barellm.config import overrides
     from barellm.errors import UserError
@@ -92,11 +92,13 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
+    before = start.meta["machine"].get("device", "") if start else ""
+    device = chosen_device(args.device, config, ranks=ranks.count, before=before)
     steps = find_lr.steps_of(config, overrides.checked(requested.texts, config)) if args.find_lr else 0
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
-            config, start=start, weights=weights, device=args.device, console=console, started=started,
+            config, start=start, weights=weights, device=device, console=console, started=started,
             requested=args.resume or "data.tokenizer" in changes, ranks=ranks,
         )  # fmt: skip
         job.check_vocabulary(changes)

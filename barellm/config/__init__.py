@@ -10,7 +10,7 @@ from typing import Any
 from barellm.config.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
 from barellm.errors import UserError
 
-GEMM_BACKENDS = ("barellm", "cublaslt")
+GEMM_BACKENDS = ("barellm", "triton", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -226,7 +226,7 @@ class TrainConfig(Section, section="train"):
     recompute: bool = value(
         False, "activation (gradient) checkpointing; recompute activations in the backward pass: less memory, more work"
     )
-    gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own kernels, or cublaslt")
+    gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own, those in triton alone, or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")
 
     def eval_shape(self, batch: int) -> tuple[int, int]:

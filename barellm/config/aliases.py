@@ -96,7 +96,7 @@ INSTEAD = {
     "resume_from_checkpoint": "--resume with --out RUN", "save_strategy": "--checkpoint-every N",
     "total_batch_size": "--batch N and --gradient-accumulation-steps N, whose product it is, in sequences",
     "global_batch_size": "--batch N and --gradient-accumulation-steps N, whose product it is, in sequences",
-    "use_cpu": "--device cpu, the default", "no_cuda": "--device cpu, the default",
+    "use_cpu": "--device cpu", "no_cuda": "--device cpu",
     "use_peft": "full fine-tuning only, with --init-from", "val_size": "--data.val_fraction F",
     "eval_size": "--data.val_fraction F", "wandb": "--train.track wandb", "warmup_ratio": "--warmup N, which counts steps",
 }  # fmt: skip

@@ -217,7 +217,7 @@ def _parsed(tree: Any, origin: str) -> File:
     names: dict[str, Any] = {}
     flattened: dict[str, object] = {}
     for section, values in tree.items():
-        if section in ("preset", "architecture"):
+        if section in ("preset", "architecture") or (section == "device" and origin.endswith(".json")):
             if not isinstance(values, str):
                 raise UserError(f"{origin}: {section} is {shown(values)}, expected a text")
             names[section] = values
@@ -228,4 +228,5 @@ def _parsed(tree: Any, origin: str) -> File:
             raise UserError(f"{origin}: {section} is {shown(values)}, expected a table of keys")
         else:
             flattened |= {f"{section}.{key}": value for key, value in values.items()}
+    names.pop("device", None)  # where a run was, for who reads the file
     return File(origin, **names, keys=flattened)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from barellm.cuda import driver
+from barellm.cuda import driver, self_check
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import CudaSession, lower_and_plan
@@ -22,6 +23,14 @@ def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32:
 def planned(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> Plan:
     """The plan of such a session."""
     return lower_and_plan(programs, Target.of(driver.device(), matmul, tf32)).plan
+
+
+def self_checked(small: Any, kept: dict[str, Any], build: Any) -> dict[str, Any]:
+    """`self_check.verdicts` of a small model but for those in `kept`, found now."""
+    return self_check.verdicts(on := driver.device(), small, build(small), Target.of(on), kept)
+
+
+proven = self_check.proven
 
 
 def default_dtype() -> str:

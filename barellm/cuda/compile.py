@@ -30,6 +30,7 @@ from barellm.runtime.compilers import Compile, Service, compile_all
 
 FORMAT = 4  # version of what is kept on disk
 CACHE_NBYTES = 256 << 20  # of cubins on disk
+FEW = 5  # kernels that are compiled without a word
 SHARE = 2  # kernels for each helper process at least
 HEAD = struct.Struct("<q")
 # A cubin is an ELF file of 64 bits. At E_SHOFF of its header is the file offset of the section headers, at E_SHNUM their number and
@@ -137,6 +138,8 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
             found[spec] = Code.unpacked(data)
     if missing:
         check_compiler()
+        if len(missing) > FEW:
+            print(f"barellm: compiling {len(missing)} kernels for sm_{arch}, which are then kept", file=sys.stderr, flush=True)
         service = Service("barellm.cuda.compile", None)
         jobs = {key: _job(spec, arch) for key, spec in missing.items()}
         results = compile_all({k: lambda job=job: job for k, job in jobs.items()}, service, processes=processes, share=SHARE)

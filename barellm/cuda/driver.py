@@ -24,7 +24,7 @@ import numpy as np
 
 from barellm.errors import UserError
 
-OLDEST_DRIVER = 12080  # CUDA 12.8, whose ptxas writes the cubins
+OLDEST_DRIVER, OLDEST_FOR_BLACKWELL = 12040, 12080  # cuFuncLoad's; CUDA 12.8, the first that knows sm_100
 OLDEST_ARCH = 80  # bf16 in tensor cores
 INSTALL = "pip install -e '.[cuda]' where barellm's pyproject.toml is"
 
@@ -38,7 +38,7 @@ def bindings() -> Any:
 
 @cache
 def libcuda() -> Any:
-    """The driver's library itself, for tensor maps: those of the bindings are not aligned."""
+    """The driver's library itself: for tensor maps, since those of the bindings are not aligned, and for times."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -62,6 +62,7 @@ def _name(cu: Any, status: int) -> str:
 
 # Errors after which every later call in this process fails with the same status.
 LOST = ("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC")
+LOST_WORDS = "a kernel before it went wrong"
 LOST += ("LAUNCH_FAILED", "LAUNCH_TIMEOUT", "HARDWARE_STACK_ERROR", "ECC_UNCORRECTABLE", "ASSERT", "UNKNOWN")
 
 
@@ -74,7 +75,7 @@ class DriverError(UserError):
         if self.lost:
             latest = f" (the latest: {_latest})" if _latest else ""
             advice = "" if blocking() else f"; {BLOCKING}=1 launches one kernel at a time and names it"
-            why = f": a kernel before it went wrong{latest}, and this process cannot use the GPU any more{advice}"
+            why = f": {LOST_WORDS}{latest}, and this process cannot use the GPU any more{advice}"
         super().__init__(f"{function} failed: {status}{why}")
 
 
@@ -115,6 +116,10 @@ def wait(query: str, handle: Any, most_s: float = inf) -> bool:
     return True
 
 
+class NoGpu(UserError):
+    """There is a driver, and no GPU that it may use."""
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU. `arch`: compute capability, 90 for 9.0; `sms`: streaming multiprocessors; `driver`: 12080 for CUDA 12.8."""
@@ -139,16 +144,12 @@ def device(number: int = 0) -> Device:
     except (RuntimeError, ImportError, OSError):  # the bindings find no driver library
         raise UserError("device cuda needs an NVIDIA driver, and none is installed here (no libcuda.so.1)") from None
     if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
-        raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
+        raise NoGpu("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
     if status:
         raise UserError(f"the NVIDIA driver does not start: {_name(cu, status)}")
-    version = int(call("cuDriverGetVersion"))
-    if version < OLDEST_DRIVER:
-        found, oldest = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, OLDEST_DRIVER))
-        raise UserError(f"the NVIDIA driver knows CUDA {found}, barellm's kernels need {oldest}: update the driver")
     count = int(call("cuDeviceGetCount"))
     if not count:
-        raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
+        raise NoGpu("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
     if count > 1 and number >= count:
         raise UserError(
             f"this machine has {count} GPUs, and rank number {number} on it (from 0) has none: start at most {count} here"
@@ -162,6 +163,10 @@ def device(number: int = 0) -> Device:
     major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     arch = 10 * major + attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     name = bytes(call("cuDeviceGetName", 128, handle)).split(b"\0")[0].decode()
+    version, oldest = int(call("cuDriverGetVersion")), OLDEST_FOR_BLACKWELL if arch >= 100 else OLDEST_DRIVER
+    if version < oldest:
+        knows, needs = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, oldest))
+        raise UserError(f"the NVIDIA driver knows CUDA {knows}, barellm's kernels need {needs} on {name}: update the driver")
     if arch < OLDEST_ARCH:
         raise UserError(f"{name} has compute capability {arch / 10}, barellm needs {OLDEST_ARCH / 10} or later")
     return Device(
@@ -286,7 +291,10 @@ class Event:
 
     def since(self, earlier: Event) -> float:
         """Milliseconds."""
-        return float(call("cuEventElapsedTime", earlier.handle, self.handle))
+        ms, begin, end = ctypes.c_float(), ctypes.c_void_p(int(earlier.handle)), ctypes.c_void_p(int(self.handle))
+        if status := libcuda().cuEventElapsedTime(ctypes.byref(ms), begin, end):  # the bindings' is newer than OLDEST_DRIVER
+            raise DriverError("cuEventElapsedTime", _name(bindings(), status))
+        return ms.value
 
 
 class Graph:

@@ -37,7 +37,7 @@ class Target:
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
-    matmul: str = "barellm"  # the GEMM backend where both can: "barellm", or "cublaslt"
+    matmul: str = "barellm"  # the GEMM backend where several can: "barellm", "triton" or "cublaslt"
     name: str = ""
     tf32: bool = False  # GEMMs of fp32 operands by tensor cores, which see 10 bits of their fractions
     config: Any = field(default=None, hash=False)  # of kernels, instead of a tuned or default one (`given_config`)

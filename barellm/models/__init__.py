@@ -100,6 +100,13 @@ def loss_gradient(model: ModelConfig) -> float | None:
     return None if chosen is None else chosen(model)
 
 
+def begins_uniform(model: ModelConfig) -> bool:
+    """Whether new weights give all tokens nearly equal probabilities, by a loss that is the mean over the targets."""
+    scaled = getattr(model, "unit_scaling", False) or getattr(model, "embedding_multiplier", 1.0) != 1.0
+    own = not type(model).__module__.startswith(f"{__name__}.")
+    return not (scaled or own or hasattr(of(model), "training_schedule"))
+
+
 def presets() -> dict[str, Any]:
     """Name -> function, of all architectures."""
     return {name: make for architecture in names() for name, make in _presets_of(architecture).items()}

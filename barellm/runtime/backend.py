@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -16,3 +20,23 @@ def backend(name: str) -> ModuleType:
     if name not in NAMES:
         raise UserError(f"unknown backend {name!r}, expected one of {', '.join(NAMES)}")
     return import_module(f"barellm.{name}.backend")
+
+
+def automatic(prove: Callable[[], object]) -> str:
+    """The device that "auto" is: the GPU, where a driver sees one and `prove` raises no UserError, else the CPU, and where the
+    self-check is switched off. Without a driver nothing is imported or said; of a GPU that cannot be used one line says why."""
+    if os.environ.get("BARELLM_SELF_CHECK") == "0":
+        return "cpu"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
+    gpu = backend("cuda")
+    try:
+        prove()
+    except gpu.driver.NoGpu:
+        return "cpu"
+    except UserError as error:
+        print(f"barellm: note: the CPU is used, and not the GPU: {error}", file=sys.stderr, flush=True)
+        return "cpu"
+    return "cuda"

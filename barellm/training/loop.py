@@ -6,11 +6,13 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, log
+from os import environ
 from typing import Any, NoReturn
 
 import numpy as np
 
+from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
 from barellm.data.loader import Rows
@@ -41,6 +43,9 @@ CALIBRATION_STEPS, CALIBRATION_S, CALIBRATION_SHARE = 10, 8.0, 0.12
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 ANY_STEPS = 1 << 31  # where only `minutes` limit a run
 ESTIMATE_STEPS, ESTIMATE_S = (3, 60.0)  # steps after which the whole time is said, where it is longer than so many seconds
+# How far a first loss may be from the logarithm of the vocabulary: a share of it, and for each dimension of the embedding, since
+# logits have a variance of up to twice 0.02^2 for each.
+LOSS_SHARE, LOSS_SPREAD = 0.1, 4e-4
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 ALL = 1 << 31  # checkpoints to keep
 STOPPED = 130  # the status of a run that whoever listens has stopped: as Ctrl-C
@@ -174,6 +179,8 @@ class Loop:
                 total = "?" if self.progress.total is None else self.progress.total
                 self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {count}")
         loss = self._meet(loss)
+        if not step:
+            self._check_first(loss)
         with self.saving.changing:
             norm, spike = self._update(plan, loss)
             self._count((time.perf_counter() - begin) / count)
@@ -192,6 +199,19 @@ class Loop:
         for more, _ in found[1:]:
             total += more
         return total
+
+    def _check_first(self, loss: float) -> None:
+        """UserError for a first loss that is not finite, and on a GPU for one of new weights far from that of equal probabilities:
+        all that followed would be worth nothing."""
+        model, on_gpu = self.config.model, self.meta["machine"]["device"] == "cuda"
+        new = on_gpu and not self.config.train.init_from and models.begins_uniform(model)
+        usual = log(model.vocab_size)
+        far = LOSS_SHARE * usual + LOSS_SPREAD * model.d_model
+        if isfinite(loss) and (not new or abs(loss - usual) <= far or environ.get("BARELLM_SELF_CHECK") == "0"):
+            return
+        wanted = f"about {usual:.2f}, the ln of {model.vocab_size:,} ids, with new weights" if new else "a finite number"
+        advice = "check the kernels with `barellm doctor --gpu`, or use --device cpu" if on_gpu else "are the weights finite?"
+        raise UserError(f"the first loss is {loss:.4g}, expected {wanted}: {advice}")
 
     def _update(self, plan: StepPlan, loss: float) -> tuple[float, str]:
         """Runs the programs that end a step. Gives the norm of the gradient, which the first of them finds, and why the others did

@@ -34,7 +34,7 @@ class Output:
 
     def metrics(self, step: int) -> metrics.Metrics:
         """The resolved configuration is saved, and the metrics are those up to `step`, from which the run goes on."""
-        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
+        resolved = json.dumps(overrides.to_json(self.config) | {"device": self.compiled.device}, indent=2) + "\n"
         storage.replace_file(self.folder / "config.json", resolved.encode())  # first: with it alone --resume works
         log, rows = self.folder / "metrics.jsonl", []
         if self.run.start is None:

@@ -234,7 +234,7 @@ def test_numbers_of_numpy_are_keys_of_a_run(tiny, tmp_path):
         ({"quiet": 1}, "quiet is 1, expected true or false"),
         ({"callbacks": print}, "callbacks is <built-in function print>, expected a list of functions"),
         ({"callbacks": [3]}, r"callbacks is \[3\], expected a list of functions"),
-        ({"device": 3}, "device is 3, expected cpu, cuda, reference"),
+        ({"device": 3}, "device is 3, expected auto, cpu, cuda, reference"),
         ({"steps": 2.5}, "train.steps is 2.5, expected an integer"),
         ({"steps": True}, "train.steps is True, expected an integer"),
         ({"lr": None}, "optim.lr is None, expected a number"),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("barellm", "anatomy", "benchmarks", "tests/simulators", "tests/cuda")
 FUNCTION, TYPE, MEMBER = re.compile(r"cu[A-Z]\w+"), re.compile(r"CU[a-z]\w+"), re.compile(r"(CU|CUDA)_[A-Z]\w+")
 BY_NAME = {"call": (1, None), "finalizer": (2, None), "wait": (1, 2)}  # what calls a function by its name: where its arguments are
-BY_CTYPES = {"cuTensorMapEncodeTiled"}  # the library's own function, which has an argument for its result
+BY_CTYPES = {"cuTensorMapEncodeTiled", "cuEventElapsedTime"}  # the library's own, which have an argument for their result
 RETURNS = re.compile(r"^( *)Returns\n *-+\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
 Use = tuple[str, str, int]  # where, a function's name, how many arguments it is given

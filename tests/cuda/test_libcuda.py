@@ -120,3 +120,49 @@ def test_ctrl_c_ends_a_process_whose_gpu_hangs(start, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LONG_S)
     assert process.returncode == -signal.SIGINT and err.rstrip().endswith("KeyboardInterrupt")
+
+
+CHECK = """
+import sys
+from barellm import models
+from barellm.assembly import build
+from barellm.cuda import self_check, tuning
+
+self_check._cases = lambda config, programs, target: (CASES, {})
+self_check.Worker.OPENING_S = 0.0
+self_check.LIMIT_S = 10.0
+problem = tuning.GemmProblem("nt", "fp32", 9, 7, 5)
+CASES = {"right": {}, "Hopper": {"Hopper GEMM": problem}, "Triton": {"Triton GEMM": problem}}[sys.argv[1]]
+print(build.chosen_device("auto", models.preset("shakespeare-char")))
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "fault, why",
+    [
+        ({}, "wrong values"),  # its kernels do nothing
+        ({"LIBCUDA_HANG": "1"}, "no answer within 10 s: it hangs"),
+        ({"LIBCUDA_FAIL": "cuStreamQuery:700:1"}, "CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong"),
+    ],
+)
+def test_auto_is_the_gpu_with_tritons_gemm_where_hoppers_fails(start, tmp_path, fault, why):
+    """And the CPU where Triton's does; the second process believes the first."""
+    own = {"BARELLM_SELF_CHECK": "1", "BARELLM_CACHE": str(tmp_path / "cache")}
+    for name, device, words in (
+        ("Hopper", "cuda", "takes the place of Hopper's"), ("Triton", "cpu", "note: the CPU is used, and not the GPU: Triton GEMM")
+    ):  # fmt: skip
+        for again in (False, True):
+            out, err = start("-c", CHECK, name, **own, **fault).communicate(timeout=LONG_S)
+            lines = err.splitlines()
+            assert out.split()[0] == device and why in lines[-1] and words in lines[-1], out + err
+            assert len(lines) == (1 if again else 2)
+
+
+@pytest.mark.parametrize(
+    "fault, device, said", [({}, "cuda", ""), ({"LIBCUDA_FAIL": "cuInit:100:1"}, "cpu", ""),
+                            ({"LIBCUDA_FAIL": "cuInit:999:1"}, "cpu", "does not start: CUDA_ERROR_UNKNOWN")]
+)  # fmt: skip
+def test_auto_says_only_why_a_gpu_is_not_used(start, fault, device, said):
+    out, err = start("-c", CHECK, "right", BARELLM_SELF_CHECK="1", **fault).communicate(timeout=LONG_S)
+    assert out.split()[0] == device and said in err and err.count("\n") == bool(said), out + err

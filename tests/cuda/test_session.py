@@ -401,7 +401,11 @@ def test_a_driver_that_does_not_start(monkeypatch, status, text):
 
 
 def test_a_driver_that_is_too_old(monkeypatch):
-    assert "knows CUDA 12.2, barellm's kernels need 12.8: update" in message(Gpu(version=12020), monkeypatch)
+    """Cards before Blackwell take one of CUDA 12.4."""
+    assert "knows CUDA 12.2, barellm's kernels need 12.4 on Mock GPU: update" in message(Gpu(version=12020), monkeypatch)
+    assert "knows CUDA 12.4, barellm's kernels need 12.8 on Mock" in message(Gpu(arch=100, version=12040), monkeypatch)
+    Gpu(version=12040).install(monkeypatch)
+    opened().close()
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):

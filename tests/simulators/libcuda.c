@@ -129,7 +129,8 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) { ENTER(1); *event = HAND
 CUresult cuEventDestroy(CUevent event) { ENTER(1); return CUDA_SUCCESS; }
 CUresult cuEventQuery(CUevent event) { ENTER(1); return ready(); }
 CUresult cuEventRecord(CUevent event, CUstream stream) { ENTER(1); REQUIRE(event && stream); return CUDA_SUCCESS; }
-CUresult cuEventElapsedTime_v2(float *ms, CUevent from, CUevent to) { ENTER(1); *ms = 0.25f; return CUDA_SUCCESS; }
+#undef cuEventElapsedTime  /* the one that drivers before CUDA 12.8 have */
+CUresult cuEventElapsedTime(float *ms, CUevent from, CUevent to) { ENTER(1); *ms = 0.25f; return CUDA_SUCCESS; }
 
 CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) {
     ENTER(1);

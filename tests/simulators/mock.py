@@ -358,8 +358,9 @@ class Gpu:
         self._drain(lambda: not isinstance(self.events[event], Token))
         return (NOT_READY if waited else OK,)
 
-    def cuEventElapsedTime(self, first, second):
-        return OK, self.events[second] - self.events[first]
+    def cuEventElapsedTime(self, ms, first, second):
+        ms._obj.value = self.events[second.value or 0] - self.events[first.value or 0]
+        return 0
 
     def cuStreamBeginCapture(self, stream, mode):
         assert self._at(stream).captured is None

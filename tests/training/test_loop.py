@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +16,10 @@ from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
+from barellm.errors import UserError
 from barellm.models import preset
 from barellm.training import metrics, saving
+from barellm.training.loop import Loop
 from barellm.training.schedule import learning_rate
 
 
@@ -27,8 +32,6 @@ def test_each_step_gets_its_scalars(fake, command):
     assert {s["inv_targets"] for s in micros} == {1 / (2 * 2 * 8)}
     updates = [s for entry, s in fake.runs if entry == "optimizer_step"]
     assert [s["step"] for s in updates] == list(range(1, 13))
-    from dataclasses import replace
-
     optim = replace(preset("shakespeare-char").optim, warmup=2)
     assert [s["lr"] for s in updates] == [learning_rate(i, total=12, optim=optim) for i in range(12)]
 
@@ -70,6 +73,37 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, 
     assert [
         row["loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["step"] == 6 and row["kind"] == "train"
     ] == [None]
+
+
+def test_a_first_loss_that_is_not_finite_ends_the_run(fake, command, capsys):
+    not_finite(fake, [1])
+    assert main(command("run")) == 2
+    assert "the first loss is nan, expected a finite number: are the weights finite?\n" in capsys.readouterr().err
+    assert not [entry for entry, _ in fake.runs if entry == "optimizer_step"]
+
+
+@pytest.mark.parametrize("name, ids", [("gpt2-124m", "50,257"), ("shakespeare-char", "65")])
+def test_new_weights_on_a_gpu_begin_near_the_log_of_the_vocabulary(monkeypatch, name, ids):
+    """As the presets do on the CPU (up to 3 % off, wide embeddings more)."""
+    monkeypatch.delenv("BARELLM_SELF_CHECK")
+    config = preset(name)
+    usual = np.log(config.model.vocab_size)
+    advice = f"about {usual:.2f}, the ln of {ids} ids, with new weights: check the kernels with `barellm doctor --gpu`"
+
+    def begin(loss: float, config=config, device: str = "cuda") -> None:
+        Loop._check_first(SimpleNamespace(config=config, meta={"machine": {"device": device}}), loss)  # pyright: ignore
+
+    for loss in (0.97 * usual, 1.05 * usual):
+        begin(loss)
+    for loss in (0.0, 0.5 * usual, 2 * usual, np.nan):
+        with pytest.raises(UserError, match=re.escape(advice)):
+            begin(loss)
+    begin(0.0, device="cpu")
+    begin(0.0, replace(config, train=replace(config.train, init_from="runs/a")))
+    begin(0.0, preset("shakespeare-unit"))
+    begin(0.0, preset("speedrun-small"))
+    monkeypatch.setenv("BARELLM_SELF_CHECK", "0")
+    begin(0.0)
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
     """The case's program, lowered with the candidate's configuration."""
     p = case.program()
     tf32 = problem.dtype == "tf32" if isinstance(problem, GemmProblem) else target.tf32
-    target = replace(target, tf32=tf32, config={problem.operation: candidate.config})
+    matmul = "triton" if isinstance(problem, GemmProblem) and problem.kernel == "triton" else "barellm"
+    target = replace(target, tf32=tf32, matmul=matmul, config={problem.operation: candidate.config})
     with tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
     assert requested[problem] == 1, f"{p.ops} asked for {list(requested)}, not for {problem}"
@@ -74,7 +75,8 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
 
         for launch in made.lowered["op"].launches:
             if isinstance(launch, Launch) and launch.spec.function is gemm:
-                launch.spec = replace(launch.spec, function=getattr(faults, candidate.fault))
+                constants = tuple(sorted([*launch.spec.constants, ("FAULT", candidate.fault)]))
+                launch.spec = replace(launch.spec, function=faults.faulty, constants=constants)
     return p, made
 
 

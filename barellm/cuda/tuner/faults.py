@@ -11,46 +11,24 @@ from barellm.cuda.lang import device, tl
 
 
 @device
-def wrong_values(
-    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
+def faulty(
+    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, FAULT: tl.constexpr,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right result, and its first element is 1 more."""
-    gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.debug_barrier()
-        tl.store(out, tl.load(out) + 1.0)
-
-
-@device
-def writes_beyond(
-    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
-    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """The right result, and its first element a second time over what is read."""
-    gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.debug_barrier()
-        tl.store(b, tl.load(b) + 1.0)
-
-
-@device
-def hangs(
-    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
-    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Never comes back."""
-    batch = tl.load(scalars, volatile=True)
-    while batch > 0:
+    """The right result, and its first element ("wrong_values") or that of what is read ("writes_beyond") is 1 more; or it "hangs":
+    it never comes back."""
+    if FAULT == "hangs":
         batch = tl.load(scalars, volatile=True)
+        while batch > 0:
+            batch = tl.load(scalars, volatile=True)
+    gemm(out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
+         BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE)  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.debug_barrier()
+        spoilt = out if FAULT == "wrong_values" else b
+        tl.store(spoilt, tl.load(spoilt) + 1.0)
 
 
 # Name, and words of the reason that it is rejected for.

@@ -31,7 +31,7 @@ class Worker:
     def open(self, problem: Any) -> None:
         """Prepare operands and the default's results. Lost where those are not what they must be."""
         self.problem, self._checked = None, set()
-        answer = self._ask("open", problem, limit=self.limit + self.OPENING_S, **self.options)
+        answer = self.ask("open", problem, limit=self.limit + self.OPENING_S, **self.options)
         if reason := answer.get("rejected"):
             raise Lost(f"the default: {reason}")
         self.problem = problem
@@ -39,7 +39,7 @@ class Worker:
     def check(self, candidate: Any) -> str:
         """Why the candidate is rejected, or ""."""
         try:
-            answer = self._ask("check", candidate)
+            answer = self.ask("check", candidate)
         except Lost as why:
             self._replace()
             return str(why)
@@ -57,7 +57,7 @@ class Worker:
             for candidate in candidates:
                 if candidate not in self._checked and (reason := self.check(candidate)):
                     raise Lost(f"it was right once, and now: {reason}")
-            answer = self._ask("time", candidates, rounds)
+            answer = self.ask("time", candidates, rounds)
             if reason := answer.get("rejected"):
                 raise Lost(reason)
         except Lost:
@@ -92,12 +92,12 @@ class Worker:
         theirs.close()
         return self._process
 
-    def _ask(self, name: str, *arguments: Any, limit: float = 0.0, **options: Any) -> dict[str, Any]:
+    def ask(self, name: str, *arguments: Any, limit: float = 0.0, **options: Any) -> dict[str, Any]:
         process, limit = self._process or self._start(), limit or self.limit
         try:
             self._connection.send((name, arguments, options))
             if not self._connection.poll(limit):
-                raise Lost(f"no answer within {limit:.0f} s: it hangs")
+                raise Lost(f"no answer within {limit:.0f} s: it hangs{self._last()}")
             return json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise Lost(self._ended(process)) from None
@@ -105,7 +105,11 @@ class Worker:
     def _ended(self, process: subprocess.Popen[bytes]) -> str:
         status = process.wait()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+        return f"its process {how}{self._last()}"
+
+    def _last(self) -> str:
+        """The end of what the child has printed."""
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         shown = [line for line in lines if line.startswith("LLVM ERROR")] or lines[-1:]
-        return f"its process {how}" + (f": {shown[0].strip()[:200]}" if shown else "")
+        return f": {shown[0].strip()[:200]}" if shown else ""

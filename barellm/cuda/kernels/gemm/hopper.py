@@ -107,7 +107,9 @@ def fits(
     multiple of 16 bytes, at most one matrix that the epilogue reads, and at least half a wave of small tiles."""
     matrices = [v for v in (out, a, b, residual, pre) if v is not None]
     regions, (out_dtype, a_dtype, b_dtype, *c_dtypes) = zip(*map(operand_of, matrices), strict=True)
-    if not c.target.hopper or a_dtype not in HALF_DTYPES or b_dtype != a_dtype or out_dtype not in ("fp32", a_dtype):
+    if not c.target.hopper or c.target.matmul == "triton":
+        return False
+    if a_dtype not in HALF_DTYPES or b_dtype != a_dtype or out_dtype not in ("fp32", a_dtype):
         return False
     # TMA: addresses and rows are multiples of 16 bytes. N and K are, of 16-bit elements, if they are multiples of 8.
     if any(region.start % 16 for region in regions) or N % 8 or K % 8:

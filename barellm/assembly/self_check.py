@@ -1,0 +1,30 @@
+"""What of a model a GPU's self-check runs: the same ops in small sizes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from barellm.config import Config
+from barellm.errors import UserError
+
+TOKENS = 48  # of a sequence
+SIZES = {"layers": 2, "heads": 2, "kv_heads": 2, "vocab_size": 500, "padded_vocab": 512, "max_seq": 2 * TOKENS}
+ONE = {"gradient_accumulation_steps": 1, "batch_rampup_from": 0, "batch_rampup_tokens": 0, "eval_seq": 0, "exponent_stats": 0}
+
+
+def small(config: Config) -> Config | None:
+    """The run with a small model of the same ops, and heads of the same size. None where the architecture has no such sizes, or is
+    the user's own, whose file another process does not have."""
+    model = config.model
+    known = {field.name for field in fields(model)}
+    if not type(model).__module__.startswith("barellm.") or not {"heads", "d_model"} <= known:
+        return None
+    had = getattr(model, "heads", 1)
+    heads = 4 if getattr(model, "kv_heads", had) < had else 2
+    width = heads * (getattr(model, "head_dim", 0) or model.d_model // had)
+    sizes = SIZES | {"heads": heads, "d_model": width, "d_ff": 2 * width}
+    train = replace(config.train, micro_batch_size=2, seq=TOKENS, **ONE)
+    try:
+        return replace(config, model=replace(model, **{k: n for k, n in sizes.items() if k in known}), train=train)
+    except UserError:
+        return None

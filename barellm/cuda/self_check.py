@@ -1,0 +1,135 @@
+"""The self-check of a GPU: kernels are used once they were right on this card, with this driver and these sources.
+
+A child process, with a time limit for each case, holds them against float64 (`tools/profile/self_check.py`): GEMMs with more tiles
+than multiprocessors, attention over several blocks, and each op of a small model with the user's options. Verdicts are kept beside
+the cubins. Where Hopper's GEMM is wrong, hangs or crashes, Triton's takes its place; where another kernel does, nothing runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from barellm.cuda import driver, step
+from barellm.cuda.compile import ptxas_variable
+from barellm.cuda.kernel import Launch, Specialisation, Target
+from barellm.cuda.lang import TRITON
+from barellm.cuda.tuner.candidates import EPILOGUES_BY_KIND, specs_of
+from barellm.cuda.tuning import AttentionProblem, GemmProblem
+from barellm.errors import UserError
+from barellm.program.builder import Program
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
+from barellm.runtime import artefacts
+from barellm.runtime.tuner.database import Database, Entry
+from barellm.runtime.tuner.problem import Candidate
+from barellm.runtime.tuner.worker import Lost, Worker
+
+CHILD = "barellm.tools.profile.self_check"
+SWITCH = "BARELLM_SELF_CHECK"
+LIMIT_S = 20.0  # of a case, and a minute more for the start of the child
+SIZE, TOKENS, FEW_TOKENS = (1152, 1280, 576), 2000, 256  # of a GEMM; of a weight gradient in slices, and in one
+ATTENTION = (2, 300)  # sequences, and their tokens
+FAULTS = ("wrong values", "it wrote outside", "no answer", "its process")  # of kernels, as the child's side words them
+REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
+
+
+@cache
+def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> str:
+    """The GEMM backend of a run with these options: `matmul`, or Triton's GEMM in the place of Hopper's. `config`: of a small model
+    with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can replace."""
+    on = driver.device()
+    if os.environ.get(SWITCH) == "0":
+        return matmul
+    found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
+    wrong = {name: entry["wrong"] for name, entry in found.items() if entry["wrong"]}
+    for name, why in sorted(wrong.items(), key=lambda row: row[0].startswith("Hopper")):
+        if not name.startswith("Hopper"):
+            raise UserError(f"{name} fails on {on.name}: {why}: use --device cpu; {REPORT}")
+        _tell(f"warning: {name} fails on {on.name}: {why}: Triton's GEMM takes the place of Hopper's; {REPORT}")
+        return "triton"
+    return matmul
+
+
+def verdicts(
+    on: driver.Device, config: Any, programs: dict[str, Program], target: Target, kept: dict[str, Entry] | None = None
+) -> dict[str, Entry]:
+    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. What is not `kept`, by
+    default on disk, is found now."""
+    works, specs = _cases(config, programs, target)
+    database, at = _database(), f"{on.name}, sm_{on.arch}, driver {on.driver}: "
+    if kept is None:
+        kept = {name: e for name in works if isinstance((e := database.entries.get(at + name, {})).get("wrong"), str)}
+    missing = {name: work for name, work in works.items() if name not in kept}
+    if not missing:
+        return kept
+    _tell(f"{on.name}: its first use with these kernels, so they are checked (once, for about a minute)")
+    for work in missing.values():
+        if isinstance(work, GemmProblem | AttentionProblem):
+            specs |= specs_of(work, [Candidate(work.default(on.arch))], target)
+    step.compiled(specs, on.arch, processes=step.processes())  # not while the child's time runs
+    found: dict[str, Entry] = {}
+    worker = Worker(CHILD, limit=LIMIT_S, environment={SWITCH: "0"})
+    try:
+        for name, work in missing.items():
+            try:
+                worker.open(work)
+                found[name] = {"kernels": worker.ask("kernels")["ratios"], "wrong": ""}
+            except Lost as lost:
+                worker.close()  # the next case gets a child that nothing has happened to
+                why = str(lost).removeprefix("the default: ")
+                if not why.startswith(FAULTS) and driver.LOST_WORDS not in why:  # no kernel's fault: nothing is to be remembered
+                    raise UserError(f"the self-check of {on.name} cannot run: {why}") from None
+                found[name] = {"kernels": {}, "wrong": why}
+    finally:
+        worker.close()
+    with suppress(OSError):
+        database.change({at + name: entry for name, entry in found.items()})
+    return kept | found
+
+
+def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[dict[str, Any], dict[Specialisation, str]]:
+    """What the child must prove, by name: problems of the tuner, and the small model's configuration, with what that launches."""
+    model, train = config.model, config.train
+    dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
+    found: dict[str, Any] = {}
+    activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
+    epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
+    for kind, known in EPILOGUES_BY_KIND.items():
+        size = rows, cols, TOKENS if kind == "tn" else depth
+        found[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
+        hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
+        for epilogue in (e for e in epilogues if hopper and e in known):
+            size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
+            found[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
+    heads = getattr(model, "heads", 0)
+    kv_heads, head = getattr(model, "kv_heads", heads), getattr(model, "head_dim", 0) or model.d_model // max(heads, 1)
+    shared = kv_heads if kv_heads < heads else 0
+    for role in ("forward", "keys", "queries") if heads else ():
+        name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
+        found[name] = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+    launches = [call for p in programs.values() for call in step.Lowered(p, target).launches if isinstance(call, Launch)]
+    specs = {call.spec: call.op.name for call in launches}
+    if specs:
+        digest = hashlib.sha256("".join(sorted(spec.key for spec in specs)).encode()).hexdigest()[:8]
+        found[f"{type(model).__module__.rpartition('.')[2]} model {train.dtype} {digest}"] = config
+    return found, specs
+
+
+@cache
+def _database() -> Database:
+    """Of these sources, this Triton and its ptxas."""
+    h = hashlib.sha256(f"{TRITON}|{[os.environ.get(ptxas_variable(arch), '') for arch in (80, 100)]}".encode())
+    artefacts.add_sources(h, sorted(Path(__file__).parent.rglob("*.py")))
+    return Database.opened(artefacts.cache_folder("checks"), f"cuda-{h.hexdigest()[:16]}")
+
+
+@cache
+def _tell(words: str) -> None:
+    """Once a process."""
+    print(f"barellm: {words}", file=sys.stderr, flush=True)
