@@ -2,7 +2,8 @@
 
 A child process, with a time limit for each case, holds them against float64 (`tools/profile/self_check.py`): GEMMs with more tiles
 than multiprocessors, attention over several blocks, and each op of a small model with the user's options. Verdicts are kept beside
-the cubins. Where Hopper's GEMM is wrong, hangs or crashes, Triton's takes its place; where another kernel does, nothing runs.
+the cubins. Where one of Hopper's own is wrong, hangs or crashes,
+Triton's kernels take their place; where another does, nothing runs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] 
     for name, why in sorted(wrong.items(), key=lambda row: row[0].startswith("Hopper")):
         if not name.startswith("Hopper"):
             raise UserError(f"{name} fails on {on.name}: {why}: use --device cpu; {REPORT}")
-        _tell(f"warning: {name} fails on {on.name}: {why}: Triton's GEMM takes the place of Hopper's; {REPORT}")
+        _tell(f"warning: {name} fails on {on.name}: {why}: Triton's kernels take the place of Hopper's; {REPORT}")
         return "triton"
     return matmul
 
@@ -99,11 +100,12 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
     dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
     found: dict[str, Any] = {}
     activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
+    hoppers = target.hopper and target.matmul != "triton"
     epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
     for kind, known in EPILOGUES_BY_KIND.items():
         size = rows, cols, TOKENS if kind == "tn" else depth
         found[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
-        hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
+        hopper = hoppers and dtype in ("bf16", "fp16")
         for epilogue in (e for e in epilogues if hopper and e in known):
             size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
             found[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
@@ -112,7 +114,11 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
     shared = kv_heads if kv_heads < heads else 0
     for role in ("forward", "keys", "queries") if heads else ():
         name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
-        found[name] = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+        work = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+        if not work.default(target.arch).warp_specialized:
+            found[name] = work
+        elif hoppers:  # else it is Triton's, which the small model has
+            found[f"Hopper {name}"] = work
     launches = [call for p in programs.values() for call in step.Lowered(p, target).launches if isinstance(call, Launch)]
     specs = {call.spec: call.op.name for call in launches}
     if specs:
