@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -47,8 +48,5 @@ def describe() -> dict[str, object]:
 @cache
 def measured_peak(dtype: str) -> rates.Rate:
     """FLOP/s that this GPU reaches on `dtype` matmuls, measured once a machine."""
-    bench = Bench()
-    try:
+    with closing(Bench()) as bench:
         return rates.rate(bench.machine, dtype, lambda: bench.peak(dtype))
-    finally:
-        bench.close()
