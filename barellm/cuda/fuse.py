@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cuda.kernels.collectives import sum_unit
 from barellm.cuda.kernels.common import matrix_unit, unit_of
-from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS
+from barellm.cuda.kernels.pointwise.activations import IN_EPILOGUES
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
 from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_BACKWARD, layernorm_backward, products, quantized
@@ -66,7 +66,7 @@ WEIGHT_AND_BIAS = Fusion(
 )
 
 FUSIONS: list[Fusion] = [
-    *NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(ACTIVATIONS), *quantized(ACTIVATIONS), WEIGHT_AND_BIAS
+    *NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(IN_EPILOGUES), *quantized(IN_EPILOGUES), WEIGHT_AND_BIAS
 ]  # fmt: skip
 
 

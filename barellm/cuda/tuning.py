@@ -117,9 +117,13 @@ class AttentionProblem:
         return self.dropout or self.head % 8 > 0
 
     def default(self, arch: int) -> AttentionConfig:
-        head = attention_config.padded_head_size(self.head)
-        t = attention_config.select_attention_config(self.table, head, self.dtype, arch)
-        return attention_config.without_register_limit(t) if self.register_bound else t
+        """Warp-specialized where there is such a kernel for these heads, else Triton's."""
+        return self.warp_specialized(arch) or self.configs_in_triton(arch)[0]
+
+    def warp_specialized(self, arch: int) -> AttentionConfig | None:
+        if self.register_bound:
+            return None
+        return attention_config.warp_specialized_config(self.operation, self.head, self.dtype, arch)
 
     def configs(self, arch: int) -> tuple[Config, ...]:
         """Every configuration that is bitwise equal to the default."""
@@ -132,12 +136,14 @@ class AttentionProblem:
         return tuple(t for t in self.all_configs(arch) if t not in equal)
 
     def all_configs(self, arch: int) -> tuple[AttentionConfig, ...]:
+        usual = self.default(arch)
+        return (usual, *(t for t in self.configs_in_triton(arch) if t != usual))
+
+    def configs_in_triton(self, arch: int) -> tuple[AttentionConfig, ...]:
+        """Those of the kernels that every card has; the first where no other is chosen."""
         head = attention_config.padded_head_size(self.head)
         found = attention_config.attention_configs(self.table, head, self.dtype, arch)
-        if self.register_bound:
-            return tuple(dict.fromkeys(map(attention_config.without_register_limit, found)))
-        other = attention_config.warp_specialized_config(self.operation, self.head, self.dtype, arch)
-        return (*found, other) if other else found
+        return tuple(dict.fromkeys(map(attention_config.without_register_limit, found))) if self.register_bound else found
 
     def __str__(self) -> str:
         dropout = " dropout" if self.dropout else ""

@@ -88,7 +88,8 @@ def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
     }  # fmt: skip
     found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
     if kind == "dynamic":  # its frequencies change beyond the file's positions alone
-        found["max_seq"] = ("max_position_embeddings", int(_number("max_position_embeddings", most) * _number(f"{place}.factor", factor)))
+        longest = _number("max_position_embeddings", most) * _number(f"{place}.factor", factor)
+        found["max_seq"] = ("max_position_embeddings", int(longest))
     if kind == "yarn":
         found["rope_low"] = (f"{place}.beta_slow", rope.get("beta_slow") or 1.0)
         found["rope_high"] = (f"{place}.beta_fast", rope.get("beta_fast") or 32.0)

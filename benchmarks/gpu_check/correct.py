@@ -32,7 +32,7 @@ from benchmarks.gpu_check.stages import Scale
 
 TINY = {"model.layers": 2, "model.heads": 2, "model.d_model": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
 SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
-TEST_S = 20  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
+TEST_S = 60  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 LONG = 1024  # tokens of a sequence; with four of them every matmul of gpt2-124m is large enough for Hopper's kernel

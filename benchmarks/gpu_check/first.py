@@ -167,7 +167,8 @@ def _parts(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
 def _heads(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     lengths = (33,) if scale.small else (128, 1024, 1000)
     roles = ("forward", "keys", "queries")
-    return [(AttentionProblem(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles]
+    found = [(AttentionProblem(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles]
+    return found + [(AttentionProblem(role, "bf16", 2, lengths[-1], 6, 128, kv_heads=n), 0) for n in (0, 2) for role in roles]
 
 
 def _works(scale: Scale, target: Target) -> list[tuple[Problem, int]]:

@@ -72,8 +72,7 @@ def test_activation_backward(isa, shape, dtype, activation, mode):
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("activation", ["gelu_erf", "silu"])
-def test_activations_of_this_backend_alone(isa, dtype, activation):
-    """Their slopes' errors are absolute."""
+def test_activations_whose_errors_are_absolute(isa, dtype, activation):
     x, dy = 4 * normal(3, 5, 65), normal(3, 5, 65, seed=2)
     given, of = {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, ACTIVATIONS[activation]
     check_op(of.forward, isa, {"x": given["x"]}, bounds={"y": 8 * EPS * (1 + np.abs(x))})

@@ -100,6 +100,7 @@ def test_a_launch_packs_what_tritons_own_launcher_packs(cache, monkeypatch):
     gpu.install(monkeypatch)
     gpu.know(launch.spec, code)
     at = {t: 4096 * (i + 1) for i, t in enumerate(tensors.values())}
+    driver.Context(driver.device())
     bound = BoundLaunch(launch, Kernel(code, driver.device()), Sizes(1, 37), lambda region: at[region.tensor], 64)
     values = [ctypes.string_at(p, n) for p, n in zip(bound.pointers, want, strict=True)]
     y, x = values[0], values[5]

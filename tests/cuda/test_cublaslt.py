@@ -74,6 +74,9 @@ def test_all_three_roles(library, dtype, shape):
     check_op(ops.Matmul, {"x": x, "weight": weight}, {"y": chain_bound(x.values, as_operand(weight, dtype).T)})
     bounds = {"dx": chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS}
     for mode in ("store", "add"):
+        if mode == "add" and library is None and dtype != "fp32":  # cuBLASLt 13 rounds the product first, an H200 showed
+            ulp = {"bf16": 2.0**-8, "fp16": 2.0**-11}[dtype]
+            bounds = {"dx": bounds["dx"] + ulp * np.abs(dy.values @ as_operand(weight, dtype))}
         check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, bounds, {"dx": mode})
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}

@@ -61,6 +61,15 @@ def test_activation_backward(shape, dtype, activation, mode):
 
 
 @each_dtype
+@pytest.mark.parametrize("activation", ["gelu_erf", "silu"])
+def test_activations_whose_errors_are_absolute(dtype, activation):
+    x, dy = 4 * normal(3, 5, 65), normal(3, 5, 65, seed=2)
+    given, of = {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, ACTIVATIONS[activation]
+    check_op(of.forward, {"x": given["x"]}, bounds={"y": 8 * EPS * (1 + np.abs(x))})
+    check_op(of.backward, given, bounds={"dx": 24 * EPS * (1 + np.abs(dy)) * (1 + np.abs(x))})
+
+
+@each_dtype
 def test_squared_relu_of_what_is_not_finite(dtype):
     x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e30, 3.0]).reshape(1, 1, -1)
     with np.errstate(invalid="ignore"):

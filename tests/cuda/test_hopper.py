@@ -137,7 +137,7 @@ MUTANTS = {
     "too many bytes expected": ("nt", "producer", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
     "one half's arrival is enough": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=1"),
     "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
-    "the lower half waits for ever": ("one product", "consumer", "pred=i < 2", "pred=False"),
+    "the lower half waits for ever": ("one product", "consumer", "pred=i <= lead(STAGES)", "pred=False"),
     "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
     "the products' phase flipped": ("nt", "mainloop", "i // pipeline[2].shape[0] & 1", "i // pipeline[2].shape[0] & 1 ^ 1"),
     "no wait for operands": (

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
+from barellm.program.ops.pointwise.swiglu import GATED
 from tests.cuda.check import EPS, check_op, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 2, 384)]
@@ -50,6 +51,17 @@ def test_swiglu_backward(shape, dtype, packed, mode):
         bounds={"dgate": 16 * EPS * (1 + size * np.abs(up)), "dup": 16 * EPS * (1 + size)},
         plan=(shape[0] + 1, shape[1] + 2),
     )
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", [name for name in ops.ACTIVATIONS if name != "silu"])
+def test_gates_by_other_activations(activation, dtype):
+    gate, up, given, views = operands((3, 5, 65), dtype, packed=True)
+    dy, size = np.random.default_rng(3).standard_normal(gate.shape), (1 + np.abs(gate)) ** 2
+    check_op(GATED[activation], given, views=views, bounds={"y": 8 * EPS * size * np.abs(up)}, plan=(4, 7))
+    bounds = {"dgate": 24 * EPS * size * (1 + np.abs(dy)) * (1 + np.abs(up)), "dup": 24 * EPS * size * (1 + np.abs(dy))}
+    views |= {"dgate": ("dboth", 0, 65), "dup": ("dboth", 65, 65)}
+    check_op(GATED[activation].backward, given | {"dy": tokens(dy, dtype)}, views=views, bounds=bounds, plan=(4, 7))
 
 
 def test_gradients_of_tensors_of_their_own_have_modes_of_their_own():

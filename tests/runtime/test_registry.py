@@ -98,14 +98,7 @@ TOGETHER = (
     "feedback",
     "householder",
 )
-FAMILIES = "CUDA has what GPT-2 and Llama need; other families are refused there"
-OF_FAMILIES = [
-    *(f"head_rmsnorm{part}" for part in ("", "_dx", "_dweight")),
-    *(f"{name}{part}" for name in ("gelu_erf", "silu") for part in ("", "_backward")),
-    *(f"gated_{name}{part}" for name in ops.ACTIVATIONS if name != "silu" for part in ("", "_backward")),
-]
 EXCUSED = {
-    **{(op, "cuda"): FAMILIES for op in OF_FAMILIES},
     **{
         (op, dtype): OPTIMIZER
         for op in ("adamw", "cautious_adam", "normal_init", "uniform_init", "constant_init")

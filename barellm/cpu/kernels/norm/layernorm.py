@@ -25,7 +25,7 @@ from barellm.cpu.kernels.loops import (
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.norm.rmsnorm import heads_of
 
 CHAINS = 4
 
@@ -51,12 +51,6 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
 def row_constants(op: Op) -> dict[str, Any]:
     """Constants of a kernel over rows: C columns, and what counts the rows."""
     return {"C": int(op.x.shape[-1]), **shape_of(op.x)}
-
-
-def heads_of(op: Op) -> Tensor:
-    """What has the shape (..., H, D) of x (..., H*D), whose rows are heads."""
-    heads = op.rstd.shape
-    return Tensor(op.x.name, (*heads, int(op.x.shape[-1]) // int(heads[-1])), op.x.dtype, op.x.role)
 
 
 def head_constants(op: Op) -> dict[str, Any]:

@@ -52,12 +52,13 @@ def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 @device
 def softcap_log_sum_exp(
     logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """log(sum(exp(z))) of a row of logits, without its padding."""
     if SCALE == 0.0:
-        lse = log_sum_exp(logits, V, VALID, BLOCK)
+        lse = log_sum_exp(logits, V, VALID, BLOCKS)
     else:
+        BLOCK: tl.constexpr = BLOCKS[0]
         sums = tl.zeros((BLOCK,), tl.float32)
         for c in range(0, VALID, BLOCK):
             x, i = columns_of(logits, c, V, VALID, BLOCK)
@@ -94,7 +95,7 @@ def capped_at(
 def write_gradient(
     dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store or add one row of dlogits, whose targets are t0, t1, t2 and their weights w0, w1, w2; zero in the padding. With a
     `scale` dlogits are 8-bit codes, relative to inv_targets: the row is divided by the scale instead of multiplied by
@@ -105,6 +106,7 @@ def write_gradient(
     if loss_scale is not None:
         factor *= scale_of(loss_scale)
     weights = w0 + w1 + w2
+    BLOCK: tl.constexpr = BLOCKS[0]
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         z, slope = capped(x, SCALE, SHIFT, WIDTH)
@@ -121,7 +123,7 @@ def write_gradient(
 def softcap_row_losses(
     losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, BLOCK: tl.constexpr,
+    PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, the weighted sum of lse - z over the targets; `nexts`, the loss of the next token alone, weight 1; lse and
     dlogits if they are given. dlogits may be in the place of logits: the targets' logits are read before the row's sum, so before
@@ -135,7 +137,7 @@ def softcap_row_losses(
     z0 = capped_at(logits, t0, 0, PREDICT, SCALE, SHIFT, WIDTH)
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
-    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
+    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS)
     next_loss = tl.where(t0 >= 0, value - z0, 0.0)
     tl.store(nexts + row, next_loss)
     loss = w0 * next_loss
@@ -149,7 +151,7 @@ def softcap_row_losses(
     if dlogits is not None:
         write_gradient(
             dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
-            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
+            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCKS,
         )  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def softcap_row_losses(
 def softcap_row_gradients(
     dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """dlogits of one row, from the lse that the forward pass saved; as 8-bit codes if there is a `scale`."""
     row = tl.program_id(0).to(tl.int64)
@@ -167,7 +169,7 @@ def softcap_row_gradients(
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
     write_gradient(
         dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
-        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
+        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from barellm.cuda.kernels.common import pow2, store_or_add
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
+from barellm.program.ops.norm.rmsnorm import heads_of
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
@@ -162,9 +163,10 @@ def lower_bias_grad(op: Any, c: Lowering) -> None:
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
 
 
-@lowering("rmsnorm_dweight", starts="dweight")
+@lowering("rmsnorm_dweight", "head_rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def lower_norm_dparams(op: Any, c: Lowering) -> None:
     names = outputs_read(op, "dweight", "dbias")
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
-    lower_sums(c, dparams_partials, op.x, operands, names, COUNT=len(names))
+    like = heads_of(op) if op.name == "head_rmsnorm_dweight" else op.x
+    lower_sums(c, dparams_partials, like, operands, names, COUNT=len(names))

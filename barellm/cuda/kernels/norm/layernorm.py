@@ -16,6 +16,7 @@ from barellm.cuda.kernels.pointwise.dropout import constants_of as dropout_const
 from barellm.cuda.kernels.pointwise.dropout import keep_mask
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
+from barellm.program.ops.norm.rmsnorm import heads_of
 from barellm.program.tensor import Tensor
 
 # Columns of a row that is held in registers after an addition. Alone, a forward pass holds one tensor, of which 1024 threads have
@@ -229,7 +230,8 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
     launch_rows(c, op.y, layernorm, layernorm_long, operands, writes=writes, times=times, EPS=float(op.eps), **dropout)
 
 
-@lowering("layernorm_dx", "rmsnorm_dx", starts="dx")
+@lowering("layernorm_dx", "rmsnorm_dx", "head_rmsnorm_dx", starts="dx")
 def lower_layernorm_dx(op: Any, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
-    launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", times=BACKWARD, MODE=mode(op, "dx"))
+    like = heads_of(op) if op.name == "head_rmsnorm_dx" else op.dx
+    launch_rows(c, like, layernorm_dx, layernorm_dx_long, operands, writes="dx", times=BACKWARD, MODE=mode(op, "dx"))

@@ -10,6 +10,7 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.norm.layernorm import forward_times, launch_rows, load_residual_sum
 from barellm.cuda.lang import device, tl
+from barellm.program.ops.norm.rmsnorm import heads_of
 
 # Elements of a row in a thread: with 16, ptxas would rather spill two of them than take more than 40 registers.
 THREAD = 8
@@ -63,12 +64,13 @@ def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, E
         tl.store(y + i, scaled(v, inverse, weight, column, inside), mask=inside[None, :])
 
 
-@lowering("rmsnorm", "add_rmsnorm")
+@lowering("rmsnorm", "add_rmsnorm", "head_rmsnorm")
 def lower_rmsnorm(op: Any, c: Lowering) -> None:
-    """RMSNorm alone, or of a residual sum, which it writes."""
+    """RMSNorm alone, of each head, or of a residual sum, which it writes."""
     operands = {
         "y": op.y, "rstd": op.rstd, "weight": op.weight,
         "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
     }  # fmt: skip
     how = {"writes": "y rstd total", "thread": THREAD, "times": forward_times(op)}
-    launch_rows(c, op.y, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))
+    like = heads_of(op) if op.name == "head_rmsnorm" else op.y
+    launch_rows(c, like, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))

@@ -5,18 +5,21 @@ Each is two functions, the value and the slope, and a line in each of `value_of`
 
 from __future__ import annotations
 
-from math import e, log2
+from math import e, log2, pi, sqrt
 
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.pointwise.elementwise import GELU_CUBIC, GELU_SCALE
 
-ACTIVATIONS = ("gelu", "relu", "relu2")
+# Those that a GEMM's epilogue has, and those that are kernels of their own: the error function would take its registers.
+IN_EPILOGUES = ("gelu", "relu", "relu2")
+ACTIVATIONS = (*IN_EPILOGUES, "gelu_erf", "silu")
 SLOPES = tuple(f"{name}_backward" for name in ACTIVATIONS)
 
 # tanh(u) = 2 sigmoid(2 u) - 1 turns the op's formula into x sigmoid(2 u), with one exponential and no cancellation near zero. It is
 # exp2, one instruction where exp scales what may be denormal: 20 % fewer instructions in a GEMM's epilogue.
 EXPONENT, EXPONENT_CUBIC = constant(-2 * GELU_SCALE * log2(e)), constant(-2 * GELU_SCALE * GELU_CUBIC * log2(e))
 SLOPE, SLOPE_CUBIC = constant(2 * GELU_SCALE), constant(6 * GELU_SCALE * GELU_CUBIC)
+LOG2_E, ROOT_HALF, DENSITY = constant(log2(e)), constant(sqrt(0.5)), constant(1 / sqrt(2 * pi))
 
 
 @device
@@ -61,6 +64,24 @@ def relu2_slope(x):
 
 
 @device
+def sigmoid(x):
+    """The logistic function of fp32 values."""
+    return 1.0 / (1.0 + tl.exp2(-LOG2_E * x))
+
+
+@device
+def silu_slope(x):
+    s = sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+@device
+def normal_below(x):
+    """The probability that a normal number is below x, within 2^-24."""
+    return 0.5 + 0.5 * tl.erf(x * ROOT_HALF)
+
+
+@device
 def value_of(x, NAME: tl.constexpr):
     """An activation of fp32 values."""
     if NAME == "gelu":
@@ -69,6 +90,10 @@ def value_of(x, NAME: tl.constexpr):
         y = relu_value(x)
     elif NAME == "relu2":
         y = relu2_value(x)
+    elif NAME == "gelu_erf":
+        y = x * normal_below(x)
+    elif NAME == "silu":
+        y = x * sigmoid(x)
     return y
 
 
@@ -81,4 +106,8 @@ def slope_of(x, NAME: tl.constexpr):
         y = relu_slope(x)
     elif NAME == "relu2_backward":
         y = relu2_slope(x)
+    elif NAME == "gelu_erf_backward":
+        y = normal_below(x) + x * DENSITY * tl.exp2(-0.5 * LOG2_E * x * x)
+    elif NAME == "silu_backward":
+        y = silu_slope(x)
     return y

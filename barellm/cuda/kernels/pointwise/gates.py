@@ -13,7 +13,7 @@ from typing import Any
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
 from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, row_strides, store_or_add
 from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine
-from barellm.cuda.kernels.pointwise.swiglu import sigmoid
+from barellm.cuda.kernels.pointwise.activations import sigmoid
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div

@@ -70,6 +70,12 @@ class RMSNormDweight(Op):
         return 3 * self.x.size
 
 
+def heads_of(op: Op) -> Tensor:
+    """What has the shape (..., H, D) of a head norm's x (..., H*D), whose rows are heads."""
+    heads = op.rstd.shape
+    return Tensor(op.x.name, (*heads, int(op.x.shape[-1]) // int(heads[-1])), op.x.dtype, op.x.role)
+
+
 class HeadRMSNorm(Op):
     """RMSNorm of each head by itself, D columns of x (..., H*D), all with one weight (D) (QK-norm, Dehghani et al. 2023)."""
 
