@@ -135,7 +135,7 @@ def proven_options(config: Config, device: str, *, training: bool = True) -> dic
     options = gemm_options(config.train if training else TrainConfig(), device)
     if device == "cuda":
         small = self_check.small(config)
-        options["matmul"] = backend(device).proven(options["matmul"], small or config, build_programs if small else None)
+        options |= backend(device).proven(options["matmul"], small or config, build_programs if small else None)
     return options
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import closing
 from functools import cache
 
 import numpy as np
@@ -105,8 +106,5 @@ class Bench:
 @cache
 def measured_peak(dtype: str) -> rates.Rate:
     """FLOP/s that this machine's threads reach on `dtype` matmuls, measured once a machine (0.3 s)."""
-    bench = Bench()
-    try:
+    with closing(Bench()) as bench:
         return rates.rate(bench.machine, dtype, lambda: bench.peak(dtype))
-    finally:
-        bench.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -14,15 +15,15 @@ from barellm.program.planner import Plan
 from barellm.runtime import rates
 
 
-def open_session(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> CudaSession:
-    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`, `tf32`: which GEMM backend, and whether
-    fp32 GEMMs use TF32 (config.TrainConfig)."""
-    return CudaSession(programs, matmul=matmul, tf32=tf32)
+def open_session(programs: dict[str, Program], **options: Any) -> CudaSession:
+    """Plan and compile `programs`, and take the GPU's memory for their arena. `options`: the GEMM backend `matmul`, whether fp32
+    GEMMs use TF32, `tf32` (config.TrainConfig), and `plain_attention` (kernel.Target)."""
+    return CudaSession(programs, **options)
 
 
-def planned(programs: dict[str, Program], *, matmul: str = "barellm", tf32: bool = False) -> Plan:
+def planned(programs: dict[str, Program], **options: Any) -> Plan:
     """The plan of such a session."""
-    return lower_and_plan(programs, Target.of(driver.device(), matmul, tf32)).plan
+    return lower_and_plan(programs, Target.of(driver.device(), **options)).plan
 
 
 def self_checked(small: Any, kept: dict[str, Any], build: Any) -> dict[str, Any]:
@@ -47,8 +48,5 @@ def describe() -> dict[str, object]:
 @cache
 def measured_peak(dtype: str) -> rates.Rate:
     """FLOP/s that this GPU reaches on `dtype` matmuls, measured once a machine."""
-    bench = Bench()
-    try:
+    with closing(Bench()) as bench:
         return rates.rate(bench.machine, dtype, lambda: bench.peak(dtype))
-    finally:
-        bench.close()

@@ -40,12 +40,13 @@ class Target:
     matmul: str = "barellm"  # the GEMM backend where several can: "barellm", "triton" or "cublaslt"
     name: str = ""
     tf32: bool = False  # GEMMs of fp32 operands by tensor cores, which see 10 bits of their fractions
+    plain_attention: bool = False  # by Triton's kernels alone, also where Hopper has its own
     config: Any = field(default=None, hash=False)  # of kernels, instead of a tuned or default one (`given_config`)
 
     @classmethod
-    def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False) -> Target:
+    def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False, plain_attention: bool = False) -> Target:
         """The target of a `driver.Device`."""
-        return cls(device.arch, device.sms, matmul, device.name, tf32)
+        return cls(device.arch, device.sms, matmul, device.name, tf32, plain_attention)
 
     @property
     def hopper(self) -> bool:

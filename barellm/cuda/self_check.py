@@ -2,8 +2,7 @@
 
 A child process, with a time limit for each case, holds them against float64 (`tools/profile/self_check.py`): GEMMs with more tiles
 than multiprocessors, attention over several blocks, and each op of a small model with the user's options. Verdicts are kept beside
-the cubins. Where one of Hopper's own is wrong, hangs or crashes,
-Triton's kernels take their place; where another does, nothing runs.
+the cubins. Where Hopper's GEMM or attention is wrong, hangs or crashes, Triton's takes its place; else nothing runs.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,23 @@ REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
 
 
 @cache
-def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> str:
-    """The GEMM backend of a run with these options: `matmul`, or Triton's GEMM in the place of Hopper's. `config`: of a small model
-    with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can replace."""
+def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> dict[str, Any]:
+    """The options of a session with the GEMM backend `matmul`: where Hopper's GEMM or attention fails, Triton's. `config`: of a
+    small model with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can
+    replace."""
     on = driver.device()
+    options: dict[str, Any] = {"matmul": matmul}
     if os.environ.get(SWITCH) == "0":
-        return matmul
+        return options
     found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
-    wrong = {name: entry["wrong"] for name, entry in found.items() if entry["wrong"]}
-    for name, why in sorted(wrong.items(), key=lambda row: row[0].startswith("Hopper")):
-        if not name.startswith("Hopper"):
-            raise UserError(f"{name} fails on {on.name}: {why}: use --device cpu; {REPORT}")
-        _tell(f"warning: {name} fails on {on.name}: {why}: Triton's kernels take the place of Hopper's; {REPORT}")
-        return "triton"
-    return matmul
+    for name, entry in sorted(found.items()):
+        if entry["wrong"] and name.startswith("Hopper"):
+            kind = name.split()[1]
+            _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {kind} takes its place; {REPORT}")
+            options |= {"matmul": "triton"} if kind == "GEMM" else {"plain_attention": True}
+        elif entry["wrong"]:
+            raise UserError(f"{name} fails on {on.name}: {entry['wrong']}: use --device cpu; {REPORT}")
+    return options
 
 
 def verdicts(
@@ -71,8 +74,8 @@ def verdicts(
         return kept
     _tell(f"{on.name}: its first use with these kernels, so they are checked (once, for about a minute)")
     for work in missing.values():
-        if isinstance(work, GemmProblem | AttentionProblem):
-            specs |= specs_of(work, [Candidate(work.default(on.arch))], target)
+        if isinstance(work, tuple):
+            specs |= specs_of(work[0], [Candidate(work[1])], target)
     step.compiled(specs, on.arch, processes=step.processes())  # not while the child's time runs
     found: dict[str, Entry] = {}
     worker = Worker(CHILD, limit=LIMIT_S, environment={SWITCH: "0"})
@@ -84,7 +87,7 @@ def verdicts(
             except Lost as lost:
                 worker.close()  # the next case gets a child that nothing has happened to
                 why = str(lost).removeprefix("the default: ")
-                if not why.startswith(FAULTS) and driver.LOST_WORDS not in why:  # no kernel's fault: nothing is to be remembered
+                if not why.startswith(FAULTS) and driver.LOST_WORDS not in why:  # no kernel's fault: not to be remembered
                     raise UserError(f"the self-check of {on.name} cannot run: {why}") from None
                 found[name] = {"kernels": {}, "wrong": why}
     finally:
@@ -95,31 +98,31 @@ def verdicts(
 
 
 def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[dict[str, Any], dict[Specialisation, str]]:
-    """What the child must prove, by name: problems of the tuner, and the small model's configuration, with what that launches."""
+    """What the child must prove, by name: problems of the tuner with configurations, and the small model's; what that launches."""
     model, train = config.model, config.train
     dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
-    found: dict[str, Any] = {}
+    problems: dict[str, GemmProblem] = {}
     activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
-    hoppers = target.hopper and target.matmul != "triton"
     epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
     for kind, known in EPILOGUES_BY_KIND.items():
         size = rows, cols, TOKENS if kind == "tn" else depth
-        found[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
-        hopper = hoppers and dtype in ("bf16", "fp16")
+        problems[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
+        hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
         for epilogue in (e for e in epilogues if hopper and e in known):
             size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
-            found[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
+            problems[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
+    found: dict[str, Any] = {name: (problem, problem.default(target.arch)) for name, problem in problems.items()}
     heads = getattr(model, "heads", 0)
     kv_heads, head = getattr(model, "kv_heads", heads), getattr(model, "head_dim", 0) or model.d_model // max(heads, 1)
     shared = kv_heads if kv_heads < heads else 0
     for role in ("forward", "keys", "queries") if heads else ():
         name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
-        work = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
-        if not work.default(target.arch).warp_specialized:
-            found[name] = work
-        elif hoppers:  # else it is Triton's, which the small model has
-            found[f"Hopper {name}"] = work
-    launches = [call for p in programs.values() for call in step.Lowered(p, target).launches if isinstance(call, Launch)]
+        problem = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+        found[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
+        if own := problem.warp_specialized(target.arch):
+            found[f"Hopper {name}"] = problem, own
+    plain = replace(target, matmul="triton", plain_attention=True)
+    launches = [call for p in programs.values() for call in step.Lowered(p, plain).launches if isinstance(call, Launch)]
     specs = {call.spec: call.op.name for call in launches}
     if specs:
         digest = hashlib.sha256("".join(sorted(spec.key for spec in specs)).encode()).hexdigest()[:8]

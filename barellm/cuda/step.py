@@ -163,16 +163,16 @@ class CudaSession(ArenaSession):
 
     def __init__(
         self, programs: dict[str, Program], *, device: driver.Device | None = None, built: LoweredPrograms | None = None,
-        matmul: str = "barellm", tf32: bool = False,
+        **options: Any,
     ) -> None:  # fmt: skip
-        """Plan, compile, load and allocate. `built`: what the programs were lowered to; else that is done here, with GEMMs by the
-        backend `matmul`, those of fp32 in TF32 if `tf32`. `device`: else that of this rank. UserError where the GPU has too little
+        """Plan, compile, load and allocate. `built`: what the programs were lowered to; else that is done here, with the options of
+        `Target.of`. `device`: else that of this rank. UserError where the GPU has too little
         memory."""
         lap = laps()
         self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
         self.device = device or driver.device(self.ranks.number)
         self.context = driver.Context(self.device)
-        built = built or lower_and_plan(programs, Target.of(self.device, matmul, tf32))
+        built = built or lower_and_plan(programs, Target.of(self.device, **options))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)

@@ -213,6 +213,8 @@ def select_config(target: Target, problem: Problem) -> Any:
     for found in _counters:
         found[problem] += 1
     config = given_config(target.config, problem.operation, problem.config_type)
+    if config is None and target.plain_attention and isinstance(problem, AttentionProblem):
+        return problem.configs_in_triton(target.arch)[0]
     if config is None and requested():
         at, found = key(target, problem), database()
         entry = found.entries.get(at) or shipped().get(at)

@@ -162,7 +162,7 @@ def test_what_is_not_said_is_what_the_command_takes():
         (lambda m: m.save(3), "path is 3, expected a path"),
         (lambda m: barellm.load(3), "path is 3, expected a path"),
         (lambda m: barellm.load("x", tokenizer=3), "tokenizer is 3, expected a path"),
-        (lambda m: barellm.load("x", device=3), "device is 3, expected cpu, cuda, reference"),
+        (lambda m: barellm.load("x", device=3), "device is 3, expected auto, cpu, cuda, reference"),
         (lambda m: barellm.load(m.path, dtype=16), "train.dtype is 16, expected a text"),
         (lambda m: m.weight("wtf"), r"has no parameter 'wtf' \(known: wte, wpe, "),
     ],

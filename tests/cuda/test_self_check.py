@@ -11,7 +11,8 @@ import pytest
 from barellm import models
 from barellm.assembly import build
 from barellm.assembly.self_check import small
-from barellm.cuda import self_check
+from barellm.cuda import self_check, tuning
+from barellm.cuda.kernel import Target
 from barellm.cuda.tuning import AttentionProblem, GemmProblem
 from barellm.errors import UserError
 from barellm.runtime.artefacts import cache_folder
@@ -21,6 +22,7 @@ from tests.cuda.self_check_child import installed
 
 CHILD = "tests.cuda.self_check_child"
 HOPPER, TRITON = "Hopper GEMM nt bf16", "Triton GEMM nt fp32"
+HOPPER_ATTENTION, TRITON_ATTENTION = "Hopper attention forward", "Triton attention forward"
 TINY = {"layers": 1, "heads": 2, "d_model": 16, "vocab_size": 37, "padded_vocab": 40, "max_seq": 9}
 
 
@@ -41,8 +43,9 @@ def check(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(self_check.Worker, "OPENING_S", 0.0)
     works = {
         HOPPER: GemmProblem("nt", "bf16", 64, 64, 64, "hopper"),
+        HOPPER_ATTENTION: AttentionProblem("forward", "bf16", 1, 9, 1, 64),
         TRITON: GemmProblem("nt", "fp32", 9, 7, 5),
-        "attention forward": AttentionProblem("forward", "fp32", 1, 5, 1, 8),
+        TRITON_ATTENTION: AttentionProblem("forward", "fp32", 1, 5, 1, 8),
     }
 
     def run(fault: str = "", *, arch: int = 90, limit: float = 20.0):
@@ -50,7 +53,7 @@ def check(monkeypatch, tmp_path, capfd):
         monkeypatch.setenv("FAULT", fault)
         monkeypatch.setenv("FAULT_ARCH", str(arch))
         monkeypatch.setattr(self_check, "LIMIT_S", limit)
-        chosen = {name: work for name, work in works.items() if arch == 90 or name != HOPPER}
+        chosen = {name: (work, work.default(arch)) for name, work in works.items() if arch == 90 or name.startswith("Triton")}
         monkeypatch.setattr(self_check, "_cases", lambda config, programs, target: (chosen, {}))
         self_check._tell.cache_clear()
         self_check._database.cache_clear()
@@ -66,34 +69,37 @@ def check(monkeypatch, tmp_path, capfd):
 
 def test_what_is_right_is_checked_once_and_then_believed(check, monkeypatch):
     found, lines = check()
-    assert found == "barellm" and lines.count("\n") == 1 and "Mock GPU: its first use with these kernels" in lines
+    assert found == {"matmul": "barellm"} and lines.count("\n") == 1 and "Mock GPU: its first use with these kernels" in lines
     (kept,) = (cache_folder("checks")).glob("*.json")
-    assert kept.read_text().count('"wrong": ""') == 3
+    assert kept.read_text().count('"wrong": ""') == 4
 
     def never(*_, **__):
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(self_check, "Worker", never)
-    assert check() == ("barellm", "")
+    assert check() == ({"matmul": "barellm"}, "")
 
 
 @pytest.mark.parametrize(
-    "kind, why",
+    "fault, case, why",
     [
-        ("wrong", "wrong values"),
-        pytest.param("hangs", "it hangs", marks=pytest.mark.extended),
-        pytest.param("crashes", "ended by SIGSEGV", marks=pytest.mark.extended),
+        ("hopper_gemm:wrong", HOPPER, "wrong values"),
+        pytest.param("hopper_gemm:hangs", HOPPER, "it hangs", marks=pytest.mark.extended),
+        pytest.param("hopper_gemm:crashes", HOPPER, "ended by SIGSEGV", marks=pytest.mark.extended),
+        pytest.param("hopper_attention:wrong", HOPPER_ATTENTION, "wrong values", marks=pytest.mark.extended),
+        pytest.param("hopper_attention:hangs", HOPPER_ATTENTION, "it hangs", marks=pytest.mark.extended),
     ],
 )
-def test_tritons_gemm_takes_the_place_of_hoppers(check, monkeypatch, kind, why):
+def test_tritons_kernel_takes_the_place_of_hoppers(check, monkeypatch, fault, case, why):
     """And the verdict stays, with its line, in the next process too."""
-    found, lines = check(f"hopper_gemm:{kind}", limit=6.0)
-    assert found == "triton"
+    found, lines = check(fault, limit=6.0)
+    gemm = case == HOPPER
+    assert found == ({"matmul": "triton"} if gemm else {"matmul": "barellm", "plain_attention": True})
     _, warning = lines.splitlines()
-    assert f"warning: {HOPPER} fails on Mock GPU: " in warning and why in warning
-    assert warning.endswith("Triton's GEMM takes the place of Hopper's; " + self_check.REPORT)
+    assert f"warning: {case} fails on Mock GPU: " in warning and why in warning
+    assert warning.endswith(f"Triton's {'GEMM' if gemm else 'attention'} takes its place; {self_check.REPORT}")
     monkeypatch.setattr(self_check, "Worker", None)
-    assert check() == ("triton", warning + "\n")
+    assert check() == (found, warning + "\n")
 
 
 @pytest.mark.extended
@@ -101,7 +107,7 @@ def test_tritons_gemm_takes_the_place_of_hoppers(check, monkeypatch, kind, why):
     "fault, case, why",
     [
         ("gemm:wrong", TRITON, "wrong values"), ("gemm:crashes", TRITON, "ended by SIGSEGV"),
-        ("attention_forward:wrong", "attention forward", "wrong values"), ("attention_forward:hangs", "attention forward", "hangs"),
+        ("attention_forward:wrong", TRITON_ATTENTION, "wrong values"), ("attention_forward:hangs", TRITON_ATTENTION, "hangs"),
     ],
 )  # fmt: skip
 def test_what_nothing_can_replace_is_refused_with_one_line(check, fault, case, why):
@@ -150,17 +156,25 @@ def test_cases_are_all_gemms_and_attention_of_the_card(monkeypatch):
     config = small(models.preset("gpt2-124m"))
     assert config is not None
     config = replace(config, train=replace(config.train, dtype="bf16"))
-    target = self_check.Target(arch=90)
+    target = Target(arch=90)
     hopper = {name for name in self_check._cases(config, {}, target)[0] if name.startswith("Hopper")}
-    assert hopper == {
+    attention = {name.split(" bf16")[0] for name in hopper if "attention" in name}
+    assert attention == {f"Hopper attention {role}" for role in ("forward", "keys", "queries")}
+    assert {name for name in hopper if "GEMM" in name} == {
         f"Hopper GEMM {kind} bf16{epilogue}"
         for kind, epilogues in {"nt": ("", " gelu", " residual", " gelu_backward"), "nn": ("", " gelu_backward"),
                                 "tn": ("", " add", " start")}.items()
         for epilogue in epilogues
     }  # fmt: skip
-    for other in (replace(target, matmul="triton"), replace(target, arch=89)):
-        names = list(self_check._cases(config, {}, other)[0])
-        assert not [n for n in names if n.startswith("Hopper")] and len(names) == 6
+    names = [*self_check._cases(config, {}, replace(target, arch=89))[0]]
+    assert len(names) == 6 and all(name.startswith("Triton") for name in names)
+    assert not [n for n in self_check._cases(config, {}, replace(target, matmul="triton"))[0] if "Hopper GEMM" in n]
+
+
+def test_plain_attention_is_tritons(monkeypatch):
+    problem = AttentionProblem("forward", "bf16", 2, 300, 12, 64)
+    found = [tuning.select_config(Target(arch=90, plain_attention=plain), problem).warp_specialized for plain in (False, True)]
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("name", [name for name in models.presets() if not name.startswith("speedrun")])

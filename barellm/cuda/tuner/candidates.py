@@ -9,15 +9,16 @@ from barellm.cuda import gemm_config, tuning
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Call, Launch, Specialisation, Target
 from barellm.cuda.kernels.gemm.matmul import gemm
-from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES
+from barellm.cuda.kernels.pointwise.activations import IN_EPILOGUES
 from barellm.cuda.step import LoweredPrograms, lower_and_plan
 from barellm.cuda.tuner.cases import Case, case_of
 from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
 from barellm.program.builder import Program
 from barellm.runtime.tuner.problem import Candidate
 
+SLOPES = tuple(f"{name}_backward" for name in IN_EPILOGUES)
 EPILOGUES_BY_KIND = {
-    "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
+    "nt": ("", *IN_EPILOGUES, "residual", *SLOPES),
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
 }  # epilogues that the harness has
@@ -66,7 +67,9 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
     p = case.program()
     tf32 = problem.dtype == "tf32" if isinstance(problem, GemmProblem) else target.tf32
     matmul = "triton" if isinstance(problem, GemmProblem) and problem.kernel == "triton" else "barellm"
-    target = replace(target, tf32=tf32, matmul=matmul, config={problem.operation: candidate.config})
+    plain = isinstance(candidate.config, AttentionConfig) and not candidate.config.warp_specialized
+    config = {problem.operation: candidate.config}
+    target = replace(target, tf32=tf32, matmul=matmul, plain_attention=plain, config=config)
     with tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
     assert requested[problem] == 1, f"{p.ops} asked for {list(requested)}, not for {problem}"

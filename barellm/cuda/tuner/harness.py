@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,9 @@ MAX_CALLS = 200
 
 class Harness(harness.Harness):
     """One tuning problem on this machine's GPU. `calls`: the most calls of a timed repetition; `sms`: multiprocessors that
-    persistent grids fill, all of the card's unless given."""
+    persistent grids fill, all of the card's unless given. `config`: the default, unless it is the problem's."""
 
-    def __init__(self, problem: Problem, calls: int = MAX_CALLS, sms: int = 0) -> None:
+    def __init__(self, problem: Problem, calls: int = MAX_CALLS, sms: int = 0, config: Any = None) -> None:
         self.problem, self.device, self.max_calls = problem, driver.device(), calls
         self.target, self.case = Target.of(self.device), case_of(problem)
         self.target = replace(self.target, sms=sms or self.target.sms)
@@ -36,7 +37,7 @@ class Harness(harness.Harness):
         self.sessions: list[CudaSession] = []
         self.graphs: dict[CudaSession, driver.Graph] = {}
         self.same = MemoryComparison(self.device)
-        self.open(problem.default(self.target.arch))
+        self.open(config or problem.default(self.target.arch))
 
     def load(self, candidate: Candidate) -> CudaSession:
         p, made = lowered(self.problem, self.case, candidate, self.target)

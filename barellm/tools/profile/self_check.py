@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.build import open_model
+from barellm.assembly.build import CompiledModel, build_programs
 from barellm.config import Config
 from barellm.cuda import driver
 from barellm.cuda.step import CudaSession
 from barellm.cuda.tuner import harness
+from barellm.models.training_schedule import on_step
 from barellm.program.ops.base import Op
 from barellm.program.scalars import SCALARS
 from barellm.program.tensor import Dim, Tensor
@@ -26,7 +27,8 @@ BOUND, FP32_BOUND = 2.0**-4, 2.0**-12  # of a value and the root mean square of 
 
 
 class Harness:
-    """What `runtime.tuner.child` opens: a problem of the tuner's, or a small model's configuration. Wrong where it fails."""
+    """What `runtime.tuner.child` opens: a problem of the tuner's and a configuration of its kernel, or that of a small model, whose
+    GEMMs and attention are then Triton's. Wrong where it fails."""
 
     seconds = 0.0
 
@@ -35,7 +37,8 @@ class Harness:
         if isinstance(work, Config):
             self._run_programs(work)
         else:
-            with closing(harness.Harness(work, calls=1, sms=SMS)) as done:
+            problem, config = work
+            with closing(harness.Harness(problem, calls=1, sms=SMS, config=config)) as done:
                 self.worst[""] = done.case.worst
 
     def kernels(self) -> dict[str, float]:
@@ -48,8 +51,10 @@ class Harness:
         """A training step, an evaluation, and two runs that write text."""
         train = config.train
         self.bound = FP32_BOUND if train.dtype == "fp32" and not train.tf32 else BOUND
-        with open_model(config, device="cuda") as compiled:
-            session = compiled.session
+        programs = build_programs(config)
+        with closing(CudaSession(programs, matmul="triton", tf32=train.tf32, plain_attention=True)) as session:
+            compiled = CompiledModel(config, "cuda", session, programs, session.plan)
+            on_step(session, config, 0, train.steps)
             session._starts = {name: partial(self._run_ops, session, name) for name in session._starts}
             compiled.initialize(SEED)
             StepBench(compiled).step()
