@@ -145,6 +145,7 @@ class SumOverRanks(Op):
     """y = the sum over ranks, in rank order: `own` is this rank's term, and `others` (ranks - 1, n) has the rest."""
 
     name = "sum_over_ranks"
+    flops_per_element = (1, "others")
 
     def infer(self, own: Tensor, others: Tensor) -> dict[str, Spec]:
         if len(others.shape) != 2 or others.shape[1] != own.size or not 0 <= self.attrs["rank"] <= others.shape[0]:
@@ -153,9 +154,6 @@ class SumOverRanks(Op):
 
     def reference(self, own, others):
         return {"y": _sum_in_rank_order(own, others, self.attrs["rank"])}
-
-    def flops(self) -> int:
-        return self.others.size
 
 
 class ReduceScatter(Transfer):

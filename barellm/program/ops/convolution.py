@@ -209,8 +209,6 @@ def pair(value: int | Pair) -> Pair:
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def conv2d(
         self, x: Tensor, w: Tensor, *, stride: int | Pair = 1, padding: int | Pair = 0, dilation: int | Pair = 1, groups: int = 1,
         padding_mode: str = "zeros", flip_kernel: bool = False, algorithm: str = "auto", **old_names: bool,

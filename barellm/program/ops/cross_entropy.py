@@ -22,6 +22,7 @@ class CrossEntropy(Op):
 
     name = "cross_entropy"
     scalars = ("inv_targets",)
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
@@ -46,9 +47,6 @@ class CrossEntropy(Op):
         operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
         g.write(CrossEntropyBackward, {"dlogits": self.logits}, **operands, valid_vocab=self.valid_vocab)
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class CrossEntropyBackward(Op):
     """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns. With a `loss_scale`
@@ -57,6 +55,7 @@ class CrossEntropyBackward(Op):
     name = "cross_entropy_backward"
     optional = ("loss_scale",)
     scalars = ("inv_targets",)
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
         return {"dlogits": (logits.shape, logits.dtype)}
@@ -71,15 +70,13 @@ class CrossEntropyBackward(Op):
         np.put_along_axis(dlogits, at_target, np.take_along_axis(dlogits, at_target, -1) - 1, -1)
         return {"dlogits": np.where(targets[..., None] >= 0, dlogits * inv_targets, 0)}
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class TokenLosses(Op):
     """losses = lse - logits[target], in nats, and margins = max(logits) - logits[target]: 0 where no id is more likely than the
     target. Both are 0 where the target is -1. It has no gradient: it scores, and does not train."""
 
     name = "token_losses"
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
@@ -96,13 +93,8 @@ class TokenLosses(Op):
         found = {"losses": log_sum_exp(logits), "margins": logits.max(-1)}
         return {name: np.where(targets >= 0, top - at_target, 0) for name, top in found.items()}
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def classifier(self, x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int) -> Tensor:
         """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
         logits = self.apply(Matmul, x=operand(self, x), weight=weight).y

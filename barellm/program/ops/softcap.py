@@ -75,6 +75,7 @@ class SoftcapCrossEntropy(Op):
 
     name = "softcap_cross_entropy"
     scalars = ("inv_targets", *MTP)
+    flops_per_element = (10, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         _check(self, logits, targets)
@@ -101,9 +102,6 @@ class SoftcapCrossEntropy(Op):
         operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
         g.write(SoftcapCrossEntropyBackward, {"dlogits": self.logits}, **operands, **self.attrs)
 
-    def flops(self) -> int:
-        return 10 * self.logits.size
-
 
 class SoftcapCrossEntropyBackward(Op):
     """dlogits = inv_targets * (sum of mtp_k over the targets * softmax(z) - mtp_k at each of them) * dz/dlogits, zero in padded
@@ -112,6 +110,7 @@ class SoftcapCrossEntropyBackward(Op):
     name = "softcap_cross_entropy_backward"
     optional = ("loss_scale",)
     scalars = SoftcapCrossEntropy.scalars
+    flops_per_element = (12, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
         _check(self, logits, targets)
@@ -131,14 +130,12 @@ class SoftcapCrossEntropyBackward(Op):
         dlogits[..., : self.valid_vocab] = dz * slope(x, cap_of(self)) * inv_targets
         return {"dlogits": dlogits}
 
-    def flops(self) -> int:
-        return 12 * self.logits.size
-
 
 class Softcap(Op):
     """y = scale * sigmoid((x + shift) / width), fp32: what a sampler draws from."""
 
     name = "softcap"
+    flops_per_element = (5, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, "fp32")}
@@ -146,13 +143,8 @@ class Softcap(Op):
     def reference(self, x):
         return {"y": capped(x, self.cap)}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
         predict: int = 3, scaling: Scaling | None = None,

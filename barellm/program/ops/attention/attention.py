@@ -279,8 +279,6 @@ class AttentionCached(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int = 0, causal: bool = True, dropout: float = 0.0,
         window: str | None = None, most_window: int = 0, scale: str | None = None, starts: Tensor | None = None,

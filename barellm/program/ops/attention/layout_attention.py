@@ -152,8 +152,6 @@ class LayoutAttentionBackward(Listed):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def layout_attention(
         self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None = None,
         *, layout: Layout, heads: int, kv_heads: int = 0,

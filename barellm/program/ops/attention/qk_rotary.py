@@ -154,8 +154,6 @@ class QKRotaryBackward(_Heads):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def yarn_tables(self, yarn: Yarn, length: int) -> tuple[Tensor, Tensor]:
         """The tables cos and sin (length, D / 4), as tensors "yarn.cos" and "yarn.sin" of the store, which begin with the angles of
         `yarn`. They are no state of the optimizer, so a checkpoint leaves them out. Whoever widens the window during a run writes

@@ -121,8 +121,6 @@ class Rope(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def rope_tables(
         self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None, rotated: int | None = None,
         scale: float = 1.0, name: str = "rope",

@@ -99,8 +99,6 @@ class BlockMatmulDw(_BlockProduct):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def block_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: BlockLayout) -> Tensor:
         """x (..., C), weight (blocks * bs, bs), bias (K) -> x W + bias (..., K)."""
         tables: dict[str, Any] = {}

@@ -34,6 +34,7 @@ class Quantise(Op):
 
     name = "quantise"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
@@ -50,9 +51,6 @@ class Quantise(Op):
         with np.errstate(over="ignore"):
             y = np.asarray(x, np.float32) / divisor(scale, inv_targets)
         return {"y": round_to_eight(y, self.dtype).astype(np.float64)}
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 class Product(Op):

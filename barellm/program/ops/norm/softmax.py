@@ -13,6 +13,7 @@ class Softmax(Op):
     """y = exp(scale x) / sum(exp(scale x)) of each row. The row's largest element is taken off first, so that nothing overflows."""
 
     name = "softmax"
+    flops_per_element = (6, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         if not x.shape or not (isfinite(self.scale) and self.scale > 0):
@@ -28,14 +29,12 @@ class Softmax(Op):
     def gradient(self, g, y):
         g.write(SoftmaxDx, {"dx": self.x}, dy=y, y=self.y, scale=self.scale, dtype=self.x.dtype)
 
-    def flops(self) -> int:
-        return 6 * self.x.size
-
 
 class SoftmaxDx(Op):
     """dx = scale y (dy - sum(dy y))."""
 
     name = "softmax_dx"
+    flops_per_element = (5, "y")
 
     def infer(self, dy: Tensor, y: Tensor) -> dict[str, Spec]:
         if dy.shape != y.shape:
@@ -45,13 +44,8 @@ class SoftmaxDx(Op):
     def reference(self, dy, y):
         return {"dx": self.scale * y * (dy - (dy * y).sum(-1, keepdims=True))}
 
-    def flops(self) -> int:
-        return 5 * self.y.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def softmax(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         """x (..., C) -> (..., C) in the compute dtype: exp(scale x) over its sum, in each row."""
         return self.apply(Softmax, x=x, scale=float(scale), dtype=self.compute).y

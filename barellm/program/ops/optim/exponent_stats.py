@@ -19,6 +19,7 @@ class ExponentStats(Op):
 
     name = "exponent_stats"
     rounded = ("x",)
+    flops_per_element = (5, "x")
     observer: ClassVar[bool] = True
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
@@ -35,13 +36,8 @@ class ExponentStats(Op):
         sums = np.array([finite.sum(), size.sum(), (finite**2).sum(), size.max(initial=0.0)])
         return {"counts": np.bincount(bins, minlength=BINS).astype(np.int32), "sums": sums}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The method of Program that appends this op."""
-
     def exponent_stats(self, x: Tensor, *, counts: Tensor | None = None, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The histogram of the exponents of x (256) i32, and its sums (4); any shape. They go to `counts` and `sums` where those
         are given. It changes no fusion of the ops around it."""

@@ -21,15 +21,13 @@ class SumSquares(Op):
     """partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of x."""
 
     name = "sum_squares"
+    flops_per_element = (2, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"partials": ((-(-x.size // CHUNK),), "fp32")}
 
     def reference(self, x):
         return {"partials": np.add.reduceat(x.reshape(-1) ** 2, np.arange(0, x.size, CHUNK))}
-
-    def flops(self) -> int:
-        return 2 * self.x.size
 
 
 class ClipScale(Op):
@@ -90,6 +88,7 @@ class AdamW(Op):
     name = "adamw"
     optional = ("stream", "bf16")
     scalars = ("lr", "step", "seed")
+    flops_per_element = (14, "param")
     inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
 
     @property
@@ -130,9 +129,6 @@ class AdamW(Op):
             "v": decode(encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
         }
 
-    def flops(self) -> int:
-        return 14 * self.param.size
-
 
 class CautiousAdam(AdamW):
     """Adam as modded-nanogpt has it, with decay only where the step makes a weight smaller too; g = grad * clip[1]:
@@ -145,6 +141,7 @@ class CautiousAdam(AdamW):
     """
 
     name = "cautious_adam"
+    flops_per_element = (16, "param")
 
     def reference(self, param, grad, m, v, clip, lr, step, seed=0):
         if np.isnan(clip[1]):
@@ -156,6 +153,3 @@ class CautiousAdam(AdamW):
         update = rate * m / (np.sqrt(v) + self.eps)
         decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
         return {"param": self._rounded(param - update - decay), **self._stored(m, v, step, seed)}
-
-    def flops(self) -> int:
-        return 16 * self.param.size

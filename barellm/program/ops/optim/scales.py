@@ -111,6 +111,7 @@ class RoundFloating(Op):
 
     name = "round_floating"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
@@ -121,9 +122,6 @@ class RoundFloating(Op):
 
     def reference(self, x, bias, inv_targets=1.0):
         return {"y": round_floating(x / inv_targets, int(bias[0]), denormals=self.denormals)}
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:

@@ -20,6 +20,7 @@ class Dropout(Op):
 
     name = "dropout"
     scalars = ("seed", "step", "sample")
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         if len(x.shape) != 3 or not 0 < self.rate < 1:
@@ -32,24 +33,19 @@ class Dropout(Op):
     def gradient(self, g, y):
         g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
 
-    def flops(self) -> int:
-        return self.x.size
-
 
 class DropoutBackward(Op):
     """dx = dy * keep / (1 - rate), with the bits of the forward op."""
 
     name = "dropout_backward"
     scalars = ("seed", "step", "sample")
+    flops_per_element = (1, "dy")
 
     def infer(self, dy: Tensor) -> dict[str, Spec]:
         return {"dx": (dy.shape, self.attrs["dtype"])}
 
     def reference(self, dy, seed, step, sample):
         return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
-
-    def flops(self) -> int:
-        return self.dy.size
 
 
 def generator_of(op: Any) -> Generator:
@@ -86,8 +82,6 @@ class TauswortheDropoutBackward(DropoutBackward):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def dropout(self, x: Tensor, rate: float, bits: str = "threefry") -> Tensor:
         """x (B, T, C). Rate 0 adds no op. `bits` names the generator: threefry, taus88 or lfsr113."""
         if rate == 0:

@@ -18,6 +18,7 @@ class Add(Op):
     """y = a + b with a's dtype: the residual stream comes first."""
 
     name = "add"
+    flops_per_element = (1, "a")
 
     def infer(self, a: Tensor, b: Tensor) -> dict[str, Spec]:
         if a.shape != b.shape:
@@ -30,9 +31,6 @@ class Add(Op):
     def gradient(self, g, y):
         g.alias(self.a, y)
         g.alias(self.b, y)
-
-    def flops(self) -> int:
-        return self.a.size
 
 
 class Cast(Op):
@@ -55,6 +53,7 @@ class Rescale(Op):
     they differ, the gradient is not that of y, but a multiple of it."""
 
     name = "rescale"
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, x.dtype)}
@@ -67,9 +66,6 @@ class Rescale(Op):
             g.alias(self.x, y)
         else:
             g.write(Rescale, {"y": self.x}, x=y, forward=self.backward, backward=self.forward)
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 class Zeros(Op):
@@ -207,8 +203,6 @@ def operand(p: Graph, x: Tensor) -> Tensor:
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def gelu(self, x: Tensor) -> Tensor:
         """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""
         return self.activate(x, "gelu")

@@ -146,8 +146,6 @@ class GatedBackward(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def gate_logits(self, x: Tensor, weight: Tensor, extra: Tensor | None = None) -> Tensor:
         """Logits z (B, T, N) fp32 of gates, from the first K columns of x (B, T, C), weight (N, K). With `extra`, the first K/2
         columns of x and the first K/2 of extra are read instead. Call it before the other ops that read x: the backward pass then

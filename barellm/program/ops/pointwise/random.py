@@ -115,6 +115,7 @@ class NormalInit(Op):
     name = "normal_init"
     optional = ("bf16",)
     scalars = ("seed",)
+    flops_per_element = (60, "param")
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
     def infer(self, param: Tensor) -> dict[str, Spec]:
@@ -133,9 +134,6 @@ class NormalInit(Op):
     def bytes(self) -> int:
         return self.param.nbytes
 
-    def flops(self) -> int:
-        return 60 * self.param.size
-
 
 class UniformInit(Op):
     """param = bound * (2 u - 1) with u = (word // 256 + 1/2) / 2^24 of an element's word; rows from `valid_rows` on zero. As in
@@ -144,6 +142,7 @@ class UniformInit(Op):
     name = "uniform_init"
     optional = ("bf16",)
     scalars = ("seed",)
+    flops_per_element = (30, "param")
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
     def infer(self, param: Tensor) -> dict[str, Spec]:
@@ -160,9 +159,6 @@ class UniformInit(Op):
 
     def bytes(self) -> int:
         return self.param.nbytes
-
-    def flops(self) -> int:
-        return 30 * self.param.size
 
 
 class ConstantInit(Op):

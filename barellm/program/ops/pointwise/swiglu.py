@@ -61,8 +61,6 @@ SwiGLU, SwiGLUBackward = GATED["silu"], GATED["silu"].backward
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, both (..., F): two tensors, or two views of one (`split`)."""
         return self.gated_linear_unit(gate, up, "silu")

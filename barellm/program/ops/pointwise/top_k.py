@@ -12,6 +12,7 @@ class TopK(Op):
     counts as infinity."""
 
     name = "top_k"
+    flops_per_element = (32, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         K = self.attrs["K"]
@@ -29,9 +30,6 @@ class TopK(Op):
     def gradient(self, g, values, indices):
         assert indices is None, "columns are no numbers that change by degrees"
         g.write(TopKDx, {"dx": self.x}, dvalues=values, indices=self.indices, C=int(self.x.shape[-1]))
-
-    def flops(self) -> int:
-        return 32 * self.x.size
 
 
 class TopKDx(Op):
@@ -56,8 +54,6 @@ class TopKDx(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def top_k(self, x: Tensor, K: int) -> tuple[Tensor, Tensor]:
         """x (..., C) -> the K largest elements of each row (..., K), in order, and their columns (..., K) i32."""
         op = self.apply(TopK, x=x, K=K)
