@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from barellm import models
 from barellm.assembly import advice
 from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
 from barellm.config import Config, TrainConfig
@@ -126,7 +127,6 @@ def build_programs(
     so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
     0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
     takes the place of "eval". Of several `ranks`, each takes its share of a batch."""
-    from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import start_reduce_scatter, updates
 
@@ -148,7 +148,6 @@ def build_programs(
 def shards_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
     """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds.
     What each rank has for itself, as the errors of compressed gradients, lies one below the other."""
-    from barellm import models
     from barellm.optim.recipes import shards
 
     store = build_programs(config)["forward_backward"].store

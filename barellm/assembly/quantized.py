@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
@@ -85,8 +87,6 @@ class Quantizing:
         self._left: dict[str, np.ndarray] = {}  # rows that are no whole tile yet
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
-        import numpy as np
-
         m = self.matrices.get(name)
         if m is None or m.stays:
             self.session.write_rows(name, lo, array)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.data import mapping
 from barellm.errors import UserError
@@ -30,8 +32,6 @@ AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time
 
 def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
     """Codes as the file has them, signed bytes."""
-    import numpy as np
-
     if how.codes == "i8":
         return codes_NK
     even = np.concatenate([codes_NK, np.zeros((len(codes_NK), codes_NK.shape[1] % 2), np.uint8)], 1)
@@ -40,8 +40,6 @@ def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
 
 def restored(bytes_: np.ndarray, how: Scheme, K: int) -> np.ndarray:
     """The codes (N, K) of a file's bytes."""
-    import numpy as np
-
     if how.codes == "i8":
         return bytes_
     both = bytes_.view(np.uint8)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
 
@@ -87,8 +89,6 @@ class ShardedState:
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi), exactly, on rank 0."""
-        import numpy as np
-
         t = self.tensors[name]
         begin, end = lo * _width(t), hi * _width(t)
         found = []

@@ -10,6 +10,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
+from barellm.data.cache import new_file
+from barellm.errors import UserError
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found
-    from barellm.errors import UserError
 
     for name, least in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
         if getattr(args, name) < least:
@@ -81,7 +83,6 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
 
     from barellm.data.sources import prepare
-    from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
     from barellm.training.console import Console
 
@@ -111,7 +112,6 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
 
 def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
     """The loss in its three units, and of what it is."""
-    from barellm.training.console import show
     from barellm.training.report import perplexity
 
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -155,7 +155,6 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     from barellm.data.examples import has_examples
     from barellm.data.reading import Layout, format_of
     from barellm.data.sources import find_text, prepare
-    from barellm.errors import UserError
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
     from barellm.training.console import Console
@@ -199,16 +198,12 @@ def _new_file(name: str | None) -> Path | None:
     """The path of a file that is not there yet."""
     from pathlib import Path
 
-    from barellm.errors import UserError
-
     if name is not None and Path(name).exists():
         raise UserError(f"{name} exists, expected a new file")
     return None if name is None else Path(name)
 
 
 def _write_lines(path: Path, rows: Iterable[dict]) -> None:
-    from barellm.data.cache import new_file
-
     with new_file(path) as file:
         for row in rows:
             file.write(json.dumps(row).encode() + b"\n")

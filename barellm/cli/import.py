@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from barellm.cli.options import Parser, add_configuration
+from barellm import models
+from barellm.cli.options import CommandLine, Parser, add_configuration
+from barellm.errors import UserError
 
 
 def configure(parser: Parser) -> None:
@@ -26,10 +28,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from barellm import models
-    from barellm.cli.options import CommandLine
     from barellm.data.gpt2 import Gpt2
-    from barellm.errors import UserError
     from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
 

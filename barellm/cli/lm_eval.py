@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from barellm.assembly.build import check_device
 from barellm.cli.checkpoints import Found, found
+from barellm.cli.main import fail
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
 from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
@@ -166,8 +167,6 @@ def _device(requested: str | None) -> str:
 def main() -> int:
     """The harness's command. A user's mistake is one line, as in barellm's own."""
     from lm_eval.__main__ import cli_evaluate
-
-    from barellm.cli.main import fail
 
     try:
         cli_evaluate()

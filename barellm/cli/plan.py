@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from barellm.cli.help import Rare
 from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
+from barellm.runtime.ranks import ALONE, Planned
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     from barellm.config import Config
@@ -55,8 +58,6 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-
     from barellm.assembly.build import resolved
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices, plan
@@ -91,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
         )
         print(json.dumps(numbers | more))
         return 0
-    from barellm.training.console import show
-
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
         print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
@@ -103,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     """The first of --ranks, or this process alone."""
-    from barellm.runtime.ranks import ALONE, Planned
     from barellm.training import agreement
 
     if args.ranks is None:
@@ -117,8 +115,6 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
 
 def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) -> int:
     """Print what a step of many ranks would take. Without --measure and --card the arithmetic is that of an H100."""
-    import json
-
     from barellm.tools.plan import devices, scale
 
     if args.ranks is None or args.ranks < 1:
@@ -133,8 +129,6 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
 
 def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
     """Print the tiling of the GEMM of --gemm and of its gradients."""
-    import json
-
     from barellm.cuda.kernel import Sizes
     from barellm.tools.plan import devices, waves
 

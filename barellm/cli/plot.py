@@ -12,9 +12,12 @@ numbers. docs/exponent_stats.md explains it.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from barellm.errors import UserError
+from barellm.training import curve
 from barellm.training.curve import AXES, QUANTITIES
 
 if TYPE_CHECKING:
@@ -42,8 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.errors import UserError
-    from barellm.training import curve
     from barellm.training.console import Console
 
     console = Console()
@@ -71,10 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
     """The exponent histograms of one run."""
-    import json
-
     from barellm.checkpoint import checkpoint
-    from barellm.errors import UserError
     from barellm.training import exponent_stats, exponent_stats_chart
 
     if len(args.runs) > 1:
@@ -103,7 +101,6 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     what a run writes."""
     from barellm.checkpoint import checkpoint
     from barellm.config import overrides
-    from barellm.errors import UserError
     from barellm.training import curve, metrics
     from barellm.training.training_schedule import tokens_before
 

@@ -26,6 +26,7 @@ from barellm.cli.options import (
     for_terminal,
     sampling_of,
 )  # fmt: skip
+from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -70,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from barellm.cli.checkpoints import found_or_fresh
-    from barellm.errors import UserError
     from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
     from barellm.generation.writing import unseen
 
@@ -118,8 +118,6 @@ class Work:
 
 
 def _ids(words: str, rows: int) -> list[int]:
-    from barellm.errors import UserError
-
     numbers = words.replace(",", " ").split()
     if not numbers or not all(number.isdecimal() and int(number) < rows for number in numbers):
         raise UserError(f"--prompt-ids is {words!r}, expected ids from 0 to {rows - 1} with commas between them")
@@ -131,7 +129,6 @@ def _prompts(name: str) -> list[str]:
     from pathlib import Path
 
     from barellm.data.reading import Layout, blocks, documents, format_of
-    from barellm.errors import UserError
 
     path, layout = Path(name), Layout(field="prompt", separator="\n")
     found = list(documents(blocks(path, layout)))

@@ -10,10 +10,14 @@ import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING
 
+from barellm import models
 from barellm.cli.help import Rare, group
 from barellm.cli.options import TRAINED, CommandLine, Parser, add_configuration, add_device, with_weights
+from barellm.config import overrides
+from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
@@ -46,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it."""
     started = time.monotonic()
-    from contextlib import nullcontext, redirect_stdout
-
     from barellm.training.console import Console
 
     silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
@@ -58,14 +60,10 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
-    from contextlib import nullcontext
     from pathlib import Path
 
-    from barellm import models
     from barellm.assembly.build import check_device
     from barellm.checkpoint import folder
-    from barellm.config import overrides
-    from barellm.errors import UserError
     from barellm.training import find_lr, resume, run
 
     check_device(args.device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -90,8 +93,6 @@ def cross(name: str, triple: str) -> ISA:
 
 def arm() -> bool:
     """Whether this process runs on aarch64."""
-    import platform
-
     return platform.machine().lower() in ("arm64", "aarch64")
 
 
@@ -106,9 +107,6 @@ def host_features() -> dict[str, bool]:
 
 def arm_bf16() -> bool:
     """The system says that this aarch64 processor has BFDOT and BFCVT."""
-    import ctypes
-    import sys
-
     if sys.platform == "darwin":
         return sysctl_number("hw.optional.arm.FEAT_BF16") == 1
     getauxval, hwcap2, bf16 = ctypes.CDLL(None).getauxval, 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
@@ -127,9 +125,6 @@ def available() -> list[str]:
 def tiles_permitted() -> bool:
     """Ask Linux for the use of tile registers, once a process. Without permission the first tile instruction would end the
     process."""
-    import ctypes
-    import sys
-
     if not sys.platform.startswith("linux"):
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

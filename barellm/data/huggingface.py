@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -103,8 +104,6 @@ class HuggingFace(Tokenizer):
         "special": they are tokens; "letters": those of added tokens that are not special are text too."""
         if kind in self._encoders:
             return self._encoders[kind]
-        import json
-
         from tokenizers import Tokenizer as Encoder
 
         content = self.content

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from barellm.optim.muon import Muon
 from barellm.optim.rules import Rule, assign_rules, update
+from barellm.program import ops
 
 if TYPE_CHECKING:
     from barellm.config import OptimConfig
@@ -52,8 +53,6 @@ class Adam:
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         """An op for each parameter (`Optimizer.update`)."""
-        from barellm.program import ops
-
         for param in params:
             m, v = moments(p, param)
             p.apply(

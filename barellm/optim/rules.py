@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from barellm.optim.powersgd import Compression
 from barellm.optim.sharding import OptimizerSharding, shard
+from barellm.program import ops
+from barellm.program.loss_scale import loss_scale_of
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -100,9 +102,6 @@ def append_clip_scale(
 ) -> Tensor:  # fmt: skip
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`. Returns the tensor (2) [norm,
     scale], which is `into` if given. With `sharding` the gradients are summed over the ranks first."""
-    from barellm.program import ops
-    from barellm.program.loss_scale import loss_scale_of
-
     if sharding is None:
         partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Dim, Tensor, describe
@@ -35,8 +37,6 @@ class MeanPixelsBackward(Op):
         return {"dx": ((*dy.shape, *self.size), dy.dtype)}
 
     def reference(self, dy):
-        import numpy as np
-
         H, W = self.size
         return {"dx": np.repeat(dy / (H * W), H * W, -1).reshape(*dy.shape, H, W)}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import isfinite
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor, describe
@@ -21,8 +23,6 @@ class Softmax(Op):
         return {"y": (x.shape, self.attrs["dtype"])}
 
     def reference(self, x):
-        import numpy as np
-
         e = np.exp((x - x.max(-1, keepdims=True)) * self.scale)
         return {"y": e / e.sum(-1, keepdims=True)}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor, describe
@@ -28,8 +30,6 @@ class ExponentStats(Op):
         return {"counts": ((BINS,), "i32"), "sums": ((len(SUMS),), "fp32")}
 
     def reference(self, x):
-        import numpy as np
-
         bins = (x.astype(np.float32).reshape(-1).view(np.int32) >> 23) & NOT_FINITE
         finite = x.reshape(-1)[bins != NOT_FINITE].astype(np.float64)
         size = np.abs(finite)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from math import erfc, pi, sqrt
 from typing import Any, ClassVar
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Dim, Tensor, describe
@@ -81,8 +83,6 @@ class Zeros(Op):
         return {"y": (self.shape, self.dtype)}
 
     def reference(self, **sizes):
-        import numpy as np
-
         return {"y": np.zeros([sizes[n.name] if isinstance(n, Dim) else n for n in self.shape])}
 
 
@@ -138,8 +138,6 @@ class Elementwise:
 
 
 def _tanh(x: Any) -> Any:
-    import numpy as np
-
     return np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
 
 
@@ -150,8 +148,6 @@ def _gelu_slope(x: Any) -> Any:
 
 def _normal(x: Any) -> tuple[Any, Any]:
     """Probability that a normal number is below x, and its density there."""
-    import numpy as np
-
     below = np.vectorize(lambda z: 0.5 * erfc(-z / sqrt(2.0)), otypes=[np.float64])(x)
     return below, np.exp(-0.5 * x * x) / sqrt(2.0 * pi)
 
@@ -162,8 +158,6 @@ def _gelu_erf_slope(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    import numpy as np
-
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
@@ -174,8 +168,6 @@ def _silu_slope(x: Any) -> Any:
 
 
 def _relu(x: Any) -> Any:
-    import numpy as np
-
     return np.maximum(x, 0.0)
 
 

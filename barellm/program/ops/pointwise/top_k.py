@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor, describe
@@ -22,8 +24,6 @@ class TopK(Op):
         return {"values": (shape, x.dtype), "indices": (shape, "i32")}
 
     def reference(self, x):
-        import numpy as np
-
         order = np.argsort(np.where(np.isnan(x), -np.inf, -x), -1, kind="stable")[..., : self.K]
         return {"values": np.take_along_axis(x, order, -1), "indices": order.astype(np.int32)}
 
@@ -43,8 +43,6 @@ class TopKDx(Op):
         return {"dx": ((*dvalues.shape[:-1], self.attrs["C"]), dvalues.dtype)}
 
     def reference(self, dvalues, indices):
-        import numpy as np
-
         dx = np.zeros((*dvalues.shape[:-1], self.C))
         np.put_along_axis(dx, indices.astype(np.int64), dvalues, -1)
         return {"dx": dx}
