@@ -10,14 +10,11 @@ from operator import add
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
 from barellm.cpu.kernels.loops import elementwise_map, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHAINS
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 
 Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank

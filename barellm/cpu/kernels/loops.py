@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, dims_of
-from barellm.cpu.lang import Pointer, Value, Var
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Tensor, Value, Var, dims_of
 
 GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally

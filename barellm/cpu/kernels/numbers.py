@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Value
+from barellm.cpu.kernel import KernelBuilder, Value
 
 
 def bits(value: float) -> int:

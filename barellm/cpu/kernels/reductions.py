@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Region, Tensor, Value, lowering, part
 from barellm.cpu.kernels.loops import (
     accumulate,
     accumulate_scalar,
@@ -22,12 +22,8 @@ from barellm.cpu.kernels.loops import (
     tree_reduce,
 )
 from barellm.cpu.kernels.loss.loss_scale import scale_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import Region, part
 
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 

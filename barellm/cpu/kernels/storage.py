@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Tensor, Value
 from barellm.program.dtypes import format_of
 from barellm.program.moments import FORMATS, REBIAS
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, plane
 
 

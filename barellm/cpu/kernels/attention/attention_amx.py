@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import Geometry, round_up, score_tile_amx
-from barellm.cpu.lang import Pointer, Value
 
 LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 ROW_PAIR = 2  # rows of a tile that are one VNNI pair

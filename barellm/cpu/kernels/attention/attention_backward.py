@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, scratch_units
 from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
 from barellm.cpu.kernels.attention.attention_mask import dense_constants
@@ -35,9 +35,6 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
 )
 from barellm.cpu.kernels.attention.attention_single_block import attention_backward_single_block, backward_units, fits_single_block
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
 
 ONE_PASS, TWO_PASSES = 5, 7  # GEMMs a block
 SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK are too few for load balance

@@ -11,8 +11,7 @@ from math import e as E
 from math import log2
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention.attention_amx import LaneMask, for_each_row_pair, round_to_tiles
 from barellm.cpu.kernels.attention.attention_mask import KeyRange, MaskSpec
 from barellm.cpu.kernels.attention.attention_microkernels import (
@@ -38,7 +37,6 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
     unpack_tile,
     vnni_pack,
 )
-from barellm.cpu.lang import Pointer, Value
 
 
 def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:

@@ -12,7 +12,7 @@ from functools import partial
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_microkernels import (
@@ -42,9 +42,7 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
 )
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
-from barellm.program.ops.base import Op
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items

@@ -23,14 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Op, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.packing import uses_vnni
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 from barellm.program.tensor import Dim
 

@@ -14,8 +14,7 @@ from contextlib import nullcontext
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import (
     Geometry,
     Left,
@@ -32,7 +31,6 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
     store_units,
     unpack_tile,
 )
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln, transpose
 
 MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB

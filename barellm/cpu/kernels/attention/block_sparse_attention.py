@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention.attention_forward import LOWEST, finish_softmax, init_softmax, online_softmax_step
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
 from barellm.cpu.kernels.attention.attention_microkernels import (
@@ -30,10 +29,8 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
 )
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.layouts import WORD
-from barellm.program.ops.base import Op
 from barellm.runtime.lowering import weight_operand
 
 

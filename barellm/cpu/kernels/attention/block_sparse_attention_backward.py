@@ -20,8 +20,7 @@ from contextlib import contextmanager, nullcontext
 from math import sqrt
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
 from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
@@ -48,10 +47,7 @@ from barellm.cpu.kernels.attention.block_sparse_attention import (
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, backward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.reductions import add_chunks
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
 
 PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: enough for any number of threads
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import (
     Geometry,
     Rows,
@@ -31,7 +31,6 @@ from barellm.cpu.kernels.attention.attention_microkernels import (
     unpack_tile,
     vnni_pack,
 )
-from barellm.cpu.lang import Pointer, Value
 
 Distances = tuple[int, int]  # first and last that have a vector
 

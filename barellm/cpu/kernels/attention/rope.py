@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:

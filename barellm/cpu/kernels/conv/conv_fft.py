@@ -17,8 +17,7 @@ from __future__ import annotations
 from math import cos, pi, sin
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided, panel_nbytes
 from barellm.cpu.kernels.conv.winograd import (
     M_BYTES,
@@ -30,9 +29,7 @@ from barellm.cpu.kernels.conv.winograd import (
     run_shape,
     store_tile_rows,
 )
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
-from barellm.runtime.lowering import part
 
 RUN = 64  # tiles of a work item of the input transform, at most: they see F^2 pixels each
 MIN_FILTER, MAX_FILTER = 5, 23  # rows and columns of filters for which "auto" considers FFTs

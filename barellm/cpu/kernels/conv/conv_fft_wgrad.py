@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, part
 from barellm.cpu.kernels.conv.conv_fft import Complex, fft, fft_input, fft_size, half, input_nbytes, load_hermitian
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import V_BYTES, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import winograd_wgrad_gemm
 from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div
-from barellm.runtime.lowering import part
 
 
 def fft_wgrad_output(k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:

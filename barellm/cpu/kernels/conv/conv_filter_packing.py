@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 

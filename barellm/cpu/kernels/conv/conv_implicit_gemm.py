@@ -17,11 +17,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 KC = 288  # depth of a K block: with the pixels of a register tile it stays in L1

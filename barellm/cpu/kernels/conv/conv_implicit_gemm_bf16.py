@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import rank1_update
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, reflect_index
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
 
 UNROLLED = 16  # vectors of a line that are copied without a loop

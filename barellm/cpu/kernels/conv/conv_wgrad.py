@@ -15,11 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.loops import accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 KC = 448  # pixels of a K block, about: enough to pay for loading and storing the partial sums

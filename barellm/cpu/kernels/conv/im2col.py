@@ -15,9 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.program.integers import round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Value
+from barellm.cpu.kernel import KernelBuilder, Value
 
 
 def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) -> list[Value]:

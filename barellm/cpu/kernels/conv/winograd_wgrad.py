@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Value, part
 from barellm.cpu.kernels.conv.conv_wgrad import tile_shape
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import append_input_transform, gemm_tile
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
 from barellm.cpu.kernels.loops import accumulate_scalar
-from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
-from barellm.runtime.lowering import part
 
 KC = 48  # blocks of tiles of a K block: they are the order of summation
 MC, NC = 48, 64  # rows and columns of a work item at a position: what it reads of a K block stays in L2

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
     accumulate,
@@ -15,9 +15,7 @@ from barellm.cpu.kernels.loops import (
     write_row,
 )
 from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 
 ID_RANGES = 64  # work items: each scans all tokens for its ids
 GROUP_BYTES = 65536  # of the sums over the batch of a work item

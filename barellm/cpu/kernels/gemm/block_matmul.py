@@ -12,18 +12,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
 from barellm.cpu.kernels.gemm.microkernel import prefetch_row
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.block_layouts import Lists
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div, round_up
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, weight_operand
 
 TILE_BYTES = 1 << 18  # of an item's tokens, which its segments share

@@ -14,8 +14,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.program.quantization import BLOCK, TILE, Scheme
 
 LOOK_UPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes; of 4 lanes NEON alone has one

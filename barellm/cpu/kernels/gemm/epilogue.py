@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm.microkernel import prefetch_row
 from barellm.cpu.kernels.loops import store_all
 from barellm.cpu.kernels.pointwise.activations import emitter_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx, gemm, weight_gradient
 from barellm.cpu.kernels.gemm.linear import gemm_kind, tokens_of
 from barellm.cpu.kernels.gemm.packing import uses_vnni
 from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.pointwise.elementwise import cast
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
 

@@ -16,15 +16,13 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsize
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
 from barellm.cpu.kernels.gemm.gemm_mainloop import GemmMainloop
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.gemm.packing import LINE, can_overlap_packing, panel_bytes, uses_vnni
 from barellm.cpu.kernels.pointwise.activations import emitter_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
 NONTEMPORAL_BYTES = 1 << 20  # larger results of AMX tiles leave the caches: they are stored non-temporally

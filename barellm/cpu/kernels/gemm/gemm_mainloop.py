@@ -19,12 +19,11 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
 from barellm.cpu.kernels.gemm.microkernel import block_of_item
 from barellm.cpu.kernels.gemm.packing import LINE, PackTask, PanelBuffers, pack_b, pack_b_transposed, panel_bytes
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from barellm.cpu.gemm_config import GemmConfig, token_chunk
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import block_of_item
 from barellm.cpu.kernels.gemm.packing import PackTask, PanelBuffers, pack_b, panel_bytes
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 

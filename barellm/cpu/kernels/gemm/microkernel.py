@@ -12,9 +12,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm.packing import LINE
-from barellm.cpu.lang import Pointer, Value, Var
 
 OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
 BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the depth) -> that element of A in all lanes

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up

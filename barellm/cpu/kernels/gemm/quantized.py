@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.gemm import gemm
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
@@ -24,10 +23,8 @@ from barellm.cpu.kernels.gemm.quantized_digits import IntegerSkinnyGemm, digits_
 from barellm.cpu.kernels.gemm.quantized_few import FEW, QuantizedSkinnyGemm
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.integers import ceil_div, round_up
-from barellm.program.ops.base import Op
 from barellm.program.quantization import BLOCK, TILE, scheme
 
 

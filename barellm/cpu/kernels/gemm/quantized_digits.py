@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
 from barellm.cpu.kernels.gemm.packing import LINE
 from barellm.cpu.kernels.gemm.quantized_few import FEW, PREFETCH_BLOCKS, QuantizedSkinnyGemm
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 

@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, TILE, scheme
 

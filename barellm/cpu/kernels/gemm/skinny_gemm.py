@@ -21,13 +21,11 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm import skinny_gemm_amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
 from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
 from barellm.cpu.kernels.gemm.skinny_gemm_amx import scratch_bytes
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up

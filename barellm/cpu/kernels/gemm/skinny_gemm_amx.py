@@ -8,10 +8,8 @@ along the depth, in the order of the tile instruction, so results are batch-inva
 from __future__ import annotations
 
 from barellm.cpu.gemm_config import SkinnyGemmConfig
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import round_up
 

@@ -18,13 +18,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, gradient_tiles
 from barellm.cpu.kernels.gemm.microkernel import block_of_item, microkernel, overlap_calls, prefetch_row
 from barellm.cpu.kernels.gemm.packing import PackedA, PackTask, PanelBuffers, pack_b, panel_bytes, uses_vnni
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 NONTEMPORAL_BYTES = 1 << 20  # a gradient of this many bytes that is stored, not added to, leaves the caches anyway

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import Emit, Lowering, lowering
+from barellm.cpu.kernel import Emit, Lowering, Op, Tensor, lowering
 from barellm.cpu.kernels.gemm.linear import append_gemm, append_weight_gradient
 from barellm.cpu.kernels.gemm.quantized import append_quantized_gemm
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss import cross_entropy, softcap
 from barellm.program.dtypes import PLANES, itemsize
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 1024  # tokens whose logits exist at one time

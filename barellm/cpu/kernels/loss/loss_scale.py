@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE
 
 

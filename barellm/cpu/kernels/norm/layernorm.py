@@ -8,7 +8,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
     ROW_UNROLL,
@@ -23,9 +23,6 @@ from barellm.cpu.kernels.loops import (
     write_row,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 
 CHAINS = 4
 

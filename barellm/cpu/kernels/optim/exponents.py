@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.loops import flat, foreach_vector, new_accumulators, tree_reduce
-from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, weight_operand
 
 CHUNKS, CHUNK = 64, 32768  # at most so many chunks, of at least so many elements

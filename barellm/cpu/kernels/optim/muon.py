@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
 from barellm.cpu.kernels.optim.optimizer import sweep_pairs
 from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Value
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.muon import LEAST
 from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.runtime.lowering import part, share

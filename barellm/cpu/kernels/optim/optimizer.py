@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 
 GRAIN = 65536  # elements of a work item: 2 MB of memory, some 40 us
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.loops import new_accumulators, tree_reduce
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.gemm.block_squares import BLOCK
 
 

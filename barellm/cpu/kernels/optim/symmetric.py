@@ -17,8 +17,7 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import MC, Tile, default_kc, default_tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.gemm.packing import (
     PackTask,
@@ -31,9 +30,7 @@ from barellm.cpu.kernels.gemm.packing import (
 )
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.muon import each_matrix
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
-from barellm.program.ops.base import Op
 
 
 def symmetric_gemm(

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, kernel
 from barellm.cpu.kernels.loops import accumulate, row_grain
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.tausworthe import Streams
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 

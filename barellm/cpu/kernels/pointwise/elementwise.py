@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering
 from barellm.cpu.kernels.loops import (
     Vectors,
     accumulate,
@@ -21,8 +21,6 @@ from barellm.cpu.kernels.loops import (
 )
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from barellm.program.tensor import Span
 

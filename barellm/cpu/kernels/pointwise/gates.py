@@ -8,7 +8,7 @@ from itertools import cycle
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
@@ -22,10 +22,8 @@ from barellm.cpu.kernels.loops import (
     write_row,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.runtime.lowering import weight_operand
 
 # --- logits ---

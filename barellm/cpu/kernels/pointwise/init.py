@@ -5,13 +5,12 @@ from __future__ import annotations
 import struct
 from math import prod
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
 from barellm.cpu.kernels.loops import GRAIN, foreach_vector
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 
 

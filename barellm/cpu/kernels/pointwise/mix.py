@@ -7,7 +7,7 @@ from __future__ import annotations
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     accumulate,
@@ -20,8 +20,6 @@ from barellm.cpu.kernels.loops import (
     tree_reduce,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.mix import COEFFICIENTS, MOST, TERMS
 
 PREFETCH_DISTANCE = 512  # elements, into L2: four streams are more than the hardware prefetcher follows

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
 from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_cache_lines
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.swiglu import GATED
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, Var, kernel, lowering
 from barellm.cpu.kernels.loops import foreach_column, shape_of, tree_reduce
-from barellm.cpu.lang import Pointer, Value, Var
-from barellm.program.ops.base import Op
 
 CHAINS = 4  # independent accumulation chains
 INFINITY = 0x7F800000

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES
 from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part, plane
 
 STRIPS = 16  # of a tile
