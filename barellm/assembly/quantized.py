@@ -10,9 +10,8 @@ import numpy as np
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.quantization import TILE, Scheme, pack, quantize, scheme
-from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,8 +22,7 @@ from barellm.cpu.extern import Prepare, callback, extern
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 from barellm.runtime.lowering import Region, part
 from barellm.runtime.registry import Registry
 

@@ -25,9 +25,8 @@ from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
 from barellm.program.fused_grad_norm import SquareSums, fuse_grad_norm, recompute_square_sums
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.planner import Plan
-from barellm.program.tensor import Tensor
 from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lowered

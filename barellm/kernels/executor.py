@@ -20,9 +20,8 @@ from barellm.cpu.threads import Pool, thread_count
 from barellm.kernels.arrays import ALIGN, address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.planner import lifetimes, place
-from barellm.program.tensor import Tensor
 from barellm.runtime.arena import ScalarBlock
 from barellm.runtime.lowering import Region
 

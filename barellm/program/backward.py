@@ -15,9 +15,8 @@ from typing import Any
 
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import loss_scale_of
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor, View, describe
 from barellm.program.ops.pointwise.elementwise import Add, Cast, Zeros
-from barellm.program.tensor import Tensor, View, describe
 
 
 @dataclass

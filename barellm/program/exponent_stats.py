@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from barellm.program.backward import last_writer
 from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor, View
 from barellm.program.ops.optim.exponent_stats import BINS, SUMS, ExponentStats
 from barellm.program.ops.pointwise.elementwise import Rescale
-from barellm.program.tensor import Tensor, View
 
 COUNTS, TOTALS = "exponent_stats.counts", "exponent_stats.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors
 KINDS = ("activation", "gradient", "weight", "weight gradient")

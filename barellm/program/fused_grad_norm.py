@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from copy import copy
 
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.ops.gemm.block_squares import BlockSquares
 from barellm.program.ops.optim.optimizer import SumSquares
-from barellm.program.tensor import Tensor
 
 SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 
 Alike = Callable[[Any], Hashable]  # op -> a key that is equal for all ops of one group
 

@@ -11,9 +11,8 @@ from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, itemsize
 from barellm.program.fusion import Fusion, fuse
 from barellm.program.grouping import Alike, group
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Span, Tensor
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Span, Tensor
 from barellm.runtime.registry import Registry
 
 

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from barellm.errors import UserError
 from barellm.program.grouping import members
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Span, Tensor, describe
+from barellm.program.ops.base import Op, Span, Tensor, describe
 
 MODES = ("store", "add", "start")
 L = TypeVar("L")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from barellm.program.dtypes import FORMATS
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Span, Tensor, View, describe
 
 if TYPE_CHECKING:
     import numpy as np
+
+__all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "describe", "operand_bytes"]  # all that files of ops need
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op, Spec, operand_bytes
+from barellm.program.ops.base import Op, Spec, Tensor, describe, operand_bytes
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor, describe
 
 # By the operand's name the arrays that a tensor consists of: one, or one for each of its planes that travel.
 Arrays = Mapping[str, Sequence[np.ndarray]]

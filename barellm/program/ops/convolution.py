@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 ALGORITHMS = ("auto", "direct", "winograd2", "winograd4", "fft")
 FFT_MOST = 24  # rows and columns of a filter that a Fourier transform of 32 x 32 pixels takes

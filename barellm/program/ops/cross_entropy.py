@@ -11,10 +11,9 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Matmul
 from barellm.program.ops.pointwise.elementwise import operand
-from barellm.program.tensor import Tensor, describe
 
 
 class CrossEntropy(Op):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 HASH = 36313, 27191  # what a token and the one before are multiplied with
 

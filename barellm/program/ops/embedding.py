@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Matmul
-from barellm.program.tensor import Tensor, describe
 
 
 class Embedding(Op):

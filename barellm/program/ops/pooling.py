@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 
 class MeanPixels(Op):

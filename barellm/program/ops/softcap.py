@@ -13,12 +13,11 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.embedding import LastRow
 from barellm.program.ops.gemm.fp8 import Scaling, scaled_matmul
 from barellm.program.ops.gemm.matmul import MatmulDx
 from barellm.program.ops.pointwise.elementwise import Cast, operand
-from barellm.program.tensor import Tensor, describe
 
 Cap = tuple[float, float, float]  # scale, shift, width
 

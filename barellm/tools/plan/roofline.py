@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from barellm.program.builder import Program
 from barellm.program.dtypes import LARGEST
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 from barellm.runtime import rates
 
 Mix = tuple[int, int, int]  # of eight vectors that an op moves: how many it reads, writes, updates in place

@@ -23,9 +23,8 @@ import numpy as np
 
 from barellm.program import scalars
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.random import keep
-from barellm.program.tensor import Tensor, describe
 
 
 def split_heads(x: np.ndarray, heads: int) -> np.ndarray:

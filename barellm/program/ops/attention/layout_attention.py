@@ -19,8 +19,7 @@ from barellm.program.dtypes import FORMATS
 from barellm.program.graph import Graph
 from barellm.program.layouts import Layout
 from barellm.program.ops.attention.attention import check_heads, gathered, join_heads, log_sum_exp, shared, split_heads
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 
 class Listed(Op):

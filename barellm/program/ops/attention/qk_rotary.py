@@ -14,8 +14,7 @@ import numpy as np
 
 from barellm.program.dtypes import encode
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,10 +12,9 @@ from typing import Any
 
 from barellm.program.block_layouts import BlockLayout
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Bias, tokens
 from barellm.program.ops.pointwise.elementwise import operand
-from barellm.program.tensor import Tensor, describe
 
 
 class _BlockProduct(Op):

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 BLOCK = 32  # rows and columns of a matrix per partial sum: fixed, so that the sum's bits depend on the shape only
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from barellm.program.dtypes import LARGEST, round_to_eight
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import tokens
 from barellm.program.ops.pointwise.elementwise import Cast
-from barellm.program.tensor import Tensor, describe
 
 Quantised = tuple[Tensor, Tensor]  # codes and their scale
 

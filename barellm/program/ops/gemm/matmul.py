@@ -6,9 +6,8 @@ Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens.
 from __future__ import annotations
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.elementwise import Rescale, operand
-from barellm.program.tensor import Tensor, describe
 
 
 def tokens(t: Tensor) -> int:

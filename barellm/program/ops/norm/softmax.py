@@ -7,8 +7,7 @@ from math import isfinite
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class Softmax(Op):

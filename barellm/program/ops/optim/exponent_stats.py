@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 BINS = 256  # exponents of fp32: bin e has the numbers of magnitude 2^(e - 127) and more, below 2^(e - 126)
 NOT_FINITE = BINS - 1  # the bin of infinities and NaN; that of zero and of what is below 2^-126 is 0

@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor, describe
 
 LEAST = 1e-10  # of a mean square and of a norm that NorMuon divides by
 

@@ -9,9 +9,8 @@ import numpy as np
 from barellm.program.dtypes import round_to_bf16
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
 from barellm.program.moments import decode, encode
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.random import shared_words
-from barellm.program.tensor import Tensor, describe
 
 STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
 CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only

@@ -17,8 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class OfMatrix(Op):

@@ -14,10 +14,9 @@ import numpy as np
 
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.fp8 import Quantise, Quantised
 from barellm.program.ops.optim.exponent_stats import SUMS, ExponentStats
-from barellm.program.tensor import Tensor, describe
 
 ENTRIES = 16  # micro-batches that a history remembers
 MARGIN = 1.5  # by which the next numbers may be larger than all of them

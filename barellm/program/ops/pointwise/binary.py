@@ -16,9 +16,8 @@ import numpy as np
 from barellm.program.dtypes import FORMATS
 from barellm.program.graph import Graph
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import MatmulDw, MatmulDx
-from barellm.program.tensor import Tensor, describe
 
 BITS = 32  # of a word
 MOST = 1 << 24  # columns: fp32 holds every integer up to there

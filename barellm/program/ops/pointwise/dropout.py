@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor
 from barellm.program.ops.pointwise.random import keep_batch
 from barellm.program.ops.pointwise.tausworthe import GENERATORS, Generator, keep_stream
-from barellm.program.tensor import Tensor
 
 
 class Dropout(Op):

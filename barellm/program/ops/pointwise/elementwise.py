@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 GELU_SCALE = sqrt(2.0 / pi)
 GELU_CUBIC = 0.044715

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, View, describe
 from barellm.program.ops.pointwise.elementwise import sigmoid
-from barellm.program.tensor import Tensor, View, describe
 
 
 class GateLogits(Op):

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, View, describe
+from barellm.program.ops.base import Op, Spec, Tensor, View, describe
 
 MOST = 4
 TERMS = tuple(f"x{i}" for i in range(MOST))

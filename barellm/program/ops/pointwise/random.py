@@ -25,8 +25,7 @@ import numpy as np
 
 from barellm.program.dtypes import round_to_bf16
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Spec, Tensor
 
 PARITY = 0x1BD11BDA  # Threefish's constant for 32-bit words, of which the third word of the key is made
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of four rounds, and of the next four, in turn

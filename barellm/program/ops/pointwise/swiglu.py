@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, Elementwise
-from barellm.program.tensor import Tensor, describe
 
 
 class Gated(Op):
