@@ -14,9 +14,7 @@ from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config, ModelConfig, overrides
 from barellm.config.fields import entries
-from barellm.data.kinds import load_tokenizer
-from barellm.data.mapping import check
-from barellm.data.tokenizers import Ids, Tokenizer
+from barellm.data import kinds, mapping, tokenizers
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
 from barellm.program.builder import Program, Store
@@ -78,7 +76,7 @@ class Weights:
     path: Path
     model: ModelConfig
     arrays: Mapping[str, RowsOfArray]
-    tokenizer: Tokenizer | None
+    tokenizer: tokenizers.Tokenizer | None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -97,7 +95,7 @@ class Weights:
         for name, t in self.tensors.items():
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
-        check()
+        mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
         """`config` with this model's architecture and sizes, with its positions where sequences would be longer, and with its
@@ -117,7 +115,7 @@ class Weights:
         if "train.seq" not in changes:
             train = replace(train, seq=min(train.seq, self.model.max_seq))
         if "data.tokenizer" not in changes:
-            data = replace(data, tokenizer=self.tokenizer.name if self.tokenizer else Ids.name)
+            data = replace(data, tokenizer=self.tokenizer.name if self.tokenizer else tokenizers.Ids.name)
         return replace(config, model=model, data=data, train=train)
 
 
@@ -132,4 +130,4 @@ def of_checkpoint(path: Path) -> Weights:
         if (arrays[name].dtype, arrays[name].shape) != (np.float32, t.shape):
             found = f"{arrays[name].dtype} {arrays[name].shape}"
             raise UserError(f"{file}: {name} is {found}, expected float32 {t.shape}")
-    return Weights(path, model, arrays, load_tokenizer(path, rows=model.vocab_size))
+    return Weights(path, model, arrays, kinds.load_tokenizer(path, rows=model.vocab_size))

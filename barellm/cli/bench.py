@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli.help import Rare
-from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
+from barellm.cli import help, options
 from barellm.config import Config
 from barellm.errors import UserError
 
@@ -19,8 +18,8 @@ KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
 
 
-def configure(parser: Parser) -> None:
-    rare = Rare(parser)
+def configure(parser: options.Parser) -> None:
+    rare = help.Rare(parser)
     parser.add_argument(
         "what",
         nargs="?",
@@ -58,9 +57,9 @@ def configure(parser: Parser) -> None:
     rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
     rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    add_device(parser)
-    add_stage(parser)
-    add_configuration(parser)
+    options.add_device(parser)
+    options.add_stage(parser)
+    options.add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.tools.plan import devices
 
     devices.check(args.device)
-    config = configuration(args)
+    config = options.configuration(args)
     config.check()
     config = resolved(only_stage(config, args.stage), args.device)
     if args.what == "step" and args.serve:

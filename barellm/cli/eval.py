@@ -152,8 +152,7 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from barellm.data.examples import has_examples
-    from barellm.data.reading import Layout, format_of
+    from barellm.data import examples, reading
     from barellm.data.sources import find_text, prepare
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
@@ -164,9 +163,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = config.data if args.data is None else replace(config.data, source=args.data)
     path = Path(source.source).expanduser()
-    if has_examples(path):
+    if examples.has_examples(path):
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
-    if path.is_file() and format_of(path, Layout()) != "text":
+    if path.is_file() and reading.format_of(path, reading.Layout()) != "text":
         corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)
         name, (found, lengths) = corpus.name, documents.of_records(corpus, tokenizer)
     else:

@@ -29,12 +29,11 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm.data.gpt2 import Gpt2
-    from barellm.interop import imported, llmc_state
-    from barellm.interop.sources import is_checkpoint, open_weights
+    from barellm.interop import imported, llmc_state, sources
 
     requested = CommandLine.of(args)
-    weights = open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
-    if is_checkpoint(weights):
+    weights = sources.open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
+    if sources.is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")
     base = imported.like(weights) if requested.preset is None else requested.base()
     config = weights.configured(requested.changed(base), requested.changes(base))

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.help import Rare
-from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
+from barellm.cli import help, options
 from barellm.errors import UserError
 from barellm.runtime.ranks import ALONE, Planned
 from barellm.training.console import show
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
-def configure(parser: Parser) -> None:
-    rare = Rare(parser)
+def configure(parser: options.Parser) -> None:
+    rare = help.Rare(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -52,9 +51,9 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_device(parser, "cpu, or cuda, for which no GPU need be there")
-    add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
-    add_configuration(parser)
+    options.add_device(parser, "cpu, or cuda, for which no GPU need be there")
+    options.add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
+    options.add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gemm", "compile"):
         if getattr(args, name) and args.device != "cuda":
             raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
-    config = configuration(args)
+    config = options.configuration(args)
     config.check()
     ceiling = None
     if args.card:

@@ -101,8 +101,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     what a run writes."""
     from barellm.checkpoint import checkpoint
     from barellm.config import overrides
-    from barellm.training import curve, metrics
-    from barellm.training.training_schedule import tokens_before
+    from barellm.training import curve, metrics, training_schedule
 
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")
@@ -113,7 +112,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     if axis == "tokens" and any("tokens" not in row for row in rows if row.get("kind") == "train"):
         # Older versions did not write them. The configuration knows, of a step with more tokens than the one before too.
         saved = file.parent / "config.json"
-        before = tokens_before(overrides.from_json(checkpoint.read_json(saved), saved))
+        before = training_schedule.tokens_before(overrides.from_json(checkpoint.read_json(saved), saved))
     try:
         found = curve.series(rows, axis=axis, before=before, y=y)
         muon = curve.series(rows, axis=axis, before=before, y=y, muon=True)[0] if curve.QUANTITIES[y].muon else ()

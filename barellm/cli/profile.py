@@ -42,8 +42,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices
     from barellm.tools.profile import profile
-    from barellm.training import agreement
-    from barellm.training.console import show
+    from barellm.training import agreement, console
 
     devices.check(args.device)
     steps = warm_steps(args)
@@ -72,7 +71,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        show("\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"]))
+        console.show("\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"]))
     return 0 if result["adds_up"] else 1
 
 

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from barellm.chat import conventions
-from barellm.chat.templates import Piece
-from barellm.data.bpe import printable_bytes
-from barellm.data.cache import new_file
+from barellm.chat import conventions, templates
+from barellm.data import bpe, cache, unpacking
 from barellm.data.tokenizers import FILE, Tokenizer, utf8
-from barellm.data.unpacking import MARK
 from barellm.errors import UserError
 from barellm.jsontext import loads
 
@@ -35,7 +32,7 @@ class HuggingFace(Tokenizer):
     name = "huggingface"
 
     def __init__(self, content: bytes, *, path: Path) -> None:
-        self.content, self.path = content.removeprefix(MARK), path
+        self.content, self.path = content.removeprefix(unpacking.MARK), path
         found = loads(self.content)
         self._added = {token["content"]: token["id"] for token in found["added_tokens"]}
         self._special = {token["content"]: token["id"] for token in found["added_tokens"] if token.get("special")}
@@ -77,7 +74,7 @@ class HuggingFace(Tokenizer):
     def tokens(self) -> Sequence[bytes]:
         """The bytes of each id: none for special ones and for ids that nobody has."""
         decoder = self._encoder("text").decoder
-        byte_of = printable_bytes()
+        byte_of = bpe.printable_bytes()
         special = set(self._special.values())
         added = {i: name.encode() for name, i in self._added.items()}
         plain = decoder is not None and type(decoder).__name__ == "ByteLevel"
@@ -146,7 +143,7 @@ class HuggingFace(Tokenizer):
                 raise UserError(f"the text has the token {name!r}, id {i}, and the model has {self.rows} rows: it has none for it")
         return arrays
 
-    def encode_piece(self, piece: Piece, *, first: bool) -> np.ndarray:
+    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
         text, letters = piece
         kind = "letters" if letters else "special"
         ids = self._encode([text], kind)[0] if first else self.encode_continued(text, kind)
@@ -155,7 +152,7 @@ class HuggingFace(Tokenizer):
         return ids
 
     def save(self, folder: Path) -> None:
-        with new_file(folder / FILE) as file:
+        with cache.new_file(folder / FILE) as file:
             file.write(self.content)
         self._write_files(folder)
 
@@ -191,7 +188,7 @@ def changes(found: dict[str, Any]) -> str:
         "it puts a space before the text": any(part.get("add_prefix_space") for part in kinds),
         "it drops what it cuts at": any(part.get("behavior") == "Removed" for part in kinds),
         "an added token swallows white space": any(t.get("lstrip") or t.get("rstrip") for t in found["added_tokens"]),
-        "it lacks some of the 256 bytes": model["type"] == "BPE" and not model["vocab"].keys() >= printable_bytes().keys(),
+        "it lacks some of the 256 bytes": model["type"] == "BPE" and not model["vocab"].keys() >= bpe.printable_bytes().keys(),
     }
     return next((reason for reason, holds in wrong.items() if holds), "")
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from barellm.chat import conventions
-from barellm.data import chats
-from barellm.data.cache import new_file
+from barellm.data import cache, chats
 from barellm.errors import UserError
 
 FILE = "tokenizer.json"
@@ -157,13 +156,13 @@ class Tokenizer(chats.Chats):
 
     def _write_files(self, folder: Path) -> None:
         for name, content in self.files.items():
-            with new_file(folder / name) as file:
+            with cache.new_file(folder / name) as file:
                 file.write(content)
 
     def _write(self, folder: Path, tokens: list[str] | None) -> None:
         content = {"format": FORMAT, "kind": self.name, "eot": self.eot, "hash": self.hash, "tokens": tokens}
         content |= {"count": self.vocab_size} if self.name == Ids.name else {}
-        with new_file(folder / FILE) as file:
+        with cache.new_file(folder / FILE) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
         self._write_files(folder)
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from barellm.optim.powersgd import Compression
 from barellm.optim.sharding import OptimizerSharding, shard
-from barellm.program import ops
-from barellm.program.loss_scale import loss_scale_of
+from barellm.program import loss_scale, ops
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -107,7 +106,7 @@ def append_clip_scale(
     else:
         partials = sharding.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
-    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
+    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale.loss_scale_of(p), **squares}
     scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
     return scale.clip
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from barellm.program import scalars
-from barellm.program.dtypes import FORMATS
+from barellm.program import dtypes, scalars
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +72,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return FORMATS[self.dtype].nbytes(self.size)
+        return dtypes.FORMATS[self.dtype].nbytes(self.size)
 
     @property
     def dims(self) -> tuple[Dim, ...]:

@@ -27,9 +27,8 @@ from barellm.cpu.gemm_config import (
     token_chunk,
 )
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm import amx, skinny_gemm
 from barellm.cpu.kernels.gemm.packing import can_overlap_packing, panel_bytes, uses_vnni
-from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.tuner.problem import GemmProblem
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up
@@ -47,7 +46,7 @@ BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 def candidates(problem: GemmProblem, isa: ISA, threads: int) -> list[Any]:
     """The default first, then the others by the model's cost. Of a skinny GEMM all are tried."""
     if problem.skinny:
-        return skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
+        return skinny_gemm.skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
     first = problem.default(isa)
     if _on_tiles(problem, isa):
         return [first, *(c for c in possible(problem, isa) if c != first)]

@@ -15,8 +15,7 @@ from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.embedding import LastRow
-from barellm.program.ops.gemm.fp8 import Scaling, scaled_matmul
-from barellm.program.ops.gemm.matmul import MatmulDx
+from barellm.program.ops.gemm import fp8, matmul
 from barellm.program.ops.pointwise.elementwise import Cast, operand
 
 Cap = tuple[float, float, float]  # scale, shift, width
@@ -146,7 +145,7 @@ class Softcap(Op):
 class Calls(Graph):
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
-        predict: int = 3, scaling: Scaling | None = None,
+        predict: int = 3, scaling: fp8.Scaling | None = None,
     ) -> Tensor:  # fmt: skip
         """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
         losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
@@ -155,9 +154,9 @@ class Calls(Graph):
         if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
         if scaling is not None:
-            logits = scaled_matmul(self, x, head, scaling)
+            logits = fp8.scaled_matmul(self, x, head, scaling)
         else:
-            logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
+            logits = self.apply(matmul.MatmulDx, dy=operand(self, x), weight=head).dx
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
         op = self.apply(SoftcapCrossEntropy, **given)
         if predict > 1:
@@ -167,5 +166,5 @@ class Calls(Graph):
     def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""
         last = self.apply(LastRow, x=x).y
-        logits = self.apply(MatmulDx, dy=operand(self, last), weight=head).dx
+        logits = self.apply(matmul.MatmulDx, dy=operand(self, last), weight=head).dx
         return self.apply(Cast, x=logits, dtype="fp32").y if cap is None else self.apply(Softcap, x=logits, cap=cap).y

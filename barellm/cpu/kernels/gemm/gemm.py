@@ -17,11 +17,8 @@ from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsize
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.gemm_mainloop import GemmMainloop
+from barellm.cpu.kernels.gemm import amx, epilogue, gemm_mainloop, packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
-from barellm.cpu.kernels.gemm.packing import LINE, can_overlap_packing, panel_bytes, uses_vnni
 from barellm.cpu.kernels.pointwise.activations import emitter_of
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
@@ -29,7 +26,7 @@ NONTEMPORAL_BYTES = 1 << 20  # larger results of AMX tiles leave the caches: the
 DEFER_DEPTH = 512  # depth from which a micro-kernel is long enough to overlap another tile's epilogue
 
 
-class VectorGemm(GemmMainloop):
+class VectorGemm(gemm_mainloop.GemmMainloop):
     """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
     where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
 
@@ -37,8 +34,8 @@ class VectorGemm(GemmMainloop):
         """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
-        self.vnni, self.prefetch = uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
-        self.overlap_packing = overlapped != "none" and can_overlap_packing(k.isa, a.dtype)
+        self.vnni, self.prefetch = packing.uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
+        self.overlap_packing = overlapped != "none" and packing.can_overlap_packing(k.isa, a.dtype)
         self.accumulators: Pointer | None = None
         if self.k_blocks > 1:
             self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")
@@ -108,7 +105,7 @@ class VectorGemm(GemmMainloop):
                     self._epilogue_of_row(row - self.tile.mr, r)
         if self.prefetch and self.k_blocks > 1:
             # The next tile's rows of A, each a stream too short for the hardware prefetcher.
-            for line in range(0, self.kc * self.a.itemsize, LINE):
+            for line in range(0, self.kc * self.a.itemsize, packing.LINE):
                 k.prefetch(self.a_rows.at((row + self.tile.mr + r) * self.stride).bytes(line), near=False)
         if self.overlap_packing:
             self.b_panels.step()
@@ -155,7 +152,7 @@ class VectorGemm(GemmMainloop):
                 put(v)
 
 
-class AmxGemm(GemmMainloop):
+class AmxGemm(gemm_mainloop.GemmMainloop):
     """GEMM on AMX tile registers (amx.MR x amx.NR a tile). A (KC, NR) panel of B stays in the L1 while all rows of the item pass;
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
@@ -240,7 +237,7 @@ def gemm(
     if least:
         rows = k.select(planned < least, 0, rows)
 
-    def run(kind: type[GemmMainloop], *operands: Any, **sizes: Any) -> None:
+    def run(kind: type[gemm_mainloop.GemmMainloop], *operands: Any, **sizes: Any) -> None:
         kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
 
     multiply(
@@ -267,8 +264,8 @@ def multiply(
         if not results.keys() & strides.keys():
             nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
 
-    def make_epilogue(col: Value) -> Epilogue:
-        return Epilogue(
+    def make_epilogue(col: Value) -> epilogue.Epilogue:
+        return epilogue.Epilogue(
             k, col, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale, strides=strides,
             bias_in_registers=not use_amx and not through_memory and kc == depth, factor=factor, nontemporal=nontemporal,
         )  # fmt: skip
@@ -295,4 +292,4 @@ def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> 
     kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
     use_amx = amx.uses_tiles(isa, dtype)
     sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0
-    return 2 * panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)
+    return 2 * packing.panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernels.gemm import packing, quantized_few
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
-from barellm.cpu.kernels.gemm.packing import LINE
-from barellm.cpu.kernels.gemm.quantized_few import FEW, PREFETCH_BLOCKS, QuantizedSkinnyGemm
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
@@ -80,15 +79,15 @@ def group_of(how: Scheme) -> int:
 def row_bytes(how: Scheme, dtype: str, depth: int) -> int:
     """Scratch for a row of x: its digits, and of each group the power of two and what the sums begin with."""
     count, groups = digits_of(dtype), ceil_div(depth, group_of(how))
-    return round_up(groups * (group_of(how) * count + 4 + 4 * count), LINE)
+    return round_up(groups * (group_of(how) * count + 4 + 4 * count), packing.LINE)
 
 
 def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
     """Bytes of a thread's own scratch."""
-    return FEW * row_bytes(how, dtype, depth)
+    return quantized_few.FEW * row_bytes(how, dtype, depth)
 
 
-class IntegerSkinnyGemm(QuantizedSkinnyGemm):
+class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
     def _prepare(self) -> None:
@@ -202,8 +201,8 @@ class IntegerSkinnyGemm(QuantizedSkinnyGemm):
     def _multiply_block(self, p: Pointer, block: Value, x_rows: list[Pointer], sums: list[list[Var]]) -> None:
         """sums[row][place] += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns."""
         k = self.k
-        for line in range(0, self.codes.block_bytes, LINE):
-            k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
+        for line in range(0, self.codes.block_bytes, packing.LINE):
+            k.prefetch(p.bytes(quantized_few.PREFETCH_BLOCKS * self.codes.block_bytes + line))
         for half, codes in enumerate(self._load_digits(p)):
             for row, row_sums in zip(x_rows, sums, strict=True):
                 for d in range(self.count):

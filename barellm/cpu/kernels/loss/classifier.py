@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import Emit, Lowering, Op, Tensor, lowering
-from barellm.cpu.kernels.gemm.linear import append_gemm, append_weight_gradient
-from barellm.cpu.kernels.gemm.quantized import append_quantized_gemm
+from barellm.cpu.kernels.gemm import linear, quantized
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss import cross_entropy, softcap
 from barellm.program.dtypes import PLANES, itemsize
@@ -63,13 +62,13 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
-            append_gemm(
+            linear.append_gemm(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
-            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
+            linear.append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
     for name, total in totals.items():
         operands = {"loss": total, "losses": (part(of_rows[name]), "fp32")}
         c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
@@ -82,9 +81,9 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
     x_rows = rows_of(x, *chunk, width)
     if weight is None:
         head = {"codes": op.codes, "scales": op.scales, "weights": op.weights}
-        append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, cols=V, depth=width, **head)
+        quantized.append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, cols=V, depth=width, **head)
     else:
-        append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+        linear.append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
     return x_rows
 
 

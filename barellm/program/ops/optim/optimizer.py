@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from barellm.program.dtypes import round_to_bf16
+from barellm.program import dtypes, moments
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
-from barellm.program.moments import decode, encode
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.random import shared_words
 
@@ -112,7 +111,7 @@ class AdamW(Op):
         return {"param": self._rounded(param), **self._stored(m, v, step, seed)}
 
     def _rounded(self, param: np.ndarray) -> np.ndarray:
-        return round_to_bf16(param) if self.bf16 else param
+        return dtypes.round_to_bf16(param) if self.bf16 else param
 
     def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
         """The new moments as their dtypes hold them."""
@@ -124,8 +123,8 @@ class AdamW(Op):
             bits = shared_words(seed, step, 0, self.stream, first + m.size)[first:].reshape(m.shape)
             dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
         return {
-            "m": decode(encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
-            "v": decode(encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
+            "m": moments.decode(moments.encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
+            "v": moments.decode(moments.encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
         }
 
 

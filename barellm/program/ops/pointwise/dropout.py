@@ -10,8 +10,7 @@ from typing import Any
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor
-from barellm.program.ops.pointwise.random import keep_batch
-from barellm.program.ops.pointwise.tausworthe import GENERATORS, Generator, keep_stream
+from barellm.program.ops.pointwise import random, tausworthe
 
 
 class Dropout(Op):
@@ -27,7 +26,7 @@ class Dropout(Op):
         return {"y": (x.shape, x.dtype)}
 
     def reference(self, x, seed, step, sample):
-        return {"y": x * keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
+        return {"y": x * random.keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
 
     def gradient(self, g, y):
         g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
@@ -44,14 +43,14 @@ class DropoutBackward(Op):
         return {"dx": (dy.shape, self.attrs["dtype"])}
 
     def reference(self, dy, seed, step, sample):
-        return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
+        return {"dx": dy * random.keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
 
 
-def generator_of(op: Any) -> Generator:
+def generator_of(op: Any) -> tausworthe.Generator:
     """The generator that an op's attribute `bits` names."""
-    if op.bits not in GENERATORS:
-        raise ValueError(f"{op.name} has bits {op.bits!r}, expected one of {', '.join(GENERATORS)}")
-    return GENERATORS[op.bits]
+    if op.bits not in tausworthe.GENERATORS:
+        raise ValueError(f"{op.name} has bits {op.bits!r}, expected one of {', '.join(tausworthe.GENERATORS)}")
+    return tausworthe.GENERATORS[op.bits]
 
 
 class TauswortheDropout(Dropout):
@@ -64,7 +63,7 @@ class TauswortheDropout(Dropout):
         return super().infer(x)
 
     def reference(self, x, seed, step, sample):
-        return {"y": x * keep_stream(generator_of(self), x.shape, self.rate, self.stream, seed, step, sample)}
+        return {"y": x * tausworthe.keep_stream(generator_of(self), x.shape, self.rate, self.stream, seed, step, sample)}
 
     def gradient(self, g, y):
         same = {"rate": self.rate, "stream": self.stream, "bits": self.bits, "dtype": self.x.dtype}
@@ -77,7 +76,7 @@ class TauswortheDropoutBackward(DropoutBackward):
     name = "tausworthe_dropout_backward"
 
     def reference(self, dy, seed, step, sample):
-        return {"dx": dy * keep_stream(generator_of(self), dy.shape, self.rate, self.stream, seed, step, sample)}
+        return {"dx": dy * tausworthe.keep_stream(generator_of(self), dy.shape, self.rate, self.stream, seed, step, sample)}
 
 
 class Calls(Graph):
