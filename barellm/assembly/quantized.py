@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from barellm.program import ops, quantization
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op, Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.runtime.session import Session
 
 HEAD = "int8"  # the classifier's matrix: a few percent of a model's bytes, and the one whose errors reach the loss unmixed
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from barellm.checkpoint import tensorfile
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.runtime.session import Session
 
 
 class ErrorFeedbackState:

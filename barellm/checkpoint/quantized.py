@@ -23,8 +23,6 @@ from barellm.program.quantization import EARLIER, TILE, Scheme, scheme
 from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from barellm.checkpoint.weights import Weights
 
 AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time

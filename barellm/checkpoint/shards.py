@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.program.tensor import Tensor
-    from barellm.runtime.session import Session
+from barellm.program.tensor import Tensor
+from barellm.runtime.session import Session
 
 Request = tuple[str, int, int]  # a tensor, and its elements from and to
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,11 +14,7 @@ from barellm.checkpoint.storage import NewFile
 from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.program.dtypes import FORMATS
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.runtime.session import Session
 
 
 class RowReader(Protocol):

@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
@@ -15,9 +17,6 @@ from barellm.errors import UserError
 from barellm.training.console import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from barellm.cli.checkpoints import Found
 
 

@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from barellm.errors import UserError
 from barellm.training import curve
-from barellm.training.curve import AXES, QUANTITIES
-
-if TYPE_CHECKING:
-    from barellm.training.console import Console
-    from barellm.training.curve import Curve
+from barellm.training.console import Console
+from barellm.training.curve import AXES, QUANTITIES, Curve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,13 +6,11 @@ import argparse
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
-
-if TYPE_CHECKING:
-    from barellm.program.ranks import Ranks
+from barellm.program.ranks import Ranks
 
 
 def configure(parser: Parser) -> None:

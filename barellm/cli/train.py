@@ -11,16 +11,13 @@ import os
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
-from typing import TYPE_CHECKING
 
 from barellm import models
 from barellm.cli import help, options
 from barellm.config import overrides
 from barellm.errors import UserError
-
-if TYPE_CHECKING:
-    from barellm.program.ranks import Ranks
-    from barellm.training.console import Console
+from barellm.program.ranks import Ranks
+from barellm.training.console import Console
 
 
 def configure(parser: options.Parser) -> None:

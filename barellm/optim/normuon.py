@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from barellm.config import OptimConfig
 from barellm.optim.muon import Muon
 from barellm.optim.rules import Rule, assign_rules, update
 from barellm.program import ops
-
-if TYPE_CHECKING:
-    from barellm.config import OptimConfig
-    from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
+from barellm.program.builder import Program
+from barellm.program.tensor import Tensor
 
 
 @dataclass(frozen=True)

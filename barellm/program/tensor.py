@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
 
 from barellm.program import dtypes, scalars
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Role = Literal["parameter", "gradient", "state", "cache", "constant", "input", "activation", "output", "scratch"]
 

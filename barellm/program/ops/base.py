@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from barellm.program.dtypes import FORMATS
 from barellm.program.tensor import Dim, Span, Tensor, View, describe
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "describe", "operand_bytes"]  # all that files of ops need
 

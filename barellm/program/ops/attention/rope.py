@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi, sqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
