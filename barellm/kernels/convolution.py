@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import WrongType
-from barellm.kernels import function_spec, options
 from barellm.kernels.call import call
+from barellm.kernels.function_spec import FunctionSpec
+from barellm.kernels.options import boolean, integer, integer_or_pair
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -18,7 +19,7 @@ def _conv2d(p: Program, x: Tensor, w: Tensor, **how: Any) -> Tensor:
     return p.conv2d(x, w, **how)
 
 
-_CONV2D = function_spec.FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",), _conv2d)
+_CONV2D = FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",), _conv2d)
 
 
 def conv2d(
@@ -41,13 +42,13 @@ def conv2d(
         dx, dw = vjp_fn(dy)
     """
     sizes: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
-    sizes = {name: options.integer_or_pair("conv2d", name, size) for name, size in sizes.items()}
-    sizes["groups"] = options.integer("conv2d", "groups", groups)
+    sizes = {name: integer_or_pair("conv2d", name, size) for name, size in sizes.items()}
+    sizes["groups"] = integer("conv2d", "groups", groups)
     if "reflect" in old_names:
-        padding_mode = "reflect" if options.boolean("conv2d", "reflect", old_names.pop("reflect")) else "zeros"
+        padding_mode = "reflect" if boolean("conv2d", "reflect", old_names.pop("reflect")) else "zeros"
     if "mirrored" in old_names:
-        flip_kernel = options.boolean("conv2d", "mirrored", old_names.pop("mirrored"))
+        flip_kernel = boolean("conv2d", "mirrored", old_names.pop("mirrored"))
     if old_names:
         raise WrongType(f"conv2d() got an unexpected keyword argument {next(iter(old_names))!r}")
-    how = {"padding_mode": padding_mode, "flip_kernel": options.boolean("conv2d", "flip_kernel", flip_kernel)}
+    how = {"padding_mode": padding_mode, "flip_kernel": boolean("conv2d", "flip_kernel", flip_kernel)}
     return call(_CONV2D, {"x": x, "w": w}, out, **sizes, **how, algorithm=algorithm)[0]

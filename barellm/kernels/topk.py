@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from barellm.kernels import function_spec, options
 from barellm.kernels.call import call
+from barellm.kernels.function_spec import FunctionSpec
+from barellm.kernels.options import integer
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -17,7 +18,7 @@ def _top_k(p: Program, x: Tensor, *, K: int) -> tuple[Tensor, Tensor]:
     return p.top_k(x, K)
 
 
-_TOP_K = function_spec.FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
+_TOP_K = FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
@@ -30,5 +31,5 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
         values, indices = kernels.top_k(logits, 50)
     """
-    values, indices = call(_TOP_K, {"x": x}, K=options.integer("top_k", "k", k))
+    values, indices = call(_TOP_K, {"x": x}, K=integer("top_k", "k", k))
     return values, indices
