@@ -103,7 +103,26 @@ def keep_batch(shape: tuple[int, ...], rate: float, stream: int, seed: int, step
     return np.stack([keep(seed, step, sample + b, stream, np.arange(T), C, rate) for b in range(B)])
 
 
-class NormalInit(Op):
+class Init(Op):
+    """The ops below: a parameter is overwritten, and its rows from `valid_rows` on become zero."""
+
+    optional = ("bf16",)
+    inplace: ClassVar[dict[str, str]] = {"param": "param"}
+
+    def infer(self, param: Tensor) -> dict[str, Spec]:
+        return {"param": (param.shape, param.dtype)}
+
+    def filled(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """What the parameter becomes, from a value for each of its elements."""
+        y = values.reshape(self.param.shape)
+        y[self.valid_rows :] = 0
+        return {"param": round_to_bf16(y) if self.bf16 else y}
+
+    def bytes(self) -> int:
+        return self.param.nbytes
+
+
+class NormalInit(Init):
     """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
 
     radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
@@ -112,70 +131,39 @@ class NormalInit(Op):
     """
 
     name = "normal_init"
-    optional = ("bf16",)
     scalars = ("seed",)
     flops_per_element = (60, "param")
-    inplace: ClassVar[dict[str, str]] = {"param": "param"}
-
-    def infer(self, param: Tensor) -> dict[str, Spec]:
-        return {"param": (param.shape, param.dtype)}
 
     def reference(self, param, seed):
         flat = param.reshape(-1, param.shape[-1])
         first, second = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
         radius = np.sqrt(-2 * np.log(((first >> np.uint32(8)) + 1.0) / 2**24))
         angle = 2 * pi / 2**24 * (second >> np.uint32(8))
-        y = to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1])
-        y = self.std * y.reshape(param.shape)
-        y[self.valid_rows :] = 0
-        return {"param": round_to_bf16(y) if self.bf16 else y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
+        return self.filled(self.std * to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1]))
 
 
-class UniformInit(Op):
+class UniformInit(Init):
     """param = bound * (2 u - 1) with u = (word // 256 + 1/2) / 2^24 of an element's word; rows from `valid_rows` on zero. As in
     `NormalInit` the first word of a call is one column's, the second another's."""
 
     name = "uniform_init"
-    optional = ("bf16",)
     scalars = ("seed",)
     flops_per_element = (30, "param")
-    inplace: ClassVar[dict[str, str]] = {"param": "param"}
-
-    def infer(self, param: Tensor) -> dict[str, Spec]:
-        return {"param": (param.shape, param.dtype)}
 
     def reference(self, param, seed):
         flat = param.reshape(-1, param.shape[-1])
         words = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
         first, second = (((word >> np.uint32(8)) + 0.5) / 2**23 - 1 for word in words)
-        y = to_columns(first, second, flat.shape[1])
-        y = self.bound * y.reshape(param.shape)
-        y[self.valid_rows :] = 0
-        return {"param": round_to_bf16(y) if self.bf16 else y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
+        return self.filled(self.bound * to_columns(first, second, flat.shape[1]))
 
 
-class ConstantInit(Op):
+class ConstantInit(Init):
     """param = value, rows from `valid_rows` on zero."""
 
     name = "constant_init"
-    inplace: ClassVar[dict[str, str]] = {"param": "param"}
-
-    def infer(self, param: Tensor) -> dict[str, Spec]:
-        return {"param": (param.shape, param.dtype)}
 
     def reference(self, param):
-        y = np.full(param.shape, float(self.value))
-        y[self.valid_rows :] = 0
-        return {"param": y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
+        return self.filled(np.full(param.shape, float(self.value)))
 
 
 class Calls(Graph):
