@@ -1,7 +1,5 @@
 """A model's programs on a backend: "cpu", "cuda", or "reference" (NumPy, for tests and small models)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The program "logits": what a model says of every position, made of the program that computes its loss."""
 
-from __future__ import annotations
-
 from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError

@@ -1,7 +1,5 @@
 """The programs of a model, over one store: init, forward_backward, optimizer_step, eval, score, decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

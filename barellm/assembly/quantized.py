@@ -1,7 +1,5 @@
 """A model whose matrices have few bits: programs that multiply with codes, and how weights become codes while they are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ A save writes a temporary folder, syncs each file and the folder, renames it and
 leaves the new checkpoint or the ones before it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Another number of ranks gets sums: what rank r of V had goes to rank r mod W. Th
 stays the same but for rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """safetensors, written and read in pieces through a session: no second copy of the model in memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """A model's weights where they lie, by barellm's names: what a run may begin with, and what is exported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Benchmark a training step, single kernels against their rooflines, or thread scaling, also against other programs (baselines)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """Opening a checkpoint for commands that only read it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoin
 moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from barellm import models

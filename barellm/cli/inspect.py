@@ -1,7 +1,5 @@
 """Show the code of a kernel: its IR, its assembly, and what that consists of. Without KERNEL the kernels of a preset are listed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

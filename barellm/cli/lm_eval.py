@@ -3,8 +3,6 @@
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

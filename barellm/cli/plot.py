@@ -9,8 +9,6 @@ With --exponent-stats it shows exponent histograms (dynamic range) of a run's ac
 numbers. docs/exponent_stats.md explains it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Show where a training step's time goes: a table by op, a timeline for ui.perfetto.dev and a picture."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A command as one of several processes, from its start to its end."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """List and compare the runs of a folder: how far, how good, how fast, and which keys are not those of the preset."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

@@ -4,8 +4,6 @@ Ctrl-C (or SIGTERM) ends the run after the current step and saves a checkpoint; 
 Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@
 A configuration that is made with a value beyond the bounds is refused with one line: `train.seq is 0, expected at least 1`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache

@@ -3,8 +3,6 @@
 Which keys [model] has depends on the architecture, which the class of a configuration's `model` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose

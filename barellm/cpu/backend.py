@@ -1,7 +1,5 @@
 """The CPU as a backend: open a session, say what the machine is, measure its peak."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from functools import cache

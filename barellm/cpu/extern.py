@@ -3,8 +3,6 @@
 Every thread walks the table; at such an entry the first one calls, and the others go on to the next barrier.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import traceback

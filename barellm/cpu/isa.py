@@ -1,7 +1,5 @@
 """The instruction sets of this processor, and how to force a lesser one (`BARELLM_ISA`)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -5,8 +5,6 @@ emits no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variab
 no faster code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable

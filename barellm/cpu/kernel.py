@@ -11,8 +11,6 @@ need it.
 What files of kernels need has its name here too: ISA, Op, Tensor, and of the kernel language Pointer, Value and Var.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

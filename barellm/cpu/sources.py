@@ -4,8 +4,6 @@ Keys of cached objects hold a digest of these files and of no others, so that an
 read from the text: no file has to be loaded for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import marshal
 import os

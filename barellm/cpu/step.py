@@ -4,8 +4,6 @@ A program becomes a table of records {function, arguments, barrier after, counte
 only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Collection, Iterable, Mapping

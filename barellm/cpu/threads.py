@@ -4,8 +4,6 @@ The step never runs on Python's main thread, which stays free for signals: SIGIN
 ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

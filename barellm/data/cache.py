@@ -1,7 +1,5 @@
 """The place of prepared data, and how files get there whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

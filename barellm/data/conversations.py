@@ -4,8 +4,6 @@ An answer is what an assistant says, and the special token behind it. It is enco
 messages before it, so no token is of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

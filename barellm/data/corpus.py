@@ -1,7 +1,5 @@
 """Text on this machine, cut into a training and a validation part: Python's own library, or files of text and records."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

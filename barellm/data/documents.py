@@ -1,7 +1,5 @@
 """Rows that are filled with whole documents, as modded-nanogpt does: each begins with the first token of a document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Blocks of text become tokens, a group at a time: all cores encode one group while the next is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """GPT-2's own vocabulary, from files on this machine or tiktoken's download."""
 
-from __future__ import annotations
-
 import base64
 import os
 import sys

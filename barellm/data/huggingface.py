@@ -1,7 +1,5 @@
 """A tokenizer.json as the library `tokenizers` writes it, of any kind that the library runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which tokenizers there are: made by name, trained on a text, loaded from a folder."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import tempfile

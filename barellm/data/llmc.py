@@ -1,7 +1,5 @@
 """The order of llm.c's training: its shuffled DataLoader, to the token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

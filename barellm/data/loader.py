@@ -4,8 +4,6 @@ Which tokens are in sample i is a pure function of (seed, i): nothing is shuffle
 accumulating and splitting a batch among ranks all mean asking for other sample indices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Protocol

@@ -5,8 +5,6 @@ of the process. Here such a page of one of our maps becomes zeros, the read goes
 before the values are used. The handler runs on the thread that reads, at the load that failed, so it may run Python code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -4,8 +4,6 @@ A block is a function of the place where it begins and of the file alone, so who
 who never stopped reads. Memory is bounded by a block, or by a record that is longer.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The way from what the user names (`stdlib`, text, shards) to two streams of tokens and a tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A corpus becomes shards, a tokenizer and the file that says what they are. Whoever is stopped on the way can go on."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

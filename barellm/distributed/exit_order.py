@@ -4,8 +4,6 @@ A launcher that is told to end all ranks once it misses one then names any of th
 for processes (pidfd, Linux 5.3): they are ready in the order in which the processes end.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import selectors

@@ -8,8 +8,6 @@ A busy machine must not look like a fault. So time is counted by a clock that ha
 and a rank of this machine that is seen at work has longer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

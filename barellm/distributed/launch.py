@@ -1,7 +1,5 @@
 """How a command becomes several processes of one machine: `--ranks`, and torchrun."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -3,8 +3,6 @@
 Linux has a call for it, process_vm_readv. Systems may forbid it, so that ranks try first, and send messages where it fails.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Message passing between ranks by MPI, through mpi4py. Nothing blocks inside MPI: every wait polls (`distributed.heartbeat`)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

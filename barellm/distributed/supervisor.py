@@ -4,8 +4,6 @@ collective to their last; one that is stopped, or exits, before or after that wo
 `barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ MPI moves what is large only while somebody asks it. So a thread asks, as long a
 second, which is often enough for what a socket holds to last from one time to the next, and takes a few percent of a core.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The loss of each document of a text by itself: nothing of another document stands before its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log

@@ -2,8 +2,6 @@
 least loss after the context, in sum (acc) or in the mean over its tokens (acc_norm). An ending is encoded with a space before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """Sampling a token from logits: repetition penalty, temperature, top-k, top-p, min-p, one draw by (seed, index)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The way from a configuration to a folder with a program: lower, compile, write C, link."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Nothing here computes. A call is a function's name and where its arguments begin; an argument is a number, or an offset in the arena
 to which `barellm_open` adds where the arena lies. That is all the linking there is."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

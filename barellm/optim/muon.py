@@ -1,7 +1,5 @@
 """Muon over the matrices that it is given: momentum, all singular values made one, a step (program/ops/optim/muon.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast

@@ -11,8 +11,6 @@ So the end of a step is one of three programs, and one more runs where they part
     untie           the embedding's state becomes the transpose of the head's
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

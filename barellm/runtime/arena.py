@@ -1,7 +1,5 @@
 """A session over one arena, wherever its bytes lie: names, inputs, sizes, reads and writes."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ a helper cannot be started, is killed or hangs, this process compiles what is mi
 outlives its parent by one job at most. It is in a process group of its own, so Ctrl-C does not reach it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Rows of fusion tables that backends share: what a matmul with a weight, and a LayerNorm's backward pass, take along."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from barellm.program.fusion import Fusion

@@ -1,8 +1,6 @@
 """The part of lowering and planning that is the same on every backend: bytes of tensors, the scratch of an op, programs after
 fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar

@@ -5,8 +5,6 @@ so a lifetime that ends too early, or a kernel that reads what it did not write,
 stand behind every tensor and must come out of a run unchanged.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Protocol
 

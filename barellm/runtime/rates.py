@@ -5,8 +5,6 @@ again. A rate is the best of a few measurements. Where these differ much, someth
 command says so, and the next process measures once more and keeps the better one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ that its program gives it, so results are rounded where a real backend rounds th
 their owner dies, so a wrong lifetime or a wrong address changes the results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 

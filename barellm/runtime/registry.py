@@ -5,8 +5,6 @@ A kernel that does not know a mode would store where it should add. One that doe
 read the wrong elements. So an op is lowered only as its entry says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

@@ -8,8 +8,6 @@
 is the planned one. Numbers are as memory has them: in fp16 gradients carry the loss scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path

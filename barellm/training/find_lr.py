@@ -3,8 +3,6 @@
 Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -1,7 +1,5 @@
 """What a run trains on and is measured by: the text, the order of its rows, and the evaluations."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace

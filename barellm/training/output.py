@@ -1,7 +1,5 @@
 """What a run writes besides checkpoints: metrics, trackers, samples, the curve and the final report. Rank 0 alone does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The summary of a run on the screen: before its first step and after its last one."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ They get the same numbers under the names KIND/KEY ("train/loss", "eval/val_nats
 to it, so that a slow one does not slow the training, and one that fails is dropped with a line. Their packages are extras.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -2,8 +2,6 @@
 received gradients are added by a kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from operator import add

@@ -5,8 +5,6 @@ Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (t
 condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Split reductions: rows form chunks whose number depends on the row count alone; 
 partials, then the partials are added in order. So the bits do not depend on the threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import add

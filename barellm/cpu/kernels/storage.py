@@ -5,8 +5,6 @@ has no
 sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
 `program.moments`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

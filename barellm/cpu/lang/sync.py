@@ -12,8 +12,6 @@ Where `stamps` is not null, a walk is traced: each thread writes the processor's
 before the call, after it, and after the barrier, if one follows.
 """
 
-from __future__ import annotations
-
 SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512
 RECORD_NBYTES = 64  # function, args, barrier after; from COUNTERS on an i32 counter of items taken for each group of threads

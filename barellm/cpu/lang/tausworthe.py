@@ -1,7 +1,5 @@
 """Combined Tausworthe generators on i32 lanes, bit for bit what `program/ops/pointwise/tausworthe.py` defines."""
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import Any
 

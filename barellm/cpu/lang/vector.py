@@ -3,8 +3,6 @@
 Errors are measured in tests/cpu/test_vector.py against float64 over the whole range.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 from math import cos, log, pi, sqrt, tanh

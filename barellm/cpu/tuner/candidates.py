@@ -6,8 +6,6 @@ of work items over threads. It need not be exact: it only skips what it puts far
 KC and the overlap, which the model does not know, are tried with the best of those.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil
 from typing import Any

@@ -1,7 +1,5 @@
 """The tuner's harness on the CPU: operands with guards, and a table of calls to time."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

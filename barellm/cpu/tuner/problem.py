@@ -1,7 +1,5 @@
 """GEMM problems to tune: their sizes, the specialisations that programs call, and their operands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Autotuning on the CPU: candidate configs, the child process, the database; and the self-test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu import step, tuning

@@ -4,8 +4,6 @@ Requests are pickles on the connection FD, answers JSON. A candidate is timed on
 does to this process, the parent survives.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

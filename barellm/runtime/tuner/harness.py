@@ -5,8 +5,6 @@ The results of the default are compared with float64, and every byte elsewhere w
 the same bytes as the default, everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from statistics import median

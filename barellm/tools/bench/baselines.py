@@ -1,7 +1,5 @@
 """Our step beside others', interleaved: PyTorch in two environments, and llm.c."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

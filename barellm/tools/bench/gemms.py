@@ -4,8 +4,6 @@ A matmul is timed with its operands in the caches, the same ones again and again
 touched for longer than the last-level cache remembers ("cold"). Inside a step weights are cold and activations partly warm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -4,8 +4,6 @@ A variant's process prints a JSON line after its first step ("first_step_s" sinc
 standard input with a JSON line about N steps ("step_s", "cpu_s", "minor_faults", "peak_rss_bytes"), until the input ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ of a kernel whose warps have roles.) Spilled registers live in local memory, so 
 spill.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """The kernels that a preset's programs use, for looking at them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ It is read from what LLVM prints for x86-64 (AT&T) and aarch64. A stack referenc
 everything there in registers, and reach buffers on the stack through a register of their own.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass

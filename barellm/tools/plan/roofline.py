@@ -1,8 +1,6 @@
 """The roofline of an op: the time that it takes by the measured rates of this machine. An estimate: an op whose tensors stay in
 caches may be faster than memory's bandwidth allows, and a rate that was measured beside other work is too low."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial

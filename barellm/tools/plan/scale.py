@@ -11,8 +11,6 @@ All move n (W - 1) / W bytes each way; what differs is how often latency counts,
 in which nobody stands in another's way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, log2

@@ -5,8 +5,6 @@ waits for. What a usual step takes longer than the sum of launches is the host's
 launches gained by following each other closely.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -2,8 +2,6 @@
 schedule ends the step. Where steps differ (a schedule's cycle), those of a cycle are measured together, and their mean counts as
 one step."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -6,8 +6,6 @@ after the programs: Python, and waking up). The three are measured apart, so the
 has seen. What it misses is reported, not spread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ beyond the last key it is zero. Out-of-order execution overlaps AMX and the vect
 exponentials of the one before run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -16,8 +16,6 @@ With grouped queries, the heads of queries of a head of keys go one after the ot
 one pass those of all its blocks accumulate in scratch.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering, part

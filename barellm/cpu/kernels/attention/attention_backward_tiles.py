@@ -4,8 +4,6 @@ Shapes and formulas are those of attention_backward.py, and layouts those of att
 g.queries queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import e as E
 from math import log2

@@ -9,8 +9,6 @@ length occupies every thread.
 Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

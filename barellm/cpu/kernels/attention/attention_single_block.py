@@ -8,8 +8,6 @@ probabilities need no repacking), and the causal half is skipped by vectors of q
 Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from math import e, log2, sqrt
 from typing import Any

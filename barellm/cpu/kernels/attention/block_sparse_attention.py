@@ -5,8 +5,6 @@ are gathered into one packed tile of at most KEY_BLOCK rows, and are then keys l
 they are not contiguous in memory. Only tiles of partly masked blocks read mask bits. The relative position bias
 (relative_position_bias.py) is the initial accumulator of the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

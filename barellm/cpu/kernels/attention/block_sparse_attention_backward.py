@@ -13,8 +13,6 @@ The gradient of the position bias is a sum over all queries. Rows of a layout fo
 and the heads; each part of each sequence has a partial sum, and these are added in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import sqrt

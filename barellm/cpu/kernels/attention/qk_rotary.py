@@ -2,8 +2,6 @@
 dx each their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns rotate: D /
 2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import add

@@ -10,8 +10,6 @@ registers make a vector along a diagonal.
 Blocks beyond all distances of R cost a comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

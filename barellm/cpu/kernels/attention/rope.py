@@ -1,7 +1,5 @@
 """Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel

@@ -21,8 +21,6 @@ twice as fast in bf16 as in fp32, and Winograd's in fp32 is still faster with ma
 the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

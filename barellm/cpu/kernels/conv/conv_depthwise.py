@@ -5,8 +5,6 @@ channel; the thread copies the input lines that these see to its scratch (L1) wi
 pixels of a line. A vector of them is loaded once for all output lines of a register tile that see it, and sums stay in registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

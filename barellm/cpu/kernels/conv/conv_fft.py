@@ -12,8 +12,6 @@ one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; 
 j.
 """
 
-from __future__ import annotations
-
 from math import cos, pi, sin
 from typing import Any
 

@@ -4,8 +4,6 @@ A tile of m x m pixels of dy, m = F + 1 - R, sees F x F pixels of the image. Bot
 tiles, and for each of the 3 F (F / 2 + 1) planes the gradient is a GEMM whose K dimension is all tiles (winograd_wgrad.py). The
 first R x S pixels of its inverse transform are the sum over tiles of dy times the pixels that each tap multiplied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, part

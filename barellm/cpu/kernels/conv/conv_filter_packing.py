@@ -4,8 +4,6 @@ A column is an output channel, a pair is of two input channels. In filters (K, C
 as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,8 +11,6 @@ Names: a `line` is a row of P x Q outputs of some image, counted over all images
 pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ rounded once.
 Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

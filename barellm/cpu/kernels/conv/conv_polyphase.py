@@ -7,8 +7,6 @@ GEMM may take any run of positions, whether they are of one line or of several. 
 image. The zeros behind a line serve the next line as those before it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ some lines at a time: it packs dy and the im2col panel of these lines, then runs
 Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ of positions][channels]; a second copy has the pairs that begin at odd positions
 rows x columns of dw for all taps, whose fp32 sums stay in L2, and goes through all images in order, a K block of positions at a
 time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile

@@ -1,7 +1,5 @@
 """Lowering of conv2d and its gradients (cuDNN's fprop, dgrad and wgrad) to calls of the algorithms' kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

@@ -9,8 +9,6 @@ in, so every filter tap is a shift of the line: output j of a tap reads element 
 The depth is (channel, filter row, filter column).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

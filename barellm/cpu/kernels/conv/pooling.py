@@ -1,7 +1,5 @@
 """Global average pooling of images, and its gradient. Shapes: x (N, C, H, W), y (N, C)."""
 
-from __future__ import annotations
-
 from math import prod
 from operator import add
 from typing import Any

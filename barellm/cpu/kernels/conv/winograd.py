@@ -13,8 +13,6 @@ register tile; a work item multiplies a group of blocks with some of the filters
 transform.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

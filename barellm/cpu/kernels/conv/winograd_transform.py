@@ -1,7 +1,5 @@
 """Products of vectors with small constant matrices, as Winograd's transforms are: few operations, between whole vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from barellm.cpu.kernel import KernelBuilder, Value

@@ -5,8 +5,6 @@ gradient is then a GEMM whose K dimension is all tiles; its sums stay in registe
 that are transformed at a time, are accumulated in order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Value, part

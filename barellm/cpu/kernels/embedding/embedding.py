@@ -1,8 +1,6 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
 (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
 
-from __future__ import annotations
-
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.program.dtypes import PLANES

@@ -10,8 +10,6 @@ has no operand with pairs along the depth in its rows: its A is transposed and V
 It ran on an Intel Xeon with AMX. On processors without, tests emulate its instructions (tests/simulators/amx_emulator.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ each block of x is used by every block of its row. So CHUNK tokens of both are p
 item is one block. Items follow the blocks' Morton order, so the next one finds strips in the caches. One accumulation chain per
 element goes through the tokens, from chunk to chunk through dweight."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

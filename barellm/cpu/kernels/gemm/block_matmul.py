@@ -6,8 +6,6 @@ to memory twice. The item's tokens, all of their depth, are copied into the thre
 segment. Long segments are split (split-K), and their partial sums added in order.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ shift makes the first an fp32, and a mask the second. Processors that multiply b
 For four vectors of bytes and their halves this takes two instructions to split them, 8 look-ups, 8 to interleave and 16 to widen.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import Any

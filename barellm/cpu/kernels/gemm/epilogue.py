@@ -1,7 +1,5 @@
 """GEMM epilogues: bias, activation, residual and scaling, applied to the accumulators before they are stored."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ GEMMs run. Exact: both formats are subsets of bf16, and accumulation is in fp32 
 Shapes: x (..., K), weight (K, N), y (..., N), scales (1,).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering

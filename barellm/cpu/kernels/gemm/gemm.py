@@ -8,8 +8,6 @@ is deferred: that of the tile before runs between them too, for its loads and ta
 so: its division stalls the multiplier wherever it stands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial

@@ -10,8 +10,6 @@ Who packs: each thread its own B panels, in two buffers of its scratch (double-b
 L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ in the L2. Columns of x pass in panels of NR, in KC blocks of tokens: one (KC, N
 the thread packs the next one (VNNI) between the tile instructions. Sums wait in scratch from one KC block to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from barellm.cpu.gemm_config import GemmConfig, token_chunk

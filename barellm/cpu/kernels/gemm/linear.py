@@ -1,7 +1,5 @@
 """Lowering of linear layers to GEMM calls, fprop, dgrad and wgrad, with fused epilogues."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.gemm_config import SKINNY_KIND

@@ -5,8 +5,6 @@ VNNI a step is a pair of bf16. Each element of C is one accumulation chain over 
 blocking (gemm_config.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ A B panel of NR columns is [depth][NR]. With a bf16 dot-product instruction it i
 interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -7,8 +7,6 @@ and its B panels are dequantized while packing.
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols).
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

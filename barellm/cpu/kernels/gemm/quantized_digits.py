@@ -9,8 +9,6 @@ numbers, without rounding, in whatever order they are added. They begin with wha
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var

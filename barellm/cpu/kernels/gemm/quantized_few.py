@@ -3,8 +3,6 @@
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any

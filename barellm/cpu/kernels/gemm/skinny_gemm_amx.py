@@ -5,8 +5,6 @@ thread packs x into VNNI layout (B) for itself. Accumulators are transposed in t
 along the depth, in the order of the tile instruction, so results are batch-invariant.
 """
 
-from __future__ import annotations
-
 from barellm.cpu.gemm_config import SkinnyGemmConfig
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx

@@ -12,8 +12,6 @@ exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks a
 blocking (gemm_config.py).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -5,8 +5,6 @@ Every kernel handles at most `row_limit` rows from `row_begin` on, and its point
 for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits.
 """
 
-from __future__ import annotations
-
 from operator import add
 from typing import Any
 

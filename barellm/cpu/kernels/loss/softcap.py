@@ -5,8 +5,6 @@ z is below the cap's scale, so that exp(z - scale) needs no row maximum: one pas
 follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication an element.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 One thread reads a row, again for each sum that depends on the one before: it stays in the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import add
 from typing import Any

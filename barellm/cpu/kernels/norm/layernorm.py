@@ -2,8 +2,6 @@
 fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import add
 from typing import Any

@@ -1,7 +1,5 @@
 """Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C)."""
 
-from __future__ import annotations
-
 from operator import add
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering

@@ -5,8 +5,6 @@ Chunks, whose number follows from n, are counted each by one thread. Neighbours 
 counter waits for the store of the one before: so each of TABLES neighbours has counters of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering

@@ -4,8 +4,6 @@ factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), fl
 Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import add
 from typing import Any

@@ -1,7 +1,5 @@
 """AdamW and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering

@@ -3,8 +3,6 @@
 A matrix is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows are cached.
 Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import add
 from typing import Any

@@ -1,8 +1,6 @@
 """Delayed scaling for low-precision formats: scales from a history of statistics. Shapes: history (entries), bias (2), scale (1),
 sums (4); x and y flat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each column of a block is one accumulation chain over its rows in both, so both give the same bits.
 """
 
-from __future__ import annotations
-
 from operator import add
 from typing import Any
 

@@ -10,8 +10,6 @@ its scratch to the end of the depth; the epilogue stores squares of `lanes` x `l
 mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import lcm
 from typing import Any

@@ -1,8 +1,6 @@
 """Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (..., K),
 words (..., W), with W = ceil(K / 32)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering

@@ -3,8 +3,6 @@
 Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering

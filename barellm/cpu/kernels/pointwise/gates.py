@@ -2,8 +2,6 @@
 dy, dx (rows, C), of which N divides C.
 """
 
-from __future__ import annotations
-
 from itertools import cycle
 from operator import add
 from typing import Any

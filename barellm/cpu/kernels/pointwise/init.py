@@ -1,7 +1,5 @@
 """Initial values of parameters, (rows, columns); a vector is one row. Elements from `valid` on are zero."""
 
-from __future__ import annotations
-
 import struct
 from math import prod
 

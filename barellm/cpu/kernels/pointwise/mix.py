@@ -2,8 +2,6 @@
 coefficients k0..k3 and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or
 None where it is the tensor."""
 
-from __future__ import annotations
-
 from operator import add
 from typing import Any
 

@@ -2,8 +2,6 @@
 stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel

@@ -5,8 +5,6 @@ largest key is found bit by bit: 32 passes over the row count the keys that are 
 the values. A thread keeps the keys of its row in scratch.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, Var, kernel, lowering

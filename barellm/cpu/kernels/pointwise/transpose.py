@@ -5,8 +5,6 @@ Squares of lanes x lanes are transposed in registers. A strip of squares reads a
 STRIPS strips below each other, which write adjacent parts of the rows of y.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
