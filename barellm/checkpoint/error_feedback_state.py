@@ -2,8 +2,7 @@
 
 A checkpoint has the errors of all ranks one below the other. With the same number of ranks each gets its own back, bitwise.
 Another number of ranks gets sums: what rank r of V had goes to rank r mod W. The sum over all ranks, on which training depends,
-stays the same but for rounding.
-"""
+stays the same but for rounding."""
 
 from collections.abc import Mapping
 from pathlib import Path

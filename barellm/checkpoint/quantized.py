@@ -3,8 +3,7 @@
 In weights.safetensors a quantized matrix NAME (N, K) has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
 (N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales (N, groups), fp16, or fp32
 where that cannot have them. The other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights", and
-the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1".
-"""
+the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1"."""
 
 from __future__ import annotations
 

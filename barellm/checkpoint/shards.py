@@ -2,8 +2,7 @@
 
 Every rank reads a checkpoint itself, and keeps its share. To save, rank 0 writes the files and asks the others for the rows of
 which it has none, piece by piece: no rank ever holds more than a piece of what is not its own. So the files are those of one
-process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots.
-"""
+process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots."""
 
 from __future__ import annotations
 

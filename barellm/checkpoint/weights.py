@@ -68,8 +68,7 @@ class Weights:
     """`arrays`: by barellm's names, matrices (out, in), in fp32, bf16 or fp16; those with a row for each id have at least
     vocab_size rows. They are views of mapped files, read when they are used. `tokenizer` None: nothing says which.
 
-    As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either.
-    """
+    As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either."""
 
     path: Path
     model: ModelConfig

@@ -1,6 +1,5 @@
 """Evaluate a checkpoint: loss in nats per token and bits per byte on the validation split of its dataset or of another; or its
-accuracy on HellaSwag.
-"""
+accuracy on HellaSwag."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Convert another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` starts from it.
 
 With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoint from which `train --resume` resumes with llm.c's
-moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys.
-"""
+moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys."""
 
 import argparse
 

@@ -6,8 +6,7 @@ bits per byte can (--y bits).
 
 With --exponent-stats it shows exponent histograms (dynamic range) of a run's activations, gradients and weights, which
 `train --train.exponent_stats N` logs: a table of the last step in the terminal, a picture of the first and the last step, or all
-numbers. docs/exponent_stats.md explains it.
-"""
+numbers. docs/exponent_stats.md explains it."""
 
 import argparse
 import json

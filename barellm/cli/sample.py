@@ -3,8 +3,7 @@ newest complete one is taken. It may also be a preset with a vocabulary of its o
 only its speed means anything.
 
 Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Generation is batched, --batch
-sequences at a time, and batch-invariant: each is the text that it would be alone, but for roundings with --weights and on a GPU.
-"""
+sequences at a time, and batch-invariant: each is the text that it would be alone, but for roundings with --weights and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Train a model. Without arguments this is a small GPT on the source of Python's own library, in about two minutes.
 
 Ctrl-C (or SIGTERM) ends the run after the current step and saves a checkpoint; the exit status is then 130 (143). A second
-Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen.
-"""
+Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen."""
 
 import argparse
 import os

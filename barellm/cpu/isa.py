@@ -17,8 +17,7 @@ class ISA:
 
     `dot`: how pairs of bf16 are multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32 and multiplied so).
     `bf16_round`: the machine rounds fp32 to bf16 in one instruction; otherwise it is integer arithmetic, because LLVM would call
-    a symbol that does not exist.
-    """
+    a symbol that does not exist."""
 
     name: str
     triple: str = ""  # "": the host's

@@ -8,8 +8,7 @@ that differ between ops which share the code: attributes of the op, or what a lo
 constants of the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that
 need it.
 
-What files of kernels need has its name here too: ISA, Op, Tensor, and of the kernel language Pointer, Value and Var.
-"""
+What files of kernels need has its name here too: ISA, Op, Tensor, and of the kernel language Pointer, Value and Var."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """The way from programs to a running session: lower, plan, compile, link into tables, run.
 
 A program becomes a table of records {function, arguments, barrier after, counters}. All threads walk the table; a barrier stands
-only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read.
-"""
+only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read."""
 
 import mmap
 import weakref

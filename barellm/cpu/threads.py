@@ -1,8 +1,7 @@
 """The threads that run a step: as many as the machine really gives, pinned, waiting in native code between steps.
 
 The step never runs on Python's main thread, which stays free for signals: SIGINT would otherwise be handled only when the step
-ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one.
-"""
+ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one."""
 
 import contextlib
 import ctypes

@@ -1,8 +1,7 @@
 """Examples of prompts and answers, for fine-tuning: the loss is of the answers alone, and several examples share a row.
 
 An example is the end-of-text token, the prompt, the answer, and the end-of-text token again, where the tokenizer has one. The
-answer and what ends it are targets; everything else has target -1, which the loss ignores.
-"""
+answer and what ends it are targets; everything else has target -1, which the loss ignores."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ class Packed:
     than a row is cut at the row's end, and left out where nothing of its answer is left. What stays free has target -1.
 
     `cut` and `dropped`: how many examples that befell. A later example in a row sees those before it: GPT-2 and Llama have no
-    mask between documents.
-    """
+    mask between documents."""
 
     def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int) -> None:
         self.examples, self.seq, self.fill = examples, seq, fill

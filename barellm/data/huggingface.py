@@ -24,8 +24,7 @@ class HuggingFace(Tokenizer):
     """The library encodes; the file is kept byte for byte, so that transformers and llm.c see the same ids.
 
     Special tokens stand for no text, and a text that spells one is text. UserError, in which `path` names the file, for one whose
-    ids have no room in it, or that the library refuses.
-    """
+    ids have no room in it, or that the library refuses."""
 
     name = "huggingface"
 

@@ -28,8 +28,7 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
     """The tokenizer of that kind, or from that folder.
 
     `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
-    that part, under which a trained bpe is cached.
-    """
+    that part, under which a trained bpe is cached."""
     check_kind(name)
     if name == "bytes":
         return Bytes()

@@ -1,8 +1,7 @@
 """llm.c's .bin shards of tokens, and several of them read as one stream.
 
 A shard is little-endian: 256 int32 of header (magic, version, number of tokens, zeros), then the tokens, nothing else.
-Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds uint32 (Llama 3).
-"""
+Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds uint32 (Llama 3)."""
 
 from __future__ import annotations
 

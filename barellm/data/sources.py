@@ -94,8 +94,7 @@ def prepare(
     `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so
     shards that say their own are taken with that. `whole`: nothing is cut off for training, all of it is in `val`. `report`
     gets a line for each thing that takes seconds, `progress` (bytes done, bytes in all) while text is tokenized. UserError for
-    whatever is wrong with the source.
-    """
+    whatever is wrong with the source."""
     if tokenizer is None:
         kinds.check_kind(data.tokenizer)
     report = report or (lambda line: None)

@@ -2,8 +2,7 @@
 
 The bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens stands for (bits per byte)
 and the streaming decoder are one piece of code for all. A tokenizer that is not `exact` gives some texts back changed: it has
-normalized them, or put a space before them.
-"""
+normalized them, or put a space before them."""
 
 from __future__ import annotations
 

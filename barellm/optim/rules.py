@@ -9,8 +9,7 @@
 An optimizer is a frozen dataclass with the method `update(p, params, clip)`, which appends the ops that change its parameters: of
 all of them at once, for small ones keep more threads busy together than one after the other. The scalar `lr` of a run is the value
 of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change of `lr` compiles anything. Muon
-may take another scalar, by its `rate`: a run's `muon_lr`.
-"""
+may take another scalar, by its `rate`: a run's `muon_lr`."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def update(
     its shard (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
     `overlap`: the reduce-scatter overlaps the backward pass.
 
-    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
-    """
+    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite."""
     params = p.store.of_role("parameter") if params is None else params
     sharding = select_sharding(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", append_clip_scale(p, params, clip=clip, sharding=sharding))

@@ -4,8 +4,7 @@ Each rank holds all parameters and gradients, but the optimizer's state of its o
 gives each rank the gradient of its shard, summed over the ranks in their order; an all-gather of partial sums gives the gradient
 norm; each rank updates its shard; an all-gather gives the new parameters to all.
 
-Shards are cut where the partial sums of the norm are, so the norm is bitwise that of one process.
-"""
+Shards are cut where the partial sums of the norm are, so the norm is bitwise that of one process."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 An optimizer step reads each gradient twice: for the norm, and to change the weight. The first read is spared where the kernel that
 stores a gradient adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums,
-and those of the last one are those of the gradient that the optimizer step finds.
-"""
+and those of the last one are those of the gradient that the optimizer step finds."""
 
 from __future__ import annotations
 

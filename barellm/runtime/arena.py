@@ -19,8 +19,7 @@ class ArenaSession(ABC):
     """Base of sessions that keep all tensors at their planned addresses; a `runtime.session.Session`.
 
     A backend sets `_starts`, what begins a run of each program that has anything to do, and `_inputs` by `_input_rooms`; and it
-    says how bytes of the arena are read and set.
-    """
+    says how bytes of the arena are read and set."""
 
     def __init__(self, programs: Mapping[str, Program], plan: planner.Plan) -> None:
         self.programs, self.plan = programs, plan

@@ -2,8 +2,7 @@
 
 Plain, it computes and keeps everything in one float dtype. With `storage` every tensor lies in a planned arena in the dtype
 that its program gives it, so results are rounded where a real backend rounds them; with `poison` bytes become NaN when
-their owner dies, so a wrong lifetime or a wrong address changes the results.
-"""
+their owner dies, so a wrong lifetime or a wrong address changes the results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol

@@ -2,8 +2,7 @@
 takes. Anything else is refused before it runs.
 
 A kernel that does not know a mode would store where it should add. One that does not know a dtype, or the stride of a view, would
-read the wrong elements. So an op is lowered only as its entry says.
-"""
+read the wrong elements. So an op is lowered only as its entry says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """A range test of the learning rate (Smith 2015): a short training whose rate grows from step to step until it diverges.
 
-Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has.
-"""
+Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has."""
 
 import json
 import shlex

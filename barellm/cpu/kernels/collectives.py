@@ -1,6 +1,5 @@
 """Collectives between ranks: reduce-scatter, all-gather and all-reduce. Messages are sent by a call out of the step, on one thread;
-received gradients are added by a kernel.
-"""
+received gradients are added by a kernel."""
 
 import ctypes
 from collections.abc import Callable

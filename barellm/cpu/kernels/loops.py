@@ -2,8 +2,7 @@
 
 Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (the first micro-batch stores, later ones add; see
 `KernelBuilder.keep`). A `mask` (i1 lanes) limits a vector at the end of a row; None: all lanes. `nontemporal` is a run-time
-condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements.
-"""
+condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements."""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,7 @@
 The model counts cycles of one core for the whole GEMM: multiply-adds, packing, bytes from beyond the L2, and the load imbalance
 of work items over threads. It need not be exact: it only skips what it puts far behind its best.
 
-KC and the overlap, which the model does not know, are tried with the best of those.
-"""
+KC and the overlap, which the model does not know, are tried with the best of those."""
 
 from dataclasses import replace
 from math import ceil

@@ -51,8 +51,7 @@ class Op:
 
     Inputs, outputs and attrs are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional one is None.
     `scalars` names the run-time scalars that the reference gets as further keywords. Targets and tokens stay integers.
-    An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
-    """
+    An output that is also an input (`inplace`) is the same tensor: optimizer state, caches."""
 
     name: str
     optional: tuple[str, ...] = ()

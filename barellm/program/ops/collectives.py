@@ -3,8 +3,7 @@ whole model and a shard of the optimizer state.
 
 With message passing a reduce-scatter is an all-to-all (`AllToAll`; `StartAllToAll` and `WaitAllToAll` where it overlaps the
 backward pass), then a local sum in rank order (`SumOverRanks`), so that the bits of the sum depend on nothing else. Ranks that
-read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`).
-"""
+read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Convolution over the pixels of images, and its two gradients.
 
-Shapes: x (N, C, H, W), w (K, C / groups, R, S), y (N, K, P, Q). N may be a Dim; the other sizes are constants of the code.
-"""
+Shapes: x (N, C, H, W), w (K, C / groups, R, S), y (N, K, P, Q). N may be a Dim; the other sizes are constants of the code."""
 
 from __future__ import annotations
 

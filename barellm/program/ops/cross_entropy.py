@@ -1,8 +1,7 @@
 """The classifier's loss. Shapes: logits (B, T, Vp), targets (B, T) i32, lse, losses and margins (B, T) fp32, loss (1,) fp32.
 
 Columns from `valid_vocab` on are padding: no part of the softmax, gradient zero. Target -1 is ignored.
-The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches).
-"""
+The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches)."""
 
 from __future__ import annotations
 

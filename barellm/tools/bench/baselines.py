@@ -33,8 +33,7 @@ LLMC_README = {"OMP_NUM_THREADS": "8"}  # what its README starts it with, on any
 def chosen(asked: str) -> dict[str, str]:
     """`--baselines` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
 
-    UserError for others, and where one that is named cannot run here or "all" finds none.
-    """
+    UserError for others, and where one that is named cannot run here or "all" finds none."""
     if sys.platform != "linux":
         raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
     names: dict[str, str] = {}

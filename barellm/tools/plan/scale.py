@@ -8,8 +8,7 @@ collective, of n bytes on each of W ranks; an all-reduce is two of them:
     tree     log2 W steps, halving or doubling what goes to a rank twice as far away (Rabenseifner 2004)
 
 All move n (W - 1) / W bytes each way; what differs is how often latency counts, and for how many messages. The network is one
-in which nobody stands in another's way.
-"""
+in which nobody stands in another's way."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -2,8 +2,7 @@
 
 A multiprocessor runs as many blocks at a time as its registers and shared memory hold (occupancy); all blocks that run at a time
 are a wave. The last wave is seldom full (wave quantization), and tiles at the edge hang over the result (tile quantization). Only
-another tile size or split-K recovers either.
-"""
+another tile size or split-K recovers either."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that one K step over keys is one tile of probabilities;
 beyond the last key it is zero. Out-of-order execution overlaps AMX and the vector units: while TMUL multiplies one tile, the
-exponentials of the one before run.
-"""
+exponentials of the one before run."""
 
 from collections.abc import Callable
 from typing import Any

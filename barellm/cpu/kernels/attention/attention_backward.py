@@ -13,8 +13,7 @@ The run-time shape and the number of threads decide, so that a single long seque
 have a schedule of their own (attention_backward_windowed.py), of the same tile operations.
 
 With grouped queries, the heads of queries of a head of keys go one after the other, and its dk and dv are the sums over them: in
-one pass those of all its blocks accumulate in scratch.
-"""
+one pass those of all its blocks accumulate in scratch."""
 
 from contextlib import nullcontext
 

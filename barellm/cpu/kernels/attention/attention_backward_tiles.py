@@ -1,8 +1,7 @@
 """Tile operations of attention's backward pass, which its schedules share: one head of one sequence, with its blocks in scratch.
 
 Shapes and formulas are those of attention_backward.py, and layouts those of attention_microkernels.py: KEY_BLOCK keys x a group of
-g.queries queries.
-"""
+g.queries queries."""
 
 from collections.abc import Callable
 from math import e as E

@@ -6,8 +6,7 @@ different chunks do two work items recompute their probability, for three GEMMs 
 that is little, and a document's border costs nothing. dq of the chunk accumulates in the thread's scratch, and a sequence of any
 length occupies every thread.
 
-Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit.
-"""
+Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit."""
 
 from contextlib import nullcontext
 from typing import Any

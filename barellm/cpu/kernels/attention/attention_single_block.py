@@ -5,8 +5,7 @@ tokens. Blocked attention of a head of 64 tokens would spend more on clearing, a
 GEMMs. Here all operands of a head stay in L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the
 probabilities need no repacking), and the causal half is skipped by vectors of queries and tiles of keys.
 
-Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention.
-"""
+Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention."""
 
 from contextlib import nullcontext
 from math import e, log2, sqrt

@@ -10,8 +10,7 @@ The run-time shape and the number of threads decide. A row has its blocks of key
 column has one block of keys and loops over the rows that list it.
 
 The gradient of the position bias is a sum over all queries. Rows of a layout form parts, whose number follows from the sequences
-and the heads; each part of each sequence has a partial sum, and these are added in order.
-"""
+and the heads; each part of each sequence has a partial sum, and these are added in order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

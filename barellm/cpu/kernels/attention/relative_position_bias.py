@@ -7,8 +7,7 @@ block has no such key. So both directions need one operation, and nothing of que
 packed blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of neighbouring
 registers make a vector along a diagonal.
 
-Blocks beyond all distances of R cost a comparison.
-"""
+Blocks beyond all distances of R cost a comparison."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,7 @@ F / 2 + 1 columns. A complex product u v = (c + i d)(a + i b) takes three real o
 so three real GEMMs for each frequency sum over channels. They are planes as Winograd's positions are, and computed by the same
 batched GEMM (winograd.py): plane 3 f + i is operand i of frequency f. Lanes are tiles; of filters, channels. A "vector" below is
 one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; frequency (row i, column j) has number i half(F) +
-j.
-"""
+j."""
 
 from math import cos, pi, sin
 from typing import Any

@@ -1,8 +1,7 @@
 """Packing of convolution filters for the bf16 implicit GEMM: VNNI layout [column block][chunk][tap][pairs][tile_n][2].
 
 A column is an output channel, a pair is of two input channels. In filters (K, C, R, S) a channel's taps are adjacent, so vectors of
-as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels.
-"""
+as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels."""
 
 from dataclasses import dataclass
 from typing import Any

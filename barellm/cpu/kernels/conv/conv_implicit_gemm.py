@@ -8,8 +8,7 @@ micro-kernel, an outer product per depth. Each tap is a shift of the same lines,
 Partial sums of several K blocks are kept in scratch; a result is the sum of its K blocks' sums, whatever the other blocking is.
 
 Names: a `line` is a row of P x Q outputs of some image, counted over all images; `row` is an output channel of the group; `j` is a
-pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels.
-"""
+pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

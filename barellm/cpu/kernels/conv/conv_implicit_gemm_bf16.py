@@ -10,8 +10,7 @@ then runs the micro-kernel over all positions. For a chunk (32 channels and 9 ta
 and stay in L1 meanwhile. A result is one accumulation chain over chunks, taps and channels, whatever the blocking is, and is
 rounded once.
 
-Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n.
-"""
+Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

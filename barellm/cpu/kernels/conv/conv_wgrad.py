@@ -6,8 +6,7 @@ vector of partial sums for each element of dw, and lanes are added at the very e
 some depths of dw, whose partial sums stay in its scratch (L2), and goes through the pixels of all images in order, a K block of
 some lines at a time: it packs dy and the im2col panel of these lines, then runs the micro-kernel over its tiles.
 
-Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter.
-"""
+Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ in, so every filter tap is a shift of the line: output j of a tap reads element 
     `Im2colTiles`   the columns of one register tile, when it needs them: they stay in L1, and the im2col matrix is in no memory
     `Im2colPanel`   the im2col matrix of some output lines and some channels, for kernels whose lanes are pixels
 
-The depth is (channel, filter row, filter column).
-"""
+The depth is (channel, filter row, filter column)."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

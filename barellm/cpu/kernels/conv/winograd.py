@@ -10,8 +10,7 @@ The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + 
 
 Lanes are tiles (of filters: channels), so that a transform is arithmetic between whole vectors. Tiles go in blocks as wide as a
 register tile; a work item multiplies a group of blocks with some of the filters, and their M stays in L2 until the output
-transform.
-"""
+transform."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -2,8 +2,7 @@
 
 Both operands are transformed as the forward pass transforms its tiles (winograd.py), lanes along tiles. For each position the
 gradient is then a GEMM whose K dimension is all tiles; its sums stay in registers until their lanes are added. The K blocks, tiles
-that are transformed at a time, are accumulated in order.
-"""
+that are transformed at a time, are accumulated in order."""
 
 from typing import Any
 

@@ -10,8 +10,7 @@ popcount is done, depends on the ISA:
     bytes     8 bits a step, a byte for each column: xor with the row's byte, a count for each byte (cnt on Arm), add
 
 The nibbles need no xor: it is in the table. So AVX2 multiplies 128 pairs of signs by two instructions. b is first packed into
-panels of columns, in the order in which the steps read them; a is read where it lies.
-"""
+panels of columns, in the order in which the steps read them; a is read where it lies."""
 
 from __future__ import annotations
 

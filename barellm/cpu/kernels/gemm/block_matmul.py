@@ -3,8 +3,7 @@
 Protocol: the blocks of the weight are packed first, once, as B panels. A work item is a tile of tokens and a few segments: block
 columns of the layout in fprop, block rows in dgrad. A segment's blocks form one accumulation chain per element, so nothing is added
 to memory twice. The item's tokens, all of their depth, are copied into the thread's scratch (A), and stay in the L2 from segment to
-segment. Long segments are split (split-K), and their partial sums added in order.
-"""
+segment. Long segments are split (split-K), and their partial sums added in order."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -17,8 +17,7 @@ class Epilogue:
 
     `epilogues` apply in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
     `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
-    with an activation's slope at `other`.
-    """
+    with an activation's slope at `other`."""
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,

@@ -1,8 +1,7 @@
 """FP8 GEMMs (E4M3, E5M2), emulated: operands are converted to the shortest float that this processor multiplies, then the usual
 GEMMs run. Exact: both formats are subsets of bf16, and accumulation is in fp32 as on FP8 hardware.
 
-Shapes: x (..., K), weight (K, N), y (..., N), scales (1,).
-"""
+Shapes: x (..., K), weight (K, N), y (..., N), scales (1,)."""
 
 from typing import Any
 

@@ -7,8 +7,7 @@
             for each tile of MR rows                 micro-kernel; between its steps the thread packs the next B panel
 
 Who packs: each thread its own B panels, in two buffers of its scratch (double-buffered, no barrier). Resident: a B panel in the
-L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch.
-"""
+L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -27,8 +26,7 @@ class GemmMainloop(ABC):
 
     State of the loops: an item's rows are [row_begin, row_end), of which [row_begin, full_end) are full tiles; `panel_index` and
     its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
-    number of KC blocks that one panel passes before the next panel does; there are `k_groups`.
-    """
+    number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], epilogue.Epilogue],

@@ -2,8 +2,7 @@
 
 Protocol: for each chunk of tokens an item's MC columns of dy are packed as A tiles once (transposed, VNNI pairs of tokens) and stay
 in the L2. Columns of x pass in panels of NR, in KC blocks of tokens: one (KC, NR) block stays in the L1 while all A tiles pass, and
-the thread packs the next one (VNNI) between the tile instructions. Sums wait in scratch from one KC block to the next.
-"""
+the thread packs the next one (VNNI) between the tile instructions. Sums wait in scratch from one KC block to the next."""
 
 from collections.abc import Callable
 

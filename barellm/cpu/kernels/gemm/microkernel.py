@@ -2,8 +2,7 @@
 
 In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packing.py, in the L1), one broadcast element of A. With
 VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
-blocking (gemm_config.py).
-"""
+blocking (gemm_config.py)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

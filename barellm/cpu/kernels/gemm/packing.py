@@ -1,8 +1,7 @@
 """Packing of GEMM operands into the order in which the micro-kernel reads them, in a thread's scratch (BLIS's packm).
 
 A B panel of NR columns is [depth][NR]. With a bf16 dot-product instruction it is in VNNI layout, [depth / 2][NR][2]: pairs of rows
-interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does.
-"""
+interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

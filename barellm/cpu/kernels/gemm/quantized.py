@@ -4,8 +4,7 @@ Skinny GEMMs (decoding) are bound by reading the weights: their kernels (quantiz
 scales once and dequantize in registers, with a group's sum multiplied by its scale. With more rows (prefill) the usual GEMM runs,
 and its B panels are dequantized while packing.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols).
-"""
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols)."""
 
 from itertools import islice
 from typing import Any

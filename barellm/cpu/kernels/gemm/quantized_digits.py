@@ -6,8 +6,7 @@ to the base 256. Of bf16 two are enough: 14 bits beside the largest of the group
 bits. Codes are unsigned bytes as they are, or the two digits of a whole number out of a table. So the sums of a group are whole
 numbers, without rounding, in whatever order they are added. They begin with what takes back the offset that makes codes unsigned.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
-"""
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16)."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,6 @@
 """Skinny GEMM (M <= 4) with a quantized weight, dequantized in registers by a 16-byte table look-up (pshufb, tbl).
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
-"""
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16)."""
 
 from contextlib import nullcontext
 from functools import reduce

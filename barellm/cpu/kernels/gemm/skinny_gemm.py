@@ -9,8 +9,7 @@ columns of a KC block stay in the L1 while all rows pass. Accumulators wait in t
 Bandwidth depends on how many lines are in flight. Where the hardware prefetcher does not run far enough ahead, the kernel
 prefetches the next columns while it multiplies the current ones, in the order of use and evenly over all tiles.
 
-Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
-"""
+Shapes: a (rows, depth), weight (cols, depth), out (rows, cols)."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
 
 Both operands are packed (bf16: in VNNI layout, pairs of tokens) in the thread's scratch, so no transposed copy of an activation
 exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks are added in order, so the bits do not depend on the
-blocking (gemm_config.py).
-"""
+blocking (gemm_config.py)."""
 
 from contextlib import nullcontext
 from typing import Any

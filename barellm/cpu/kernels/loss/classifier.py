@@ -1,8 +1,7 @@
 """The fused LM head and cross-entropy in chunks of tokens: logits, losses, in-place logit gradients, and the two GEMMs from them.
 The logits of all tokens never exist.
 
-Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32.
-"""
+Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

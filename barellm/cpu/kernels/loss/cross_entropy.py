@@ -2,8 +2,7 @@
 losses (rows) fp32. Columns from `valid` on are padding.
 
 Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
-for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits.
-"""
+for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits."""
 
 from operator import add
 from typing import Any

@@ -1,7 +1,6 @@
 """GroupNorm of images, and its gradients. A row is a group of an image, M adjacent numbers.
 
-One thread reads a row, again for each sum that depends on the one before: it stays in the cache.
-"""
+One thread reads a row, again for each sum that depends on the one before: it stays in the cache."""
 
 from collections.abc import Callable
 from operator import add

@@ -1,6 +1,5 @@
 """LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
-fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred.
-"""
+fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred."""
 
 from collections.abc import Callable
 from operator import add

@@ -2,8 +2,7 @@
 (chunks, 4).
 
 Chunks, whose number follows from n, are counted each by one thread. Neighbours often have equal exponents, and an increment of a
-counter waits for the store of the one before: so each of TABLES neighbours has counters of its own.
-"""
+counter waits for the store of the one before: so each of TABLES neighbours has counters of its own."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
 """Muon but for its symmetric GEMMs (symmetric.py): momentum, normalization, the last GEMM of a Newton-Schulz step, NorMuon's
 factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
 
-Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
-"""
+Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them."""
 
 from collections.abc import Iterator
 from operator import add

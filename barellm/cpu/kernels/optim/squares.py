@@ -1,7 +1,6 @@
 """Sums of squares of a matrix (for gradient norms), by blocks of BLOCK x BLOCK: of one in memory, and fused into a GEMM's epilogue.
 
-Each column of a block is one accumulation chain over its rows in both, so both give the same bits.
-"""
+Each column of a block is one accumulation chain over its rows in both, so both give the same bits."""
 
 from operator import add
 from typing import Any

@@ -7,8 +7,7 @@ A work item is a panel of NR columns of the result and a block of MC rows, of wh
 computed: for each KC block, the packed B panel stays in the L1 while the micro-kernel passes over the rows of A, which are read
 unpacked (x x^T) or packed in panels of their own (x^T x). The thread packs both next panels inside the micro-kernel. Sums stay in
 its scratch to the end of the depth; the epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its
-mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking.
-"""
+mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking."""
 
 from dataclasses import replace
 from math import lcm

@@ -1,7 +1,6 @@
 """Add, rescale, cast, zeros, bias, activations and their gradients, last row. Shapes: any, row-major; C is the last axis.
 
-Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
-"""
+Flat kernels see elements, the others rows. A result that leaves the caches is written past them."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 """Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows; weight (N, K); z, dz (rows, N) fp32; base, y,
-dy, dx (rows, C), of which N divides C.
-"""
+dy, dx (rows, C), of which N divides C."""
 
 from itertools import cycle
 from operator import add

@@ -1,6 +1,5 @@
 """SwiGLU, gated activations of other kinds, and their gradients. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any
-stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient.
-"""
+stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient."""
 
 from typing import Any
 

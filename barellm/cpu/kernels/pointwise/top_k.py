@@ -2,8 +2,7 @@
 
 Radix select. A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th
 largest key is found bit by bit: 32 passes over the row count the keys that are not below a guess. So the time does not depend on
-the values. A thread keeps the keys of its row in scratch.
-"""
+the values. A thread keeps the keys of its row in scratch."""
 
 from contextlib import nullcontext
 

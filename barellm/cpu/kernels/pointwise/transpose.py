@@ -2,8 +2,7 @@
 square's rows are parts of instructions: to compute them took as long as the memory does.
 
 Squares of lanes x lanes are transposed in registers. A strip of squares reads as many rows of x from left to right; a tile is
-STRIPS strips below each other, which write adjacent parts of the rows of y.
-"""
+STRIPS strips below each other, which write adjacent parts of the rows of y."""
 
 from collections.abc import Callable
 from typing import Any

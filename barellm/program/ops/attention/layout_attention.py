@@ -6,8 +6,7 @@ tables. Work and memory go with the number of listed blocks; T x T exists in the
 `relative` (M, H*D), if there is one, has a vector for each head and distance (Shaw et al. 2018; Huang et al. 2018): query i and
 key j score q_i (k_j + r_(i-j)) / sqrt(D). Row m is distance m, and in a layout that looks ahead, where M is odd, m - (M - 1) / 2.
 A pair whose distance has no row has no term. In a causal layout that is as general as one vector for all farther keys: softmax
-does not see what all scores of a query have in common, so that vector could as well be subtracted from the others.
-"""
+does not see what all scores of a query have in common, so that vector could as well be subtracted from the others."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Shapes: x, y (B, T, W), packed heads of D columns: those of the queries, then those of the keys; rstd (B, T, heads + kv_heads) fp32;
 cos, sin (positions, D / 4) fp32. Columns 2i and 2i + 1 of a head are a plane for i < D / 4. The columns from D / 2 on stay as
-they are. The angle is that of the row's place in the sequence, whatever its document.
-"""
+they are. The angle is that of the row's place in the sequence, whatever its document."""
 
 from __future__ import annotations
 

@@ -81,8 +81,7 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None,
 class Rope(Op):
     """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t.
 
-    With `inverse` it turns back, which is its own gradient: sin changes its sign.
-    """
+    With `inverse` it turns back, which is its own gradient: sin changes its sign."""
 
     name = "rope"
     scalars = ("pos",)

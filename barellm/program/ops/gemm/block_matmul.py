@@ -3,8 +3,7 @@ other, and what is not listed is zero and never computed.
 
 Shapes: x (..., C), y (..., K), leading axes are tokens. A layout is (C / bs, K / bs) blocks. weight (blocks * bs, bs): block (c, k)
 is what the columns of block c of x give to those of block k of y. The constants `columns`, `rows` and `places` are the layout's
-tables (`program/block_layouts.py`).
-"""
+tables (`program/block_layouts.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Products with a weight matrix, their two gradients, and the bias.
 
-Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens.
-"""
+Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ class MuonMomentum(OfMatrices):
     (Nesterov), or without `nesterov` the new m itself; partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of u,
     of each matrix again.
 
-    Where clip[1] is NaN, m stays and u is 0.
-    """
+    Where clip[1] is NaN, m stays and u is 0."""
 
     name = "muon_momentum"
     scalars = ("momentum",)
@@ -184,8 +183,7 @@ class NorMuonScales(OfMatrices):
     v = mean square of each row or column;  second = beta2 second + (1 - beta2) v;  d = 1 / sqrt(max(second, 1e-10));
     scales = d |x| / max(|d x|, 1e-10).
 
-    Both norms follow from v. `second` stays where clip[1] is NaN.
-    """
+    Both norms follow from v. `second` stays where clip[1] is NaN."""
 
     name = "normuon_scales"
     flops_per_element = (2, "x")
@@ -219,8 +217,7 @@ class MuonUpdate(OfMatrices):
     scalar that `rate` names (default: lr) times lr_scale; of x times its `scales` where given.
 
     `squared`: decay = weight_decay * rate * step, which falls with the square of the rate. `cautious`: only what x makes smaller
-    too decays: where x * param >= 0 (Chen et al. 2025). Nothing changes if clip[1] is NaN.
-    """
+    too decays: where x * param >= 0 (Chen et al. 2025). Nothing changes if clip[1] is NaN."""
 
     name = "muon_update"
     optional = ("scales",)

@@ -35,8 +35,7 @@ class ClipScale(Op):
     counts one more in `skipped` (1,) i32.
 
     With a `loss_scale` (`program.loss_scale`) the gradients are too large by it: the norm is divided by it, and so is
-    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without.
-    """
+    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without."""
 
     name = "clip_scale"
     optional = ("loss_scale",)
@@ -80,8 +79,7 @@ class AdamW(Op):
     `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
     lowest 14 and v the highest 13. A span of a parameter has the columns of its elements.
 
-    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for.
-    """
+    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for."""
 
     name = "adamw"
     optional = ("stream", "bf16")
@@ -135,8 +133,7 @@ class CautiousAdam(AdamW):
     u = lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps);  p = p - u - (lr^2 wd p where u p > 0).
 
     Two things differ from AdamW besides that: eps is added to the root of v before the bias is corrected, and the decay falls with
-    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there.
-    """
+    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there."""
 
     name = "cautious_adam"
     flops_per_element = (16, "param")

@@ -4,8 +4,7 @@ The sign of x is +1 where x >= 0, which is a one bit, else -1, a zero bit; that 
 32 w + j, and the bits behind the last column are zero. Shapes: a (..., K), b (N, K), their words (..., W) and (N, W) with
 W = ceil(K / 32). Words are i32.
 
-The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere.
-"""
+The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Dropout with random bits of three kinds. Shapes: x (B, T, C).
 
 `dropout` takes Threefry's words, which each element can find by itself (`ops/random.py`). `tausworthe_dropout` takes the draws of a
-cheaper generator, whose streams restart at each row and every 512 columns (`ops/tausworthe.py`).
-"""
+cheaper generator, whose streams restart at each row and every 512 columns (`ops/tausworthe.py`)."""
 
 from __future__ import annotations
 

@@ -124,8 +124,7 @@ class Elementwise:
     """An activation by its formula. It has two ops, `forward` called `name` and `backward` called `name`_backward.
 
     A backend needs an emitter of both (its kernels/activations.py). From them come the kernels of the two ops and the epilogues of
-    matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
-    """
+    matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope."""
 
     def __init__(self, name: str, *, value: Callable[[Any], Any], slope: Callable[[Any], Any], operations: tuple[int, int]) -> None:
         """`value` and `slope` are functions of NumPy's float64 arrays; `operations` are those of an element in the two ops."""

@@ -13,8 +13,7 @@ column c has word (c // 64) % 2 of the call i = 16 * (c // 128) + c % 16, rotate
 `sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op
 in the program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position).
 Initialisation uses step 0 and sample 0; training steps count from 1. The streams from STATE_STREAMS on round the moments of
-the parameters, in their order.
-"""
+the parameters, in their order."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ class NormalInit(Init):
 
     radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
     the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row. With `bf16` the
-    numbers are rounded to the nearest bf16.
-    """
+    numbers are rounded to the nearest bf16."""
 
     name = "normal_init"
     scalars = ("seed",)
