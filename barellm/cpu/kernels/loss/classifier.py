@@ -29,16 +29,22 @@ class Loss:
     scratch: Callable[[int], int] = lambda V: 0
 
 
-PLAIN = Loss(
-    False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of
-)  # fmt: skip
+PLAIN = Loss(False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of)
 SOFTCAPPED = Loss(True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V)
 
 
-def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
+@lowering("classifier", "softcapped_classifier", adds="dx", starts="dweight",
+          also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})  # fmt: skip
+def lower_with_gradients(op: Op, c: Lowering) -> None:
+    lower(op, c, gradients=True)
+
+
+@lowering("classifier_loss", "softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
     """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` in place their gradients, then dx and dweight
     from these; at the end the total of the losses. A quantized head (`weight` None) has losses only."""
-    x, weight = op.x, op.inputs.get("weight")
+    x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
     width = int(x.shape[-1])
     V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
     rows = x.size // width
@@ -84,6 +90,8 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
     return x_rows
 
 
+@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
 def lower_scores(op: Op, c: Lowering) -> None:
     """The loss and the margin of each target, a chunk of logits at a time."""
     x, weight = op.x, op.inputs.get("weight")
@@ -95,38 +103,3 @@ def lower_scores(op: Op, c: Lowering) -> None:
         given = {name: rows_of(getattr(op, name), first, rows, 1) for name in ("losses", "margins", "targets")}
         operands = given | {"logits": logits, "row_begin": first, "row_limit": CHUNK}
         c.call(cross_entropy.row_scores, operands, PLAIN.constants(op, V, x), writes="losses margins")
-
-
-@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
-def classifier_scores(op: Op, c: Lowering) -> None:
-    lower_scores(op, c)
-
-
-@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
-def quantized_classifier_scores(op: Op, c: Lowering) -> None:
-    lower_scores(op, c)
-
-
-@lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
-def classifier(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=True)
-
-
-@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
-def classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=False)
-
-
-@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
-def quantized_classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=False)
-
-
-@lowering("softcapped_classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
-def softcapped_classifier(op: Op, c: Lowering) -> None:
-    lower(op, c, SOFTCAPPED, gradients=True)
-
-
-@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
-def softcapped_classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, SOFTCAPPED, gradients=False)
