@@ -6,8 +6,12 @@ from barellm.config import OptimConfig
 
 
 def rates(step: int, *, total: int | None, optim: OptimConfig) -> dict[str, float]:
-    """The learning rates of the step with this index (from 0): `lr`, and `muon_lr` where Muon has one of its own. Each is a linear
-    warmup to its highest, then `optim.schedule` until the last step:
+    """The learning rates of the step with this index (from 0): `lr`, and `muon_lr` where Muon has one of its own."""
+    return optim.rates(lambda high, low: _scheduled(step, high, low, total=total, optim=optim))
+
+
+def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
+    """Rate of the step with this index (from 0): a linear warmup to `lr`, then `optim.schedule` until the last step:
 
     cosine    half a wave from `lr` to `min_lr` (Loshchilov and Hutter 2017)
     linear    a line from `lr` to `min_lr`
@@ -16,7 +20,7 @@ def rates(step: int, *, total: int | None, optim: OptimConfig) -> dict[str, floa
 
     `total` None: the number of steps is not chosen yet (`minutes`), the rate stays at `lr` after the warmup.
     """
-    return optim.rates(lambda high, low: _scheduled(step, high, low, total=total, optim=optim))
+    return _scheduled(step, optim.lr, optim.min_lr, total=total, optim=optim)
 
 
 def _scheduled(step: int, high: float, low: float, *, total: int | None, optim: OptimConfig) -> float:

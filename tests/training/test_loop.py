@@ -15,7 +15,7 @@ from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
 from barellm.models import preset
 from barellm.training import metrics, saving
-from barellm.training.schedule import rates
+from barellm.training.schedule import learning_rate
 
 
 def test_each_step_gets_its_scalars(fake, command):
@@ -30,7 +30,7 @@ def test_each_step_gets_its_scalars(fake, command):
     from dataclasses import replace
 
     optim = replace(preset("shakespeare-char").optim, warmup=2)
-    assert [s["lr"] for s in updates] == [rates(i, total=12, optim=optim)["lr"] for i in range(12)]
+    assert [s["lr"] for s in updates] == [learning_rate(i, total=12, optim=optim) for i in range(12)]
 
 
 def test_the_loss_of_a_step_is_the_sum_over_its_micro_batches(fake, command, tmp_path):

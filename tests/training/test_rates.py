@@ -24,7 +24,7 @@ from barellm.models.training_schedule import model_schedule
 from barellm.optim.recipes import optimize
 from barellm.training import metrics
 from barellm.training.console import Console
-from barellm.training.schedule import rates
+from barellm.training.schedule import learning_rate, rates
 from tests.cpu.test_models import MODEL
 from tests.training.test_muon import opened, train
 
@@ -99,7 +99,7 @@ def test_the_rates_of_a_preset_are_to_the_bit_those_that_a_kernel_has_computed(n
     """Until they were scalars, a kernel multiplied the schedule's rate by the constant muon_lr / lr."""
     optim = preset(name).optim
     for step in range(11):
-        lr = rates(step, total=11, optim=optim)["lr"]
+        lr = learning_rate(step, total=11, optim=optim)
         assert rates(step, total=11, optim=optim) == {"lr": lr, "muon_lr": lr * (optim.muon_lr / optim.lr)}
 
 

@@ -5,14 +5,9 @@ from fractions import Fraction
 import pytest
 
 from barellm.config import SCHEDULES, OptimConfig
-from barellm.training import schedule as schedules
-from barellm.training.schedule import steps_in_time
+from barellm.training.schedule import learning_rate, steps_in_time
 
 OPTIM = OptimConfig(lr=1.0, min_lr=0.1, warmup=4)
-
-
-def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
-    return schedules.rates(step, total=total, optim=optim)["lr"]
 
 
 def test_warmup_is_linear_and_reaches_lr_after_its_steps():
