@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import (
     add_context,
@@ -50,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
     parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
+    parser.add_argument("--template", metavar="NAME", help="one of several chat templates that a model has (default: default)")
     parser.add_argument("--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey")
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
@@ -110,7 +111,8 @@ class Talk:
     def __init__(self, tokenizer: Tokenizer, most: int, room: int, args: argparse.Namespace) -> None:
         self.tokenizer, self.most, self.room, self.system = tokenizer, most, room, args.system
         self.thinking = args.thinking
-        self.variables = {"enable_thinking": False} if args.no_thinking else {}
+        self.variables: dict[str, Any] = {"enable_thinking": False} if args.no_thinking else {}
+        self.variables |= {} if args.template is None else {"chat_template": args.template}
         self.messages: list[dict[str, str]] = []
         self.turn = 0
 

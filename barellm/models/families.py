@@ -19,6 +19,8 @@ def _nope_layers(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """SmolLM3's list has 1 for a layer that has RoPE and 0 for one that has none."""
     key, layers, every = "no_rope_layers", config.get("num_hidden_layers", 36), config.get("no_rope_layer_interval", 4)
     each = config.get(key)
+    if isinstance(layers, int) and layers > 1024:  # which Config refuses: a list of that length is not made
+        return {}
     if each is None and isinstance(layers, int) and isinstance(every, int) and every > 0:
         each = [int((i + 1) % every != 0) for i in range(layers)]
     if not isinstance(each, list) or len(each) != layers or not all(n in (0, 1) for n in each):

@@ -267,7 +267,7 @@ def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int
     return Run(
         preset=preset,
         model=Config(layers=layers, heads=heads, d_model=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq),
-        optim=OptimConfig(lr=lr, min_lr=lr * floor, **optim),
+        optim=OptimConfig(lr=lr, min_lr=float(f"{lr * floor:.6g}"), **optim),
         data=DataConfig(source="", tokenizer="gpt2"),
         train=TrainConfig(micro_batch_size=4, seq=max_seq, **train),
     )

@@ -342,7 +342,7 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
     return Run(
         preset=preset,
         model=Config(**usual | sizes),
-        optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
+        optim=OptimConfig(lr=lr, min_lr=float(f"{lr / 10:.6g}"), warmup=2000),
         data=DataConfig(source="", tokenizer=""),
         train=TrainConfig(
             micro_batch_size=1, seq=2048, gradient_accumulation_steps=256, steps=20000, eval_every=250, checkpoint_every=1000

@@ -135,7 +135,7 @@ def test_a_talk(run, monkeypatch, capsys):
 
 def test_the_oldest_messages_go_first_and_the_system_message_stays(run):
     tokenizer = load_tokenizer(next(run.glob("checkpoints/*")))
-    args = type("Args", (), {"system": "S", "thinking": "dim", "no_thinking": False})
+    args = type("Args", (), {"system": "S", "thinking": "dim", "no_thinking": False, "template": None})
     held = chat.Talk(tokenizer, 90, 10, args)  # pyright: ignore[reportArgumentType]
     for i in range(9):
         held.messages += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]

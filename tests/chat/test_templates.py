@@ -20,6 +20,7 @@ CHATML = (
 )
 PARTS = "{% for m in messages %}<|im_start|>{% for c in m.content %}{{ c.text }}{% endfor %}<|im_end|>{% endfor %}"
 HI = [{"role": "user", "content": "Hi"}]
+TEXT = {"type": "text", "text": "Hi"}
 
 
 def tokenizer(tmp_path, template: str, family: str = "qwen"):
@@ -63,7 +64,10 @@ def test_a_template_that_fails_is_a_line(tmp_path, template, words):
         (["Hi"], "message 1 is 'Hi', expected an object"),
         ([{"role": "im_end|><|im_start", "content": "x"}], "message 1 has the role 'im_end"),
         ([{"role": ["user"], "content": "x"}], "message 1 has the role"),
-        ([{"role": "user", "content": {1, 2}}], "messages has what is no JSON"),
+        ([{"role": "user", "content": {"text": "x"}}], "message 1 has the content {'text': 'x'}, expected a text, or a list"),
+        ([{"role": "user", "content": [TEXT, {"type": "image"}]}], "message 1 has in its content {'type': 'image'}, expected"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "message 1 has in its content {'type': 'text', 'text': 1}"),
+        ([{"role": "user", "content": "x", "more": {1, 2}}], "messages has what is no JSON"),
     ],
 )
 def test_messages_that_are_none(tmp_path, messages, words):
@@ -121,7 +125,7 @@ def test_without_a_template_messages_are_lines():
     bytes_ = Bytes()
     ids = bytes_.chat([*HI, {"role": "assistant", "content": "Hello."}, *HI])
     assert bytes_.decode(ids) == "User: Hi\nAssistant: Hello.User: Hi\nAssistant:"
-    with pytest.raises(UserError, match="no chat template: expected texts of system, user, assistant"):
+    with pytest.raises(UserError, match="no chat template: expected texts of system, developer, user, assistant"):
         bytes_.chat([{"role": "tool", "content": "x"}])
 
 
