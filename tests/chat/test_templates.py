@@ -93,6 +93,42 @@ def test_not_in_parts_either(tmp_path, parts):
     assert [i for i in ids if i in made.special.values()] == [made.special["<|im_start|>"], made.special["<|im_end|>"]]
 
 
+def test_parts_of_a_text_go_to_a_template_that_takes_them_and_to_others_as_one_text(tmp_path):
+    said = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("a", " b")]}]
+    one = [{"role": "user", "content": "a b"}]
+    for template in (CHATML, CHATML.replace("m.content", "m.content | tojson"), ""):
+        made = tokenizer(tmp_path, template)
+        assert made.chat_text(said) == made.chat_text(one) and "a b" in made.chat_text(said)
+        assert made.chat(said).tolist() == made.chat(one).tolist()
+    lines = PARTS.replace("{{ c.text }}", "{{ bos_token + c.text | trim }}")  # fails where bos_token is not known
+    (tmp_path / "qwen" / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    assert tokenizer(tmp_path, lines).chat_text(said) == "<|im_start|><s>a<s>b<|im_end|>"
+    tool = [{"role": "tool", "content": [{"result": 1}]}]
+    assert '[{"result": 1}]' in tokenizer(tmp_path, CHATML.replace("m.content", "m.content | tojson")).chat_text(tool)
+
+
+def test_several_templates_have_names(tmp_path):
+    folder = families.folder(tmp_path / "qwen", "qwen", template=CHATML)
+    (folder / conventions.NAMED).mkdir()
+    for name in ("rag", "tool_use"):
+        (folder / conventions.NAMED / f"{name}.jinja").write_text(f"{name}: {{{{ messages[0].content }}}}")
+    made = load_tokenizer(folder)
+    (tmp_path / "again").mkdir()
+    made.save(tmp_path / "again")
+    for one in (made, load_tokenizer(tmp_path / "again")):
+        assert (
+            one.chat_text(HI) == one.chat_text(HI, chat_template="default") != one.chat_text(HI, chat_template="rag") == "rag: Hi"
+        )
+        assert one.chat_text(HI, tools=[{"name": "f"}]) == "tool_use: Hi"
+        with pytest.raises(UserError, match="chat_template is 'rug', expected one that the model has: default, rag, tool_use"):
+            one.chat(HI, chat_template="rug")
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(folder).chat_text(HI) == "rag: Hi"
+    (folder / conventions.NAMED / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"additional_chat_templates.rag.jinja is not UTF-8"):
+        load_tokenizer(folder)
+
+
 def test_thinking_is_letters_of_a_user_and_tokens_of_the_assistant(tmp_path):
     made = tokenizer(tmp_path, CHATML + "{# #}{{ '' if true else '<think></think>' }}")
     think = made.added["<think>"]
