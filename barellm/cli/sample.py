@@ -14,18 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import (
-    ESCAPES,
-    add_context,
-    add_device,
-    add_dtype,
-    add_sampling,
-    add_weights,
-    context_of,
-    escaped,
-    for_terminal,
-    sampling_of,
-)  # fmt: skip
+from barellm.cli import options
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -37,29 +26,28 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--prompt", type=escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {ESCAPES}")
+    text = {"type": options.escaped, "metavar": "TEXT"}
+    parser.add_argument("--prompt", help=rf"what the text begins with (default: nothing); {options.ESCAPES}", **text)
     parser.add_argument(
         "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
     )
     parser.add_argument("--special", action="store_true", help="prompts may have special tokens, as <|im_end|>")
     parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with: 1,29,3")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, one after another")
-    add_context(parser)
+    options.add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
     parser.add_argument(
         "-n", "--max-new-tokens", type=int, default=256, metavar="N",
         help="most tokens that are generated for each text (default: 256)",
     )  # fmt: skip
-    parser.add_argument(
-        "--stop", action="append", type=escaped, default=[], metavar="TEXT",
-        help=rf"end before this text; may be given several times; {ESCAPES}",
-    )  # fmt: skip
-    add_sampling(parser)
+    said = rf"end before this text; may be given several times; {options.ESCAPES}"
+    parser.add_argument("--stop", action="append", default=[], help=said, **text)
+    options.add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
-    add_device(parser, "cpu, cuda or reference")
-    add_dtype(parser)
-    add_weights(parser)
+    options.add_device(parser, "cpu, cuda or reference")
+    options.add_dtype(parser)
+    options.add_weights(parser)
     parser.add_argument(
         "--measure", action="store_true", help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth"
     )
@@ -84,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
-    first = sampling_of(args, checkpoint.tokenizer)
+    first = options.sampling_of(args, checkpoint.tokenizer)
     most = checkpoint.config.model.max_seq
-    context = context_of(args.context, most)
+    context = options.context_of(args.context, most)
     if args.interactive:
         with checkpoint.opened(positions=context) as compiled:
             model, tokenizer = compiled.config.model, checkpoint.tokenizer
@@ -217,5 +205,5 @@ def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> N
 
 
 def _write(piece: str) -> None:
-    sys.stdout.write(for_terminal(piece))
+    sys.stdout.write(options.for_terminal(piece))
     sys.stdout.flush()

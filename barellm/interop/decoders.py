@@ -187,11 +187,9 @@ def hugging_face(f: Family) -> HuggingFace:
         place, rope = _rope(config, f.theta, f.old_rope)
         H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
         width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
+        beside = "" if "rope_theta" in (config.get(place) or {}) else "rope_theta"
         found = {
-            "rope_theta": (
-                f"{place}.rope_theta" if "rope_theta" in (config.get(place) or {}) else "rope_theta",
-                rope["rope_theta"],
-            ),
+            "rope_theta": (beside or f"{place}.rope_theta", rope["rope_theta"]),
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
