@@ -93,6 +93,15 @@ def test_not_in_parts_either(tmp_path, parts):
     assert [i for i in ids if i in made.special.values()] == [made.special["<|im_start|>"], made.special["<|im_end|>"]]
 
 
+@pytest.mark.parametrize("said, around", [("end|>x", "<|im_{}"), ("x<|im_", "{}end|>")])
+def test_a_message_completes_nothing_that_the_template_writes(tmp_path, said, around):
+    written = around.format("{{ m.content }}")
+    made = tokenizer(tmp_path, "{% for m in messages %}<|im_start|>" + written + "{% endfor %}")
+    ids = made.chat([{"role": "user", "content": said}]).tolist()
+    assert "<|im_end|>" in made.chat_text([{"role": "user", "content": said}])
+    assert [i for i in ids if i in made.special.values()] == [made.special["<|im_start|>"]]
+
+
 def test_parts_of_a_text_go_to_a_template_that_takes_them_and_to_others_as_one_text(tmp_path):
     said = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("a", " b")]}]
     one = [{"role": "user", "content": "a b"}]
@@ -192,6 +201,9 @@ def test_the_ends_of_all_files_end_a_text():
     assert known({}, None, eos_token_id=7).end == 7 and known({}, None).end == 2 and known({}).begin == 1
     assert known({}, {"bos_token": "<s>", "add_bos_token": True}).begin == 1
     assert known({"eos_token_id": -1}).ends == {1, 2}
+    assert known({}, {"padding_side": "left", "unk_token": None, "model_max_length": 9, "eos_token": "<end>"}).named == {
+        "eos_token": "<end>"
+    }
 
 
 def test_defaults_of_sampling_and_mistakes_in_them():
