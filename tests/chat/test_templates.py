@@ -66,6 +66,8 @@ def test_a_template_that_fails_is_a_line(tmp_path, template, words):
         ([{"role": ["user"], "content": "x"}], "message 1 has the role"),
         ([{"role": "user", "content": {"text": "x"}}], "message 1 has the content {'text': 'x'}, expected a text, or a list"),
         ([{"role": "user", "content": [TEXT, {"type": "image"}]}], "message 1 has in its content {'type': 'image'}, expected"),
+        ([{"role": "user", "content": ["a"]}], "message 1 has in its content 'a', expected"),
+        ([{"role": "user", "content": [{"type": "image", "text": "a"}]}], "message 1 has in its content {'type': 'image'"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "message 1 has in its content {'type': 'text', 'text': 1}"),
         ([{"role": "user", "content": "x", "more": {1, 2}}], "messages has what is no JSON"),
     ],
