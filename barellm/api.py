@@ -108,8 +108,8 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has, padded rows of the vocabulary included."""
-        return sum(t.size for t in self._weights.tensors.values())
+        """How many numbers it has, without the padded rows of the vocabulary."""
+        return sum(t.trained for t in self._weights.tensors.values())
 
     def weight(self, name: str) -> np.ndarray:
         """A copy of one parameter, fp32, by its name, for example "wte"."""

@@ -580,16 +580,36 @@ def gpt2_folder(file: str, *, shards: int = 0) -> Callable[[Path], Path]:
     return lambda folder: hugging_face(folder / "hf", TINY, their_tensors(random_arrays(TINY)), shards=shards) / file
 
 
-LLAMA = llama3.Config(layers=2, heads=2, kv_heads=1, d_model=16, d_ff=24, vocab_size=99, max_seq=32, rope_factor=8.0)
+SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "kv_heads": 1, "d_model": 16, "d_ff": 24, "vocab_size": 99, "max_seq": 32}
+LLAMAS: dict[str, dict[str, Any]] = {  # families whose config.json differs, each with another kind of scaled RoPE
+    "llama": {"rope_factor": 8.0},
+    "qwen3": {
+        "qk_norm": "head", "head_dim": 4, "rope_type": "longrope", "rope_factor": 2.0, "rope_short": "1,2", "rope_long": "2,3",
+    },
+    "smollm3": {"nope_layers": "1", "rope_type": "yarn", "rope_factor": 2.0},
+    "gpt_neox": {
+        "norm": "layer", "mlp": "plain", "activation": "gelu_erf", "mlp_bias": True, "attention_bias": "all", "kv_heads": 2,
+        "parallel_residual": True, "rotary_fraction": 0.5, "tied": False, "rope_type": "dynamic", "rope_factor": 2.0,
+        "rope_old_seq": 16,
+    },
+}  # fmt: skip
 
 
-def llama_folder(folder: Path) -> Path:
-    huggingface.write(weights_of(LLAMA, random_arrays(LLAMA)), folder / "hf", dtype="bf16", card="a")
-    return folder / "hf" / "config.json"
+def family_folder(family: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        cfg = llama3.Config(**SIZES | LLAMAS[family])
+        huggingface.write(weights_of(cfg, random_arrays(cfg)), folder / "hf", dtype="bf16", card="a")
+        assert json.loads((folder / "hf" / "config.json").read_text())["model_type"] == family
+        return folder / "hf" / "config.json"
+
+    return make
 
 
 @reader("Hugging Face's config.json of gpt2", gpt2_folder("config.json"), *JSON)
-@reader("Hugging Face's config.json of llama", llama_folder, *JSON)
+@reader("Hugging Face's config.json of llama", family_folder("llama"), *JSON)
+@reader("Hugging Face's config.json of qwen3", family_folder("qwen3"), *JSON)
+@reader("Hugging Face's config.json of smollm3", family_folder("smollm3"), *JSON)
+@reader("Hugging Face's config.json of gpt_neox", family_folder("gpt_neox"), *JSON)
 @reader("Hugging Face's index", gpt2_folder("model.safetensors.index.json", shards=2), *JSON)
 @reader("Hugging Face's tensors", gpt2_folder("model.safetensors"), *BYTES)
 def _(path: Path, draw: random.Random) -> None:

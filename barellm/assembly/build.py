@@ -42,8 +42,8 @@ class CompiledModel:
 
     @property
     def parameters(self) -> int:
-        """Stored parameters, the padded rows of the vocabulary counted."""
-        return sum(t.size for t in self.session.tensors.values() if t.role == "parameter")
+        """How many there are, without the padded rows of the vocabulary."""
+        return sum(t.trained for t in self.session.tensors.values() if t.role == "parameter")
 
     @property
     def flops_per_step(self) -> int:

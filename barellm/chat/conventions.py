@@ -17,6 +17,7 @@ from barellm.jsontext import loads
 SETTINGS, GENERATION, CONFIG = "tokenizer_config.json", "generation_config.json", "config.json"
 IDS = "token_ids.json"  # what config.json says of ids: a checkpoint has no config.json of Hugging Face's
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+NAMED = "additional_chat_templates"  # a folder there; here NAMED.x.jinja, since a checkpoint has no folders
 FILES = (SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION, TEMPLATE, OLD_TEMPLATE, IDS)
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -42,6 +43,8 @@ class Conventions:
 def collect(folder: Path) -> dict[str, bytes]:
     """The files of a folder that say how texts begin and end."""
     found = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    found |= {f"{NAMED}.{path.name}": path.read_bytes() for path in sorted((folder / NAMED).glob("*.jinja"))}
+    found |= {path.name: path.read_bytes() for path in sorted(folder.glob(f"{NAMED}.*.jinja"))}
     if IDS not in found and (folder / CONFIG).is_file():
         ids = {key: value for key, value in _object(folder / CONFIG).items() if key in ID_KEYS}
         if ids:
@@ -104,17 +107,19 @@ def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
 
 
 def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, str]:
-    if TEMPLATE in files:
-        try:
-            return {"default": files[TEMPLATE].decode()}
-        except UnicodeDecodeError:
-            raise UserError(f"{TEMPLATE} is not UTF-8") from None
+    """By name. Where none is the default, the first is."""
+    texts = {}
+    for file in files:
+        if file == TEMPLATE or file.startswith(f"{NAMED}."):
+            try:
+                texts["default" if file == TEMPLATE else file.split(".", 1)[1].removesuffix(".jinja")] = files[file].decode()
+            except UnicodeDecodeError:
+                raise UserError(f"{file} is not UTF-8") from None
     found = settings.get("chat_template") or old.get("chat_template") or {}
-    if isinstance(found, str):
-        return {"default": found}
-    several = found if isinstance(found, list) else []
+    several = found if isinstance(found, list) else [{"name": "default", "template": found}]
     pairs = [(one.get("name"), one.get("template")) for one in several if isinstance(one, dict)]
-    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    texts = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)} | texts
+    return {"default": next(iter(texts.values())), **texts} if texts else {}
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 from barellm.errors import UserError, shown
 
 SECONDS = 10.0  # for one request
+SAID = "\u2603"  # what no template writes
 PURPOSES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Piece = tuple[str, bool]  # a part of a text, and whether what looks like a control token in it is letters
@@ -106,10 +107,39 @@ def checked(messages: Any) -> list[dict[str, Any]]:
         if role not in ROLES:
             raise UserError(f"message {i + 1} has the role {shown(role)}, expected one of {', '.join(ROLES)}")
         found.append({key: value for key, value in message.items() if value is not None})
+        if role != "tool" and "content" in found[-1]:  # a tool's may be any JSON
+            text_of(message["content"], f"message {i + 1}")
     try:
         return json.loads(json.dumps(found))
     except (TypeError, ValueError) as error:
         raise UserError(f"messages has what is no JSON: {error}") from None
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: itself, or its parts of text with nothing between them. UserError, which begins with
+    `where`, for any other."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            what = f"in its content {shown(part)}" if parts is content else f"the content {shown(content)}"
+            raise UserError(f'{where} has {what}, expected a text, or a list of parts of text, {{"type": "text", "text": "..."}}')
+    return "".join(part["text"] for part in parts)
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, with one text in the place of parts."""
+    return [m if m["role"] == "tool" or "content" not in m else {**m, "content": text_of(m["content"], "")} for m in messages]
+
+
+@lru_cache(maxsize=8)
+def takes_parts(template: str, named: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template writes the text of a content that is in parts, and not the list itself. `named`: special tokens."""
+    said = [{"role": "user", "content": [{"type": "text", "text": SAID}]}]
+    try:
+        (text,) = render(template, [said], dict(named))
+    except UserError:
+        return False
+    return SAID in text and not any(quote + SAID in text for quote in "'\"")
 
 
 def render(template: str, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[str]:

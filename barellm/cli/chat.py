@@ -11,19 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import (
-    add_context,
-    add_device,
-    add_dtype,
-    add_sampling,
-    add_weights,
-    context_of,
-    escaped,
-    for_terminal,
-    sampling_of,
-)
+from barellm.cli import options
 
 if TYPE_CHECKING:
     from barellm.cli.checkpoints import Found
@@ -41,19 +31,20 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN")
-    parser.add_argument("--system", type=escaped, metavar="TEXT", help="the system message (default: the template's own)")
+    parser.add_argument("--system", type=options.escaped, metavar="TEXT", help="the system message (default: the template's own)")
     parser.add_argument(
         "-n", "--max-new-tokens", type=int, default=512, metavar="N",
         help="most tokens of an answer, half the context at most (default: 512)",
     )  # fmt: skip
-    add_context(parser)
-    add_sampling(parser)
+    options.add_context(parser)
+    options.add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
     parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
+    parser.add_argument("--template", metavar="NAME", help="one of several chat templates that a model has (default: default)")
     parser.add_argument("--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey")
-    add_device(parser, "auto, cpu, cuda or reference", "auto")
-    add_dtype(parser)
-    add_weights(parser)
+    options.add_device(parser, "auto, cpu, cuda or reference", "auto")
+    options.add_dtype(parser)
+    options.add_weights(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}, expected at least 1")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
-    how, most = sampling_of(args, checkpoint.tokenizer), context_of(args.context, checkpoint.config.model.max_seq)
+    how, most = options.sampling_of(args, checkpoint.tokenizer), options.context_of(args.context, checkpoint.config.model.max_seq)
     talk = Talk(checkpoint.tokenizer, most, min(args.max_new_tokens, most // 2), args)
     talk.ids()  # a template that fails, fails now
     with checkpoint.opened(positions=most) as compiled:
@@ -110,7 +101,8 @@ class Talk:
     def __init__(self, tokenizer: Tokenizer, most: int, room: int, args: argparse.Namespace) -> None:
         self.tokenizer, self.most, self.room, self.system = tokenizer, most, room, args.system
         self.thinking = args.thinking
-        self.variables = {"enable_thinking": False} if args.no_thinking else {}
+        self.variables: dict[str, Any] = {"enable_thinking": False} if args.no_thinking else {}
+        self.variables |= {} if args.template is None else {"chat_template": args.template}
         self.messages: list[dict[str, str]] = []
         self.turn = 0
 
@@ -209,7 +201,7 @@ class Thinking:
 
     def _write(self, text: str) -> None:
         if not (self.inside and self.how == "hide"):
-            _say(for_terminal(text))
+            _say(options.for_terminal(text))
 
     def finish(self) -> None:
         self._write(self._held)

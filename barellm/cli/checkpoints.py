@@ -9,24 +9,27 @@ from pathlib import Path
 from barellm import models
 from barellm.assembly.build import CompiledModel, check_device, chosen_device, open_model
 from barellm.checkpoint import checkpoint, quantized
-from barellm.checkpoint.weights import parameters
+from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import Config, overrides
 from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
+from barellm.interop import imported
+from barellm.interop.sources import of_others
 from barellm.models.training_schedule import on_step
 from barellm.program.quantization import scheme
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint before its weights are read, or a preset, whose weights are drawn from its seed."""
+    """A checkpoint or another program's model before its weights are read, or a preset, whose weights are drawn from its seed."""
 
-    path: Path | None  # the step's folder
+    path: Path | None  # the step's folder, or what another program wrote
     config: Config
     tokenizer: tokenizers.Tokenizer
     device: str
     weights: str  # as products read them: "" for numbers, or a scheme of few bits
     stored: bool = False  # whether the checkpoint has them so
+    source: Weights | None = None  # another program's, of which `path` is no checkpoint
 
     @contextmanager
     def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[CompiledModel]:
@@ -39,6 +42,10 @@ class Found:
         with open_model(self.config, training=False, **how) as compiled:
             if self.path is None:
                 compiled.initialize(self.config.train.seed)
+                yield compiled
+                return
+            if self.source is not None:
+                self.source.load(compiled.loading)
                 yield compiled
                 return
             if self.stored:
@@ -62,26 +69,36 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
     if (kind := config.data.tokenizer) not in ("bytes", "gpt2"):
         what = f"({kind}) is made from its text: train it" if kind else "comes with its published weights: barellm import them"
         raise UserError(f"the tokenizer of {name} {what} first, then name the run")
-    config = replace(config, train=replace(config.train, micro_batch_size=1, dtype=dtype or config.train.dtype))
+    config = _changed(config, 1, dtype)
     return Found(None, config, kinds.make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
 
 
 def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None) -> Found:
     """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
-    named. Says on stderr which newer ones are damaged. `weights` names a scheme of few bits."""
+    named; or the model that another program wrote there. Says on stderr which newer checkpoints are damaged. `weights` names a
+    scheme of few bits."""
     check_device(device)
     if weights is not None:
         scheme(weights)
+    if (theirs := of_others(Path(name))) is not None:
+        tokenizer = theirs.tokenizer or tokenizers.Ids(theirs.model.vocab_size)
+        config = _changed(imported.like(theirs), batch, dtype)
+        return Found(theirs.path, config, tokenizer, chosen_device(device, config), weights or "", source=theirs)
     path, wrong = checkpoint.find(Path(name), optimizer=False)
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
     config = overrides.from_json(meta["config"], path / checkpoint.META)
     tokenizer = kinds.load_tokenizer(path, rows=config.model.vocab_size)
-    config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
-    config.check()
+    config = _changed(config, batch, dtype)
     stored = quantized.stored_scheme(path, meta)
     if stored and weights not in (None, stored, meta["weights"]):
         made_of = meta.get("source", "the run that it was made of")
         raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
     return Found(path, config, tokenizer, chosen_device(device, config), stored or weights or "", bool(stored))
+
+
+def _changed(config: Config, batch: int, dtype: str | None) -> Config:
+    config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
+    config.check()
+    return config

@@ -50,18 +50,12 @@ def report() -> dict[str, dict[str, Any]]:
 
     return {
         "software": {
-            "barellm": __version__,
-            "python": f"{platform.python_version()} ({platform.python_implementation()})",
-            "system": platform.platform(),
-            **{name: _version(name) for name in PACKAGES},
+            "barellm": __version__, "python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "system": platform.platform(), **{name: _version(name) for name in PACKAGES},
         },
-        "processor": processor(),
-        "memory": memory(),
-        "gpu": gpu(),
-        "barellm uses": uses(),
-        "measured rates": rates(),
+        "processor": processor(), "memory": memory(), "gpu": gpu(), "barellm uses": uses(), "measured rates": rates(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("BARELLM_")},
-    }
+    }  # fmt: skip
 
 
 def processor() -> dict[str, Any]:

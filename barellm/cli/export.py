@@ -9,7 +9,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest complete one)")
     parser.add_argument(
         "--format", required=True, metavar="NAME",
-        help="huggingface, gguf (llama.cpp's), llmc, llmc-checkpoint (with AdamW's moments), or llmc-tokenizer (no weights)",
+        help="huggingface (hf), gguf (llama.cpp's), llmc, llmc-checkpoint (with AdamW's moments), or llmc-tokenizer (no weights)",
     )  # fmt: skip
     parser.add_argument("--dtype", type=dtype, default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)")
     parser.add_argument(

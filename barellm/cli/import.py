@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm.data.gpt2 import Gpt2
-    from barellm.interop import imported, llmc_state, sources
+    from barellm.interop import huggingface, imported, llmc_state, sources
 
     requested = CommandLine.of(args)
     weights = sources.open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
@@ -38,9 +38,11 @@ def run(args: argparse.Namespace) -> int:
     state = llmc_state.read(states, weights) if states else None
     saved = imported.save(weights, Path(args.out), config=config, state=state)
     model, tokenizer = weights.model, weights.tokenizer
-    count = sum(t.size for t in weights.tensors.values())
+    count = sum(t.trained for t in weights.tensors.values())
     has = f"tokenizer {tokenizer.name}" if tokenizer else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
-    print(f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, {has}")
+    family, architecture = huggingface.hugging_face(model).model_type, models.name_of(model)
+    family += "" if family == architecture else f" (architecture {architecture})"
+    print(f"{saved}: {family}, {count:,} parameters, {model.max_seq} positions, {has}")
     if tokenizer and (missing := tokenizer.vocab_size - model.vocab_size):
         what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"
         print(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")
@@ -48,4 +50,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
         print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
+    if tokenizer and state is None:
+        chats = [f"barellm chat {args.out}"] * bool(tokenizer.conventions.templates)
+        for i, line in enumerate([*chats, f"barellm train {config.preset} --init-from {args.out} --data FILE"]):
+            print(f"{'' if i else 'next':<9}{line}")
     return 0

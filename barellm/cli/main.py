@@ -38,14 +38,8 @@ def help_text() -> str:
     for name, text in COMMANDS.items():
         lines += ["", f"{SECTIONS[name]}:"] if name in SECTIONS else []
         lines.append(f"  {name:<11} {text}")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "barellm COMMAND --help shows a command's options, barellm --version the version,",
-            "barellm --completion bash prints a shell's completion (zsh, fish, tcsh).",
-        ]
-    )
+    lines += ["", "barellm COMMAND --help shows a command's options, barellm --version the version,"]
+    return "\n".join([*lines, "barellm --completion bash prints a shell's completion (zsh, fish, tcsh)."])
 
 
 def run_command(argv: Sequence[str]) -> int:

@@ -212,14 +212,9 @@ DEFAULT_CONTEXT = 4096  # tokens
 
 def add_context(parser: argparse.ArgumentParser) -> None:
     """--context of commands that read texts with a checkpoint."""
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"context length: tokens that the model sees of a text, which memory is for; at most the model's (default: "
-        f"the smaller of the model's and {DEFAULT_CONTEXT})",
-    )
+    usual = f"(default: the smaller of the model's and {DEFAULT_CONTEXT})"
+    said = f"context length: tokens that the model sees of a text, which memory is for; at most the model's {usual}"
+    parser.add_argument("--context", type=int, default=0, metavar="N", help=said)
 
 
 def context_of(wanted: int, most: int) -> int:

@@ -187,14 +187,14 @@ def _tables(n: dict[str, Any]) -> list[str]:
             for rank, row in enumerate(n.get("of_each_rank", ()))
         ),
         "",
-        f"{'by op class, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
+        f"{'micro-batch + update, unfused':<29}{'ops':>7}{'GFLOP':>14}{'GB':>12}",
     ]
     lines += [
         f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}"
         for name, row in n["families"].items()
     ]
-    timed = "expected_s" in n
-    lines += ["", f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else "")]
+    timed, batches = "expected_s" in n, f"{n['accumulate']} micro-batch{'es' * (n['accumulate'] != 1)}"
+    lines += ["", f"{f'a step of {batches}, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else "")]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
         tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
@@ -203,7 +203,6 @@ def _tables(n: dict[str, Any]) -> list[str]:
     calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in n["step"])
     what = "launches" if n["device"] == "cuda" else "calls"
     lines += ["", f"fusions: {fused}", f"{what}: {calls}", f"kernels to compile: {n['kernels']}"]
-    batches = f"{n['accumulate']} micro-batch{'es' * (n['accumulate'] != 1)}"
     lines.append(f"a step: {n['tokens']:,} tokens in {batches}, {n['model_flops']:,} model FLOPs")
     if timed:
         peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in n["ceiling"]["flops"].items())

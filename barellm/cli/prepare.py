@@ -40,13 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
     parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
     parser.add_argument(
-        "--separator",
-        type=escaped,
-        default="",
-        metavar="TEXT",
+        "--separator", type=escaped, default="", metavar="TEXT",
         help=r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' "
         rf"(default: a file is a document); {ESCAPES}",
-    )
+    )  # fmt: skip
     parser.add_argument("--keep-separator", action="store_true", help="leave the separator at each document's end")
     parser.add_argument(
         "--format",

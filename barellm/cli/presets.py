@@ -40,7 +40,7 @@ def facts(config: Config) -> dict[str, Any]:
     models.of(config.model).declare(program, config.model)
     return {
         "model": models.name_of(config.model),
-        "parameters": sum(t.size for t in program.store.of_role("parameter")),
+        "parameters": sum(t.trained for t in program.store.of_role("parameter")),
         "step": f"{train.micro_batch_size} x {train.gradient_accumulation_steps} x {train.seq:,}",
         "data": config.data.source or "--data FILE",
     }

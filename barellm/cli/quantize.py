@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     scheme(args.weights)
     checkpoint = found(args.checkpoint, device=args.device, dtype="fp32", batch=args.batch)
     assert checkpoint.path is not None
+    if checkpoint.source is not None:
+        raise UserError(f"{checkpoint.path} is another program's: quantize what barellm import {checkpoint.path} --out RUN makes")
     weights = of_checkpoint(checkpoint.path)
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
     kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}

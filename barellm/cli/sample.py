@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument(
-        "--prompt", type=options.escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {options.ESCAPES}"
-    )
+    text = {"type": options.escaped, "metavar": "TEXT"}
+    parser.add_argument("--prompt", help=rf"what the text begins with (default: nothing); {options.ESCAPES}", **text)
     parser.add_argument(
         "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
     )
@@ -42,10 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-n", "--max-new-tokens", type=int, default=256, metavar="N",
         help="most tokens that are generated for each text (default: 256)",
     )  # fmt: skip
-    parser.add_argument(
-        "--stop", action="append", type=options.escaped, default=[], metavar="TEXT",
-        help=rf"end before this text; may be given several times; {options.ESCAPES}",
-    )  # fmt: skip
+    said = rf"end before this text; may be given several times; {options.ESCAPES}"
+    parser.add_argument("--stop", action="append", default=[], help=said, **text)
     options.add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")

@@ -156,13 +156,15 @@ def entries(section: type[Section]) -> dict[str, Entry]:
 
 def converted(key: str, found: Any, kind: type) -> Any:
     """`found` as a value of a field of that kind, of Python's or NumPy's numbers and truth values: an integer may be a number.
-    UserError for another kind, and for numbers that are not finite."""
+    UserError for another kind, for numbers that are not finite, and for integers of more than 100 bits."""
     is_truth = isinstance(found, bool) or getattr(getattr(found, "dtype", None), "kind", "") == "b"
     of_kind = {int: Integral, float: Real, bool: bool, str: str}[kind]
     if is_truth != (kind is bool) or not (is_truth or isinstance(found, of_kind)) or getattr(found, "ndim", 0):
         raise not_of(key, found, kind)
     try:
         if kind is float and not isfinite(found):
+            raise not_of(key, found, kind)
+        if kind is int and abs(found) >> 100:  # the sizes of a tensor, multiplied, must fit into a float
             raise not_of(key, found, kind)
         return kind(found)
     except OverflowError:  # an integer that no float can hold

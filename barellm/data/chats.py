@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from barellm.chat import templates
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
 
-SAID = "\u2603"  # what no template writes
-LINES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of a conversation without a chat template
+# Roles in a conversation without a chat template.
+LINES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
 
 class Chats:
@@ -26,8 +26,9 @@ class Chats:
         raise NotImplementedError
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> np.ndarray:
-        """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template. `variables` are
-        the template's, such as enable_thinking. A special token's name in a message is text.
+        """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template; of several the one
+        that `chat_template` names. Other `variables` are the template's, such as enable_thinking. A special token's name in a
+        message is text.
 
         Without a template a message is a line, `User: Hi`, as fine-tuning has it. UserError for messages that are none, for a
         template that fails or is not done in time, and where jinja2 is missing."""
@@ -37,13 +38,24 @@ class Chats:
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of which `chat` gives the ids. UserError as there."""
         given = {"add_generation_prompt": add_generation_prompt, **variables}
-        if not (template := self._template(given)):
-            return "".join(text for text, _ in self._lines(templates.checked(messages), add_generation_prompt))
-        return templates.render(template, [templates.checked(messages)], {**self.conventions.named, **given})[0]
+        template, (found,) = self._checked_for(given, [messages])
+        if not template:
+            return "".join(text for text, _ in self._lines(found, add_generation_prompt))
+        return templates.render(template, [found], {**self.conventions.named, **given})[0]
+
+    def _checked_for(self, variables: Mapping[str, Any], conversations: Sequence[Any]) -> tuple[str, list[Any]]:
+        """The template, and conversations as it takes them: some write parts of a content, to others they are one text."""
+        template, found = self._template(variables), [templates.checked(one) for one in conversations]
+        parts = any(isinstance(message.get("content"), list) for one in found for message in one)
+        if parts and not (template and templates.takes_parts(template, tuple(sorted(self.conventions.named.items())))):
+            found = [templates.joined(one) for one in found]
+        return template, found
 
     def _template(self, variables: Mapping[str, Any]) -> str:
         known = self.conventions.templates
-        name = "tool_use" if variables.get("tools") and "tool_use" in known else "default"
+        name = variables.get("chat_template", "tool_use" if variables.get("tools") and "tool_use" in known else "default")
+        if name not in known and "chat_template" in variables:
+            raise UserError(f"chat_template is {shown(name)}, expected one that the model has: {', '.join(known) or 'it has none'}")
         return known.get(name, "")
 
     @property
@@ -55,18 +67,18 @@ class Chats:
     def turn_ends(self) -> frozenset[int]:
         """The ids that end an answer in a conversation: `ends`, and what the chat template writes behind one. Of a model that was
         tuned for conversations later, its own files may not name it."""
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": templates.SAID}]
         if not self.conventions.templates:
             return self.ends
         (text,) = self.chat_pieces([said], {"add_generation_prompt": False})
         whole = "".join(part for part, _ in text)
-        places = sorted((whole.find(name, whole.rfind(SAID)), -len(name), name) for name in self.special)
+        places = sorted((whole.find(name, whole.rfind(templates.SAID)), -len(name), name) for name in self.special)
         return self.ends | {self.special[name] for at, _, name in [p for p in places if p[0] >= 0][:1]}
 
     def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
         """The text of each conversation in pieces, and of each whether it is letters alone."""
-        found = [templates.checked(one) for one in conversations]
-        if not (template := self._template(variables)):
+        template, found = self._checked_for(variables, conversations)
+        if not template:
             return [self._lines(one, bool(variables.get("add_generation_prompt"))) for one in found]
         special = frozenset(self.special)
         control = templates.control_tokens(template, special, frozenset(self.added))

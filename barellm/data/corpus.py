@@ -100,13 +100,11 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
         content_hash.update(f"{digest} {name in val}\n".encode())
     pieces = {name: Piece(root / name, 0, size) for name, (_, size) in files.items()}
     return Corpus(
-        name=f"Python's standard library in {root}",
+        name=f"Python's standard library in {root}", hash=content_hash.hexdigest(), bytes=sum(size for _, size in files.values()),
         train=tuple(piece for name, piece in pieces.items() if name not in val),
         val=tuple(piece for name, piece in pieces.items() if name in val),
-        hash=content_hash.hexdigest(),
         inputs=tuple(Input(name, size, digest) for name, (digest, size) in files.items()),
-        bytes=sum(size for _, size in files.values()),
-    )
+    )  # fmt: skip
 
 
 def _python_files(root: Path) -> Iterator[Path]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from barellm.chat.templates import text_of
 from barellm.data import chats, conversations, loader, reading, records, tokenizers
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
 NEUTRAL = (None, True, 1, "", "1", "1.0", "true", "True", [], {})  # values of a key that ask for nothing
@@ -115,18 +116,14 @@ def _has_loss(message: dict, where: str) -> bool:
 
 def _conversation(messages: Any, where: str) -> Parts:
     """Each message as a line `User: ...`; what the assistant says is an answer."""
-    found = Lines()
-    losses = []
-    for message in messages if isinstance(messages, list) else [None]:
-        if not (
-            isinstance(message, dict)
-            and message.get("role") in tuple(chats.LINES)  # a list of a role has no hash
-            and isinstance(message.get("content"), str)
-        ):
-            known = ", ".join(chats.LINES)
-            raise UserError(f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content")
-        role, text = message["role"], message["content"]
+    found, losses = Lines(), []
+    for message in messages if isinstance(messages, list) else [messages]:
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or role not in tuple(chats.LINES):  # a list of a role has no hash
+            what = f"a message with the role {shown(role)}" if isinstance(message, dict) else f"a message {shown(message)}"
+            raise UserError(f"{where} has {what}, expected a role ({', '.join(chats.LINES)}) and a content")
         _check_obeyed(message, "message", where)
+        text = text_of(message.get("content"), f"{where}, message {len(losses) + 1},")
         loss = _has_loss(message, where)
         losses.append(loss)
         if role == "assistant":

@@ -218,13 +218,10 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
     writing.check_manifest(folder, _inspected(shards, tokenizer), tokenizer)
     train, val = _parts(shards)
     return Dataset(
-        name=corpus.name,
-        tokenizer=tokenizer,
+        name=corpus.name, tokenizer=tokenizer, hash=key, text_bytes=_text_bytes(folder),
         train=TokenStream([open_shard(path) for path in train], name=f"training part of {corpus.name}"),
         val=TokenStream([open_shard(path) for path in val], name=f"validation part of {corpus.name}"),
-        hash=key,
-        text_bytes=_text_bytes(folder),
-    )
+    )  # fmt: skip
 
 
 def _text_bytes(folder: Path) -> tuple[int, int] | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from barellm import __version__, models
+from barellm import __version__
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
 from barellm.config import overrides
 from barellm.errors import UserError
+from barellm.interop import huggingface
 from barellm.interop.sources import is_checkpoint
 from barellm.training import metrics
 
@@ -42,11 +42,11 @@ TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS FOLDER")'
 def text(weights: Weights, *, dtype: str, licence: str | None) -> str:
     """The card of these weights, with what the run that they are from says of itself."""
     model, tokenizer = weights.model, weights.tokenizer
-    count = sum(t.valid_rows * prod(int(n) for n in t.shape[1:]) for t in weights.tensors.values())
+    count = sum(t.trained for t in weights.tensors.values())
     loads = "# it has no tokenizer that transformers knows" if tokenizer is None or tokenizer.eot is None else TOKENIZER
     head = HEAD.format(
         licence=json.dumps(licence or NO_LICENCE), title=title(weights), version=__version__, dtype=dtype, tokenizer=loads,
-        what=f"A model of {models.name_of(model)}'s architecture with {count:,} parameters",
+        what=f"A model of {huggingface.hugging_face(model).model_type}'s architecture with {count:,} parameters",
     )  # fmt: skip
     rows = {"parameters": f"{count:,}", "positions": f"{model.max_seq:,}", "vocabulary": f"{model.vocab_size:,} ids"}
     if tokenizer is not None:

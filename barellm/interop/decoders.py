@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from math import log
 from typing import Any
 
+from barellm.config.fields import converted
 from barellm.models.hf_mapping import Family, HuggingFace, UnknownConfig
 
 SIZES = {  # key -> our field, and what transformers takes where the key is missing
@@ -80,16 +82,15 @@ def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
         raise UnknownConfig(f"{place}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
     old = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
     old = most if kind in ("linear", "dynamic") else old
-    factor = rope.get("factor")
+    factor, of_old = rope.get("factor"), f"{place}.original_max_position_embeddings"
+    number = partial(converted, kind=float)
+    positions = number("max_position_embeddings", most)
     if factor is None and kind in ("yarn", "longrope") and isinstance(old, int) and old > 0:
-        rope = {**rope, "factor": _number("max_position_embeddings", most) / old}
-    found: dict[str, Any] = {
-        "rope_type": (f"{place}.rope_type", kind), "rope_old_seq": (f"{place}.original_max_position_embeddings", old),
-    }  # fmt: skip
+        rope = {**rope, "factor": positions / number(of_old, old)}
+    found: dict[str, Any] = {"rope_type": (f"{place}.rope_type", kind), "rope_old_seq": (of_old, old)}
     found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
     if kind == "dynamic":  # its frequencies change beyond the file's positions alone
-        longest = _number("max_position_embeddings", most) * _number(f"{place}.factor", factor)
-        found["max_seq"] = ("max_position_embeddings", int(longest))
+        found["max_seq"] = ("max_position_embeddings", int(min(positions * number(f"{place}.factor", factor), 2.0**62)))
     if kind == "yarn":
         found["rope_low"] = (f"{place}.beta_slow", rope.get("beta_slow") or 1.0)
         found["rope_high"] = (f"{place}.beta_fast", rope.get("beta_fast") or 32.0)
@@ -98,22 +99,16 @@ def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
         by = rope.get("attention_factor")
         scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
         if by is None and kind == "yarn" and all(scales):
-            above, below = (0.1 * _number(place, m) * log(max(1.0, _number(place, rope["factor"]))) + 1 for m in scales)
-            by = above / below
+            above, below = (0.1 * number(place, m) * log(max(1.0, number(place, rope["factor"]))) + 1 for m in scales)
+            by = above / (below or 1.0)
         found["rope_attention_factor"] = (f"{place}.attention_factor", 0.0 if by is None else by)
     if kind == "longrope":
         for key, ours in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
             each = rope.get(key)
             if not isinstance(each, list):
                 raise UnknownConfig(f"{place}.{key} is {str(each)[:40]}, expected a list of numbers")
-            found[ours] = (f"{place}.{key}", ",".join(str(_number(f"{place}.{key}", n)) for n in each))
+            found[ours] = (f"{place}.{key}", ",".join(str(number(f"{place}.{key}", n)) for n in each))
     return found
-
-
-def _number(key: str, found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise UnknownConfig(f"{key} is {found!r}, expected a number")
-    return float(found)
 
 
 def _written_rope(cfg: Any) -> dict[str, Any]:
@@ -150,9 +145,9 @@ def _halves(cfg: Any) -> list[int]:
 
 def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
     """Where our rows of a tensor lie in theirs; None: in the same order."""
-    kind = theirs.rsplit(".", 2)[-2]
-    D, halves = cfg.head_size, _halves(cfg)
+    kind, D = theirs.rsplit(".", 2)[-2], cfg.head_size
     if kind == "query_key_value":  # of each head its q, its k and its v
+        halves = _halves(cfg)
         return [
             (3 * head + part) * D + row
             for part, rows in enumerate((halves, halves, range(D))) for head in range(cfg.heads) for row in rows
@@ -160,7 +155,8 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
     heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads, "q_norm": cfg.heads, "k_norm": cfg.kv_heads}.get(kind, 0)
     if not heads or cfg.rotated == D:
         return None
-    return [head * D + row for head in range(1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads) for row in halves]
+    norms = 1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads
+    return [head * D + row for head in range(norms) for row in _halves(cfg)]
 
 
 # --- families ---
@@ -191,11 +187,9 @@ def hugging_face(f: Family) -> HuggingFace:
         place, rope = _rope(config, f.theta, f.old_rope)
         H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
         width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
+        beside = "" if "rope_theta" in (config.get(place) or {}) else "rope_theta"
         found = {
-            "rope_theta": (
-                f"{place}.rope_theta" if "rope_theta" in (config.get(place) or {}) else "rope_theta",
-                rope["rope_theta"],
-            ),
+            "rope_theta": (beside or f"{place}.rope_theta", rope["rope_theta"]),
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 from barellm import models
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.weights import Weights
-from barellm.config import overrides
+from barellm.config import aliases, overrides
 from barellm.data.llmc import LlmcOrder
 from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest
@@ -30,7 +30,9 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     and for an `out` that is there; nothing is made then."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
-            raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+            also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}
+            listed = ", ".join(f"{one}{also.get(one, '')}" for one in known)
+            raise UserError(f"{option} is {name!r}{nearest(name, [*known, *aliases.FORMATS])} (known: {listed})")
     if licence is not None and kind.startswith("llmc"):
         raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
     weights = open_weights(source)

@@ -147,13 +147,8 @@ def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
 
 def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | None:
     """Write the vocabulary. Where llama.cpp cannot cut a text as the tokenizer does, the file has none; gives the reason."""
-    known = (
-        "nothing says which"
-        if tokenizer is None
-        else None
-        if isinstance(tokenizer, BytePairs | HuggingFace)
-        else f"llama.cpp has none of kind {tokenizer.name}"
-    )
+    none = "nothing says which" if tokenizer is None else f"llama.cpp has none of kind {tokenizer.name}"
+    known = None if isinstance(tokenizer, BytePairs | HuggingFace) else none
     try:
         found = None if known or tokenizer is None else _of(tokenizer)
     except UserError as error:

@@ -68,18 +68,23 @@ def read(folder: Path) -> Weights:
     embedding = next((name for name, part in places.items() if part.ours == tied), "")
     if tied and embedding not in tensors and known.head in tensors:  # one matrix, under its other name
         tensors[embedding], origin[embedding] = tensors.pop(known.head), origin[known.head]
-    tensorfile.check_names(folder, tensors.keys() - ({known.head} if tied else set()), places)
+    begins = known.prefix if any(known.prefix in full for _, full in origin.values()) else ""
+    spelled = {name: name if name == known.head else begins + name for name in places}
+    spelled |= {name: full for name, (_, full) in origin.items()}
+    named = [{spelled[name] for name in names} for names in (tensors.keys() - ({known.head} if tied else set()), places)]
+    tensorfile.check_names(folder, *named)
     found: dict[str, list[np.ndarray | Reordered]] = {}
     for theirs, part in places.items():
         array, shape = tensors[theirs], part.shape
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
-            raise UserError(f"{origin[theirs]}: {theirs} is {array.dtype}, expected float32, bfloat16 or float16")
+            raise UserError(f"{': '.join(origin[theirs])} is {array.dtype}, expected float32, bfloat16 or float16")
         if array.shape != shape:
-            raise UserError(f"{origin[theirs]}: {theirs} is {array.shape}, expected {shape} by {CONFIG}")
+            raise UserError(f"{': '.join(origin[theirs])} is {array.shape}, expected {shape} by {CONFIG}")
         array = array.T if part.transposed else array
         found.setdefault(part.ours, []).append(array if part.order is None else Reordered(array, part.order))
     if tied and known.head in tensors and not _equal(tensors[known.head], tensors[embedding]):
-        raise UserError(f"{origin[known.head]}: {known.head} is not {tied}, expected a classifier that is tied to it")
+        other = origin[embedding][1]
+        raise UserError(f"{': '.join(origin[known.head])} is not {other}, expected a classifier that is tied to it")
     arrays: dict[str, RowsOfArray] = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
     return Weights(folder, model, arrays, tokenizer=None)
 
@@ -184,10 +189,11 @@ MISSING: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # what architecture
 }
 
 
-def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], dict[str, Path]]:
-    """Arrays, and the file of each, by Hugging Face's names without their prefix; what is no parameter left out."""
+def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, str]]]:
+    """Arrays, and of each its file and the name that it has there, by Hugging Face's names without their prefix; what is no
+    parameter left out."""
     tensors: dict[str, np.ndarray] = {}
-    origin: dict[str, Path] = {}
+    origin: dict[str, tuple[str, str]] = {}
     for path, listed in _files(folder).items():
         arrays = tensorfile.mapped(path)
         if missing := sorted(listed - arrays.keys()):
@@ -197,8 +203,8 @@ def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], d
             if known.ignored(name):
                 continue
             if name in tensors:
-                raise UserError(f"{path} has the tensor {full!r}, and {origin[name]} has it too")
-            tensors[name], origin[name] = array, path
+                raise UserError(f"{path} has the tensor {full!r}, and {' has it as '.join(origin[name])} too")
+            tensors[name], origin[name] = array, (str(path), full)
     return tensors, origin
 
 
@@ -270,6 +276,7 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
     with storage.new_folder(out) as folder:
         tensorfile.write(folder / FILE, source, source.tensors(dtype), framework="pt")
         for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             storage.write_file(folder / name, content)
     return [FILE, *files]
 

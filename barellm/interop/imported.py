@@ -44,12 +44,10 @@ def save(
     tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
     config = config or like(weights)
     meta = {
-        "total_steps": total,
-        "config": overrides.to_json(config),
-        "source": str(weights.path),
+        "total_steps": total, "config": overrides.to_json(config), "source": str(weights.path),
         "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
         "versions": {"barellm": __version__},
-    }
+    }  # fmt: skip
     source: checkpoint.Source = weights
     if state is not None:
         source, step = (Training(weights if not state.master else replace(weights, arrays=state.master), state), state.step)

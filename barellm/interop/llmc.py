@@ -67,7 +67,7 @@ def write(weights: Weights, out: Path, *, dtype: str) -> None:
     words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model]
     pad_rows = pad(model)
     words.append(model.vocab_size + pad_rows)
-    values = sum(t.valid_rows * prod(t.shape[1:]) for t in weights.tensors.values()) + pad_rows * model.d_model
+    values = sum(t.trained for t in weights.tensors.values()) + pad_rows * model.d_model
     with storage.new_file(out, size=HEADER + values * DTYPES[version].itemsize) as file:
         file.write(np.array(words + [0] * (HEADER // 4 - len(words)), "<i4"))
         for name in gpt2.llmc_order(model):

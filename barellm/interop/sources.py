@@ -12,7 +12,7 @@ from barellm.checkpoint.weights import Weights, of_checkpoint
 from barellm.config.aliases import PRESETS
 from barellm.data.kinds import check_kind, fitting, make_tokenizer
 from barellm.data.tokenizers import Ids
-from barellm.errors import UserError
+from barellm.errors import UserError, nearest
 from barellm.interop import huggingface, llmc, llmc_tokenizer, vocabulary
 
 KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
@@ -21,16 +21,8 @@ KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file o
 def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     """`tokenizer`: a kind or a folder, where the source does not know its own or the user names one. UserError for a source that
     is none, is damaged, or holds another kind of model; for a tokenizer that contradicts it."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist, expected {KNOWN}{_elsewhere(path)}")
-    if path.is_file():
-        _refuse_pickle(path)
-        weights = llmc.read(path)
-    elif huggingface.is_folder(path):
-        weights = huggingface.read(path)
-        if tokenizer in ("", "bpe", "gpt2", "huggingface"):  # of other kinds such a folder has none, and its files do not matter
-            weights = replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
-    else:
+    weights = of_others(path, tokenizer=tokenizer)
+    if weights is None:
         if not checkpoint.holds_any(path):
             raise UserError(f"{path} holds no model, expected {KNOWN}")
         step, wrong = checkpoint.find(path)
@@ -40,15 +32,30 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
 
 
+def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
+    """The weights of another program; None for a folder that is barellm's, or nobody's."""
+    if not path.exists():
+        checkpoint.must_exist(path, expected=f"{KNOWN}{_elsewhere(path)}")
+    if path.is_file():
+        _refuse_pickle(path)
+        return llmc.read(path)
+    if not huggingface.is_folder(path):
+        return None
+    weights = huggingface.read(path)
+    if tokenizer not in ("", "bpe", "gpt2", "huggingface"):  # of other kinds such a folder has none, and its files do not matter
+        return weights
+    return replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
+
+
 def _elsewhere(path: Path) -> str:
-    """A hint for the name of a model that is a preset, or on the hub."""
+    """A hint for the name of a model that is a preset, nearly one, or on the hub."""
     name = str(path)
     preset = PRESETS.get(name, name)
     public = [other for other, ours in PRESETS.items() if ours == preset]  # GPT-2's sizes, as the hub calls them
     hub = public[0] if public else name if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists() else ""
     words = [f"{name} is a preset, whose weights barellm.train({name!r}) makes"] * (preset in models.presets())
     words += [f"those on the hub are a folder after: hf download {hub} --local-dir DIR"] * bool(hub)
-    return "".join(f"; {word}" for word in words)
+    return "".join(f"; {word}" for word in words) or nearest(name, models.presets())
 
 
 def _refuse_pickle(path: Path) -> None:

@@ -19,6 +19,7 @@ from barellm.data.tokenizers import END_OF_TEXT, Tokenizer, vocabulary_hash
 from barellm.errors import UserError
 from barellm.jsontext import loads
 
+UNREAD = ("tokenizer.model", "spiece.model", "tekken.json")  # SentencePiece's, Mistral's
 IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", conventions.SETTINGS
 
 
@@ -30,6 +31,11 @@ def read(folder: Path, rows: int) -> Tokenizer | None:
     elif (folder / IDS).is_file() and (folder / MERGES).is_file():
         path = folder / IDS
     else:
+        if found := [name for name in UNREAD if (folder / name).is_file()]:
+            raise UserError(
+                f"{folder} has {found[0]}, and what is read is {WHOLE}: transformers writes one by AutoTokenizer.from_pretrained("
+                f"FOLDER).save_pretrained(FOLDER), with the packages sentencepiece and protobuf; or name another with --tokenizer"
+            )
         return Gpt2().with_files(conventions.collect(folder), rows=rows) if rows == VOCAB else None
     files = conventions.collect(folder)
     try:
@@ -109,7 +115,8 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
         }
     else:
         return {}
-    return made | {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
+    kept = {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
+    return made | {name.replace(f"{conventions.NAMED}.", f"{conventions.NAMED}/"): content for name, content in kept.items()}
 
 
 def ids_of_config(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -103,15 +103,11 @@ def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
     wpe = p.parameter("wpe", (cfg.max_seq, C), std=std)
     blocks = [
         Block(
-            f"h.{i}",
-            norm(f"h.{i}.ln_1"),
-            linear(f"h.{i}.attn.c_attn", 3 * C, C),
-            linear(f"h.{i}.attn.c_proj", C, C, std=residual_std),
-            norm(f"h.{i}.ln_2"),
-            *(mlp or products)(f"h.{i}.mlp", i),
+            h, norm(f"{h}.ln_1"), linear(f"{h}.attn.c_attn", 3 * C, C), linear(f"{h}.attn.c_proj", C, C, std=residual_std),
+            norm(f"{h}.ln_2"), *(mlp or products)(f"{h}.mlp", i),
         )
-        for i in range(cfg.layers)
-    ]
+        for i, h in enumerate(f"h.{i}" for i in range(cfg.layers))
+    ]  # fmt: skip
     return Weights(wte, wpe, blocks, norm("ln_f"))
 
 
@@ -258,16 +254,12 @@ def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int
     `floor` times its highest."""
     layers, heads, channels = SIZES[size]
     optim: dict[str, Any] = {"warmup": 700} | {key: how.pop(key) for key in list(how) if key in entries(OptimConfig)}
-    train: dict[str, Any] = {
-        "steps": 19560,
-        "eval_every": 250,
-        "checkpoint_every": 1000,
-        "gradient_accumulation_steps": (1 << 17) // max_seq,
-    } | how
+    train: dict[str, Any] = {"steps": 19560, "eval_every": 250, "checkpoint_every": 1000}
+    train |= {"gradient_accumulation_steps": (1 << 17) // max_seq} | how
     return Run(
         preset=preset,
         model=Config(layers=layers, heads=heads, d_model=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq),
-        optim=OptimConfig(lr=lr, min_lr=lr * floor, **optim),
+        optim=OptimConfig(lr=lr, min_lr=float(f"{lr * floor:.6g}"), **optim),
         data=DataConfig(source="", tokenizer="gpt2"),
         train=TrainConfig(micro_batch_size=4, seq=max_seq, **train),
     )

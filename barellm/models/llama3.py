@@ -322,6 +322,9 @@ def llama_15m() -> Run:
     )
 
 
+SELDOM: dict[str, Any] = {"eval_every": 250, "checkpoint_every": 1000}
+
+
 def llama_124m() -> Run:
     """A Llama as large as GPT-2 124M, with its tokenizer. It shows what the parts of Llama are worth beside it."""
     return Run(
@@ -329,9 +332,7 @@ def llama_124m() -> Run:
         model=Config(),
         optim=OptimConfig(lr=6e-4, min_lr=6e-5, warmup=700),
         data=DataConfig(source="", tokenizer="gpt2"),
-        train=TrainConfig(
-            micro_batch_size=4, seq=1024, gradient_accumulation_steps=128, steps=19560, eval_every=250, checkpoint_every=1000
-        ),
+        train=TrainConfig(micro_batch_size=4, seq=1024, gradient_accumulation_steps=128, steps=19560, **SELDOM),
     )
 
 
@@ -342,11 +343,9 @@ def _released(preset: str, lr: float, **sizes: Any) -> Run:
     return Run(
         preset=preset,
         model=Config(**usual | sizes),
-        optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=2000),
+        optim=OptimConfig(lr=lr, min_lr=float(f"{lr / 10:.6g}"), warmup=2000),
         data=DataConfig(source="", tokenizer=""),
-        train=TrainConfig(
-            micro_batch_size=1, seq=2048, gradient_accumulation_steps=256, steps=20000, eval_every=250, checkpoint_every=1000
-        ),
+        train=TrainConfig(micro_batch_size=1, seq=2048, gradient_accumulation_steps=256, steps=20000, **SELDOM),
     )
 
 

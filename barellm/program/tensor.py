@@ -51,6 +51,11 @@ class Tensor:
         return self
 
     @property
+    def trained(self) -> int:
+        """Elements in use: all but those of padded rows. What is counted as a model's parameters."""
+        return self.size // int(self.shape[0]) * self.valid_rows if self.shape else self.size
+
+    @property
     def first_column(self) -> int:
         """The column of `base` at which its rows begin."""
         return 0

@@ -107,6 +107,8 @@ def intentions(
     time = f"; {in_words(least)} at the roofline" if least >= 1 else ""
     many = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"
     lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
+    if train.overfit > (there := -(-epoch_tokens // (train.micro_batch_size * train.seq))):
+        lines.append(f"warning: train.overfit is {train.overfit}, and the text has {there:,} micro-batches: this is all of them")
     steps = f"{total - done:,} step{'s' * (total - done != 1)}"
     lines += [f"budget   {steps}, {short(tokens)} tokens{epochs}{time}"]
     if train.batch_rampup_from:

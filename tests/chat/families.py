@@ -19,11 +19,15 @@ SPECIAL = {
     "llama2": ["<unk>", "<s>", "</s>"],
     "gpt_neox": ["<|endoftext|>", "<|padding|>"],
     "phi3": ["<unk>", "<s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>"],
+    "smollm3": ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"],
+    "cl100k": ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"],
+    "starcoder": ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"],
 }
 BEGIN = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "llama2": "<s>"}
 END = {"qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<eos>", "llama2": "</s>", "gpt_neox": "<|endoftext|>"}
-END["phi3"] = "<|endoftext|>"
-ORDINARY = {"qwen": ["<think>", "</think>", "<tool_call>", "</tool_call>"], "gemma": ["\n\n"]}  # added, and not special
+END |= {"phi3": "<|endoftext|>", "smollm3": "<|im_end|>", "cl100k": "<|endoftext|>", "starcoder": "<|end_of_text|>"}
+THINK = ["<think>", "</think>"]
+ORDINARY = {"qwen": [*THINK, "<tool_call>", "</tool_call>"], "gemma": ["\n\n"], "smollm3": THINK}  # added, and not special
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
 
@@ -45,9 +49,11 @@ def library(family: str) -> Tokenizer:
     else:
         if family in ("qwen", "gpt_neox"):
             made.normalizer = normalizers.NFC()
-        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family == "gpt_neox")
+        by_gpt2 = family in ("gpt_neox", "starcoder")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
         numbers = r"\p{N}" if family == "qwen" else r"\p{N}{1,3}"
-        cut = [] if family == "gpt_neox" else [pre_tokenizers.Split(Regex(WORDS % numbers), "isolated")]
+        cut = [] if by_gpt2 else [pre_tokenizers.Split(Regex(WORDS % numbers), "isolated")]
+        cut = [pre_tokenizers.Digits(individual_digits=True)] if family == "starcoder" else cut
         made.pre_tokenizer = pre_tokenizers.Sequence([*cut, bytes_])
         made.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

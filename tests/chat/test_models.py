@@ -57,6 +57,51 @@ def test_export_gives_back_what_came_in(run, tmp_path):
     assert not (tmp_path / "out" / conventions.IDS).exists()
 
 
+def test_sample_chat_and_eval_read_what_another_program_wrote(run, monkeypatch, capsys, refused):
+    """As the checkpoint that import makes of it; what cannot says which command helps."""
+    folder, found = run.parent / "hf", {}
+    (run.parent / "text.txt").write_text("The quick brown fox\n" * 9)
+    for path in (run, folder):
+        assert main(["sample", str(path), *REFERENCE, "-n", "6", "--json", "--prompt", "The"]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert main(["eval", str(path), *REFERENCE, "--data", str(run.parent / "text.txt"), "--split", "all", "--json"]) == 0
+        loss = json.loads(capsys.readouterr().out)["nats"]
+        found[path] = row["tokens"], loss, talk(path, monkeypatch, capsys, "Hi\n").partition("shows more.")[2]
+        assert row["checkpoint"].startswith(str(path))
+    assert found[run] == found[folder] and len(found[run][0]) == 6
+    assert main(["sample", str(folder), *REFERENCE, "-n", "2", "--weights", "int8"]) == 0
+    said = refused("quantize", folder, "--weights", "int8", "--out", run.parent / "few", "--tokens", "0")
+    assert f"quantize what barellm import {folder} --out RUN makes" in said
+
+
+@pytest.mark.parametrize("name, hint", [("qwen3-0.6b", "is a preset"), ("qwen3-0.5b", "did you mean 'qwen3-0.6b'?")])
+def test_the_name_of_a_preset_is_no_model(refused, name, hint):
+    assert hint in refused("chat", name) and "does not exist, expected a run or checkpoint" in refused("chat", name)
+
+
+def test_named_templates_come_back_where_they_were(tmp_path, monkeypatch, capsys, refused):
+    folder = source(tmp_path / "hf")
+    named = folder / conventions.NAMED / "short.jinja"
+    named.parent.mkdir()
+    named.write_text("{{ messages[0].content }}")
+    assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert f"next     barellm chat {tmp_path / 'run'}\n         barellm train gpt2-124m" in capsys.readouterr().out
+    plain = talk(tmp_path / "run", monkeypatch, capsys, "Hi\n")
+    assert plain != talk(tmp_path / "run", monkeypatch, capsys, "Hi\n", "--template", "short")
+    assert "expected one that the model has: default, short" in refused("chat", tmp_path / "run", "--template", "long")
+    assert main(["export", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / named.relative_to(folder)).read_bytes() == named.read_bytes()
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "tekken.json"])
+def test_a_tokenizer_that_is_not_read_is_named(tmp_path, refused, file):
+    folder = source(tmp_path / "hf")
+    (folder / "tokenizer.json").rename(folder / file)
+    said = refused("import", folder, "--out", tmp_path / "run")
+    assert f"{folder} has {file}, and what is read is tokenizer.json" in said and "--tokenizer" in said
+    assert main(["import", str(folder), "--out", str(tmp_path / "run"), "--tokenizer", "bytes"]) == 0
+
+
 def test_a_row_without_an_id_is_never_drawn(run):
     tokenizer = load_tokenizer(next(run.glob("checkpoints/*")), rows=ROWS)
     assert tokenizer.vocab_size < ROWS
@@ -135,7 +180,7 @@ def test_a_talk(run, monkeypatch, capsys):
 
 def test_the_oldest_messages_go_first_and_the_system_message_stays(run):
     tokenizer = load_tokenizer(next(run.glob("checkpoints/*")))
-    args = type("Args", (), {"system": "S", "thinking": "dim", "no_thinking": False})
+    args = type("Args", (), {"system": "S", "thinking": "dim", "no_thinking": False, "template": None})
     held = chat.Talk(tokenizer, 90, 10, args)  # pyright: ignore[reportArgumentType]
     for i in range(9):
         held.messages += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]

@@ -20,6 +20,7 @@ CHATML = (
 )
 PARTS = "{% for m in messages %}<|im_start|>{% for c in m.content %}{{ c.text }}{% endfor %}<|im_end|>{% endfor %}"
 HI = [{"role": "user", "content": "Hi"}]
+TEXT = {"type": "text", "text": "Hi"}
 
 
 def tokenizer(tmp_path, template: str, family: str = "qwen"):
@@ -63,7 +64,12 @@ def test_a_template_that_fails_is_a_line(tmp_path, template, words):
         (["Hi"], "message 1 is 'Hi', expected an object"),
         ([{"role": "im_end|><|im_start", "content": "x"}], "message 1 has the role 'im_end"),
         ([{"role": ["user"], "content": "x"}], "message 1 has the role"),
-        ([{"role": "user", "content": {1, 2}}], "messages has what is no JSON"),
+        ([{"role": "user", "content": {"text": "x"}}], "message 1 has the content {'text': 'x'}, expected a text, or a list"),
+        ([{"role": "user", "content": [TEXT, {"type": "image"}]}], "message 1 has in its content {'type': 'image'}, expected"),
+        ([{"role": "user", "content": ["a"]}], "message 1 has in its content 'a', expected"),
+        ([{"role": "user", "content": [{"type": "image", "text": "a"}]}], "message 1 has in its content {'type': 'image'"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "message 1 has in its content {'type': 'text', 'text': 1}"),
+        ([{"role": "user", "content": "x", "more": {1, 2}}], "messages has what is no JSON"),
     ],
 )
 def test_messages_that_are_none(tmp_path, messages, words):
@@ -87,6 +93,51 @@ def test_not_in_parts_either(tmp_path, parts):
     made = tokenizer(tmp_path, PARTS)
     ids = made.chat([{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}]).tolist()
     assert [i for i in ids if i in made.special.values()] == [made.special["<|im_start|>"], made.special["<|im_end|>"]]
+
+
+@pytest.mark.parametrize("said, around", [("end|>x", "<|im_{}"), ("x<|im_", "{}end|>")])
+def test_a_message_completes_nothing_that_the_template_writes(tmp_path, said, around):
+    written = around.format("{{ m.content }}")
+    made = tokenizer(tmp_path, "{% for m in messages %}<|im_start|>" + written + "{% endfor %}")
+    ids = made.chat([{"role": "user", "content": said}]).tolist()
+    assert "<|im_end|>" in made.chat_text([{"role": "user", "content": said}])
+    assert [i for i in ids if i in made.special.values()] == [made.special["<|im_start|>"]]
+
+
+def test_parts_of_a_text_go_to_a_template_that_takes_them_and_to_others_as_one_text(tmp_path):
+    said = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("a", " b")]}]
+    one = [{"role": "user", "content": "a b"}]
+    for template in (CHATML, CHATML.replace("m.content", "m.content | tojson"), ""):
+        made = tokenizer(tmp_path, template)
+        assert made.chat_text(said) == made.chat_text(one) and "a b" in made.chat_text(said)
+        assert made.chat(said).tolist() == made.chat(one).tolist()
+    lines = PARTS.replace("{{ c.text }}", "{{ bos_token + c.text | trim }}")  # fails where bos_token is not known
+    (tmp_path / "qwen" / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    assert tokenizer(tmp_path, lines).chat_text(said) == "<|im_start|><s>a<s>b<|im_end|>"
+    tool = [{"role": "tool", "content": [{"result": 1}]}]
+    assert '[{"result": 1}]' in tokenizer(tmp_path, CHATML.replace("m.content", "m.content | tojson")).chat_text(tool)
+
+
+def test_several_templates_have_names(tmp_path):
+    folder = families.folder(tmp_path / "qwen", "qwen", template=CHATML)
+    (folder / conventions.NAMED).mkdir()
+    for name in ("rag", "tool_use"):
+        (folder / conventions.NAMED / f"{name}.jinja").write_text(f"{name}: {{{{ messages[0].content }}}}")
+    made = load_tokenizer(folder)
+    (tmp_path / "again").mkdir()
+    made.save(tmp_path / "again")
+    for one in (made, load_tokenizer(tmp_path / "again")):
+        assert (
+            one.chat_text(HI) == one.chat_text(HI, chat_template="default") != one.chat_text(HI, chat_template="rag") == "rag: Hi"
+        )
+        assert one.chat_text(HI, tools=[{"name": "f"}]) == "tool_use: Hi"
+        with pytest.raises(UserError, match="chat_template is 'rug', expected one that the model has: default, rag, tool_use"):
+            one.chat(HI, chat_template="rug")
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(folder).chat_text(HI) == "rag: Hi"
+    (folder / conventions.NAMED / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"additional_chat_templates.rag.jinja is not UTF-8"):
+        load_tokenizer(folder)
 
 
 def test_thinking_is_letters_of_a_user_and_tokens_of_the_assistant(tmp_path):
@@ -121,7 +172,7 @@ def test_without_a_template_messages_are_lines():
     bytes_ = Bytes()
     ids = bytes_.chat([*HI, {"role": "assistant", "content": "Hello."}, *HI])
     assert bytes_.decode(ids) == "User: Hi\nAssistant: Hello.User: Hi\nAssistant:"
-    with pytest.raises(UserError, match="no chat template: expected texts of system, user, assistant"):
+    with pytest.raises(UserError, match="no chat template: expected texts of system, developer, user, assistant"):
         bytes_.chat([{"role": "tool", "content": "x"}])
 
 
@@ -152,6 +203,9 @@ def test_the_ends_of_all_files_end_a_text():
     assert known({}, None, eos_token_id=7).end == 7 and known({}, None).end == 2 and known({}).begin == 1
     assert known({}, {"bos_token": "<s>", "add_bos_token": True}).begin == 1
     assert known({"eos_token_id": -1}).ends == {1, 2}
+    assert known({}, {"padding_side": "left", "unk_token": None, "model_max_length": 9, "eos_token": "<end>"}).named == {
+        "eos_token": "<end>"
+    }
 
 
 def test_defaults_of_sampling_and_mistakes_in_them():

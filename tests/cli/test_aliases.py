@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ TEXT = "To be, or not to be, that is the question.\n" * 200 + "\n"
 
 @pytest.mark.parametrize("path", sorted(OLD.glob("*.json")), ids=lambda path: path.stem)
 def test_the_configuration_of_an_old_run_is_that_of_the_preset(path):
-    assert overrides.from_json(json.loads(path.read_text())) == models.preset(path.stem)
+    found = overrides.from_json(json.loads(path.read_text()))
+    min_lr = float(f"{found.optim.min_lr:.6g}")  # which was computed then: 5.9999999999999995e-05
+    assert replace(found, optim=replace(found.optim, min_lr=min_lr)) == models.preset(path.stem)
 
 
 def test_there_is_an_old_run_of_each_preset():

@@ -65,7 +65,7 @@ def test_presets_are_listed_with_their_sizes(capsys):
     assert main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and {line.split()[0] for line in lines[1:-2]} == set(models.presets())
-    assert facts(models.preset("gpt2-124m"))["parameters"] == 124_475_904
+    assert facts(models.preset("gpt2-124m"))["parameters"] == 124_439_808
 
 
 def test_a_shell_completes_commands_options_and_presets(capsys):

@@ -159,8 +159,11 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
         ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
         ([1], "line 2 has: list; expected"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2 has no message of the assistant"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, r"line 2 has a message .*'tool'.* expected a role \(system, user"),
-        ({"messages": "hi"}, "line 2 has a message None, expected a role"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            r"line 2 has a message .*'tool'.* expected a role \(system, developer, user",
+        ),
+        ({"messages": "hi"}, "line 2 has a message 'hi', expected a role"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "line 2 has a message .* expected a role"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "no message of the assistant with a loss"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "weight or train 0.5, expected 0, 1"),

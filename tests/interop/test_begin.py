@@ -161,7 +161,8 @@ def test_what_import_and_export_refuse(tmp_path, refused, monkeypatch):
         "import", hugging_face(tmp_path / "hf", TINY, their_tensors(ARRAYS)), "--out", tmp_path / "run", "--tokenizer", "bytes"
     )  # fmt: skip
     assert refused("export", step, "--format", "hugginface", *out) == (
-        "--format is 'hugginface', did you mean 'huggingface'? (known: huggingface, llmc, gguf, llmc-tokenizer, llmc-checkpoint)"
+        "--format is 'hugginface', did you mean 'huggingface'? "
+        "(known: huggingface or hf, llmc or llm.c, gguf or llama.cpp, llmc-tokenizer, llmc-checkpoint)"
     )
     assert "--dtype is 'fp16'" in refused("export", step, "--format", "llmc", "--dtype", "fp16", *out)
     model = replace(TINY, bias=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,30 @@ def test_there_and_back_are_the_same_weights_and_options(tmp_path, family):
     assert again.model == cfg
     for name, array in arrays.items():
         np.testing.assert_array_equal(again.read_rows(name, 0, len(array)), array, name)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "smollm3", "gpt_neox"])
+def test_sizes_that_a_config_claims_take_no_memory(tmp_path, family, refused):
+    """Each is refused by what the tensors are, before anything of that size is made; these have the names that the file has."""
+    cfg = Config(**SIZES | MADE[family])
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    assert main(["export", str(step), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    assert f"A model of {family}'s architecture with {sum(a.size for a in random_arrays(cfg).values()):,} parameters" in (
+        (tmp_path / "hf" / "README.md").read_text()
+    )
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    claims = {"head_dim": 1 << 28, "num_hidden_layers": 1 << 30, "vocab_size": 1 << 30, "hidden_size": 1 << 28}
+    tracemalloc.start()
+    try:
+        for key in claims.keys() & config.keys():
+            path.write_text(json.dumps(config | {"no_rope_layers": None, key: claims[key]}))
+            said = refused("import", tmp_path / "hf", "--out", tmp_path / "x", "--tokenizer", "bytes")
+            assert "expected (" in said or "lacks the tensor" in said or "expected at most 1024" in said, said
+            assert "layers.0" not in said or "model.layers.0" in said or "gpt_neox.layers.0" in said, said
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_without_model_type_is_known_by_its_class(tmp_path, refused):

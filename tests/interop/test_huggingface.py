@@ -92,23 +92,26 @@ def without(name: str) -> dict:
 
 
 WRONG_TENSORS = {
-    "one is missing": (without("transformer.h.1.ln_2.bias"), "lacks the tensor 'h.1.ln_2.bias' (1 missing in all)"),
+    "one is missing": (without("transformer.h.1.ln_2.bias"), "lacks the tensor 'transformer.h.1.ln_2.bias' (1 missing in all)"),
     "one too many": (
         THEIRS | {"transformer.h.0.attn.rotary": np.ones(3, np.float32)},
-        "has the tensor 'h.0.attn.rotary', which this model lacks",
+        "has the tensor 'transformer.h.0.attn.rotary', which this model lacks",
     ),
-    "a layer too many": (THEIRS | {"transformer.h.2.ln_1.bias": np.ones(12, np.float32)}, "has the tensor 'h.2.ln_1.bias'"),
+    "a layer too many": (
+        THEIRS | {"transformer.h.2.ln_1.bias": np.ones(12, np.float32)},
+        "has the tensor 'transformer.h.2.ln_1.bias'",
+    ),
     "matrices as nn.Linear has them": (
         THEIRS | {"transformer.h.0.attn.c_attn.weight": ARRAYS["h.0.attn.c_attn.weight"]},
-        "model.safetensors: h.0.attn.c_attn.weight is (36, 12), expected (12, 36) by config.json",
+        "model.safetensors: transformer.h.0.attn.c_attn.weight is (36, 12), expected (12, 36) by config.json",
     ),
     "integers": (
         THEIRS | {"transformer.wpe.weight": np.ones((20, 12), np.int8)},
-        "model.safetensors: wpe.weight is int8, expected float32, bfloat16 or float16",
+        "model.safetensors: transformer.wpe.weight is int8, expected float32, bfloat16 or float16",
     ),
     "a head of its own": (
         THEIRS | {"lm_head.weight": ARRAYS["wte"] + 1},
-        "model.safetensors: lm_head.weight is not wte, expected a classifier that is tied to it",
+        "model.safetensors: lm_head.weight is not transformer.wte.weight, expected a classifier that is tied to it",
     ),
     "both names": (THEIRS | {"wpe.weight": ARRAYS["wpe"]}, "has the tensor 'wpe.weight', and "),
 }

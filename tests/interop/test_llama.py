@@ -147,7 +147,7 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, refused):
     found = open_weights(folder_of(tmp_path / "hf", theirs | {"lm_head.weight": arrays["wte"]}, ODD), tokenizer="")
     assert "head" not in found.arrays
     folder_of(tmp_path / "hf", theirs | {"lm_head.weight": arrays["wte"] + 1}, ODD)
-    message = "lm_head.weight is not wte, expected a classifier that is tied to it"
+    message = "lm_head.weight is not model.embed_tokens.weight, expected a classifier that is tied to it"
     assert message in refused("import", tmp_path / "hf", "--out", tmp_path / "run")
 
 
@@ -255,8 +255,8 @@ def test_without_the_key_each_head_has_its_own_keys(tmp_path):
 
 SPIRAL = {"rope_type": "spiral", "factor": 2.0}
 WRONG_CONFIGS: dict[str, tuple[object, str]] = {
-    "attention_bias": (True, "lacks the tensor 'layers.0.self_attn.k_proj.bias' (8 missing in all)"),
-    "mlp_bias": (True, "lacks the tensor 'layers.0.mlp.down_proj.bias' (6 missing in all)"),
+    "attention_bias": (True, "lacks the tensor 'model.layers.0.self_attn.k_proj.bias' (8 missing in all)"),
+    "mlp_bias": (True, "lacks the tensor 'model.layers.0.mlp.down_proj.bias' (6 missing in all)"),
     "hidden_act": ("mish", "hidden_act is 'mish', expected 'silu' or 'swish' or 'gelu'"),
     "head_dim": (8, "layers.0.self_attn.q_proj.weight is (24, 24), expected (32, 24) by config.json"),
     "rope_scaling": (SPIRAL, "rope_scaling.rope_type is 'spiral', expected 'default' or 'linear' or 'dynamic'"),
@@ -298,9 +298,9 @@ def without(name: str) -> Arrays:
 
 K = "model.layers.1.self_attn.k_proj"
 WRONG_TENSORS = {
-    "a part is missing": (without(f"{K}.weight"), "lacks the tensor 'layers.1.self_attn.k_proj.weight' (1 missing in all)"),
+    "a part is missing": (without(f"{K}.weight"), "lacks the tensor 'model.layers.1.self_attn.k_proj.weight' (1 missing in all)"),
     "the head is missing": (without("lm_head.weight"), "lacks the tensor 'lm_head.weight'"),
-    "a bias": (THEIRS | {f"{K}.bias": np.ones(12, np.float32)}, "has the tensor 'layers.1.self_attn.k_proj.bias', which"),
+    "a bias": (THEIRS | {f"{K}.bias": np.ones(12, np.float32)}, "has the tensor 'model.layers.1.self_attn.k_proj.bias', which"),
     "keys of every head": (
         THEIRS | {f"{K}.weight": np.ones((24, 24), np.float32)},
         "layers.1.self_attn.k_proj.weight is (24, 24), expected (12, 24) by config.json",

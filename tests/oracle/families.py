@@ -4,6 +4,7 @@
 
 A row is a family, a column a function of COLUMNS that raises where the two differ. Each column is tried for every variant of a
 family. Every tensor of a model is random, its norms and biases too; heads are no fraction of the width where a family lets them.
+Tokenizers have the pipelines of the family's published models, and are trained here; chat templates are TRL's (`chats.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from time import monotonic
@@ -30,12 +31,15 @@ from barellm.assembly.programs import build
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.cli.main import main as barellm
 from barellm.config import ModelConfig, OptimConfig
+from barellm.data.kinds import load_tokenizer
 from barellm.data.tokenizers import Chars
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
 from barellm.interop import huggingface
 from barellm.interop.sources import open_weights
 from barellm.optim.adamw import adamw
+from tests.chat import families as pipelines
+from tests.oracle import chats
 from tests.oracle.torch_gpt2 import relative
 
 SIZES = {
@@ -256,11 +260,39 @@ def check_export(case: Case) -> None:
             assert torch.equal(read.eval()(tokens).logits, before.eval()(tokens).logits)
 
 
+@cache
+def _tokenizers(family: str) -> list[tuple[Any, Any, bool]]:
+    """Ours and theirs for each pipeline of the family, from a folder with a model of as many rows; whether the template has a
+    system message."""
+    found = []
+    for pipeline, template in chats.PAIRS[family]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = pipelines.folder(Path(name), pipeline, template=chats.template(template))
+            made(family, vocab_size=len(load_tokenizer(folder).tokens) + 3).save_pretrained(folder)
+            ours, theirs = open_weights(folder).tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
+            found.append((ours, theirs, template != "llama2"))
+    return found
+
+
+def check_chat(case: Case) -> None:
+    """The text and the ids of 40 drawn conversations."""
+    for ours, theirs, system in _tokenizers(case.known.model_type):
+        chats.check_chats(ours, theirs, 40, system=system)
+
+
+def check_ids(case: Case) -> None:
+    """Of 2,000 drawn strings."""
+    for ours, theirs, _ in _tokenizers(case.known.model_type):
+        chats.check_ids(ours, theirs, 2000)
+
+
 COLUMNS: dict[str, Callable[[Case], None]] = {
     "import": check_import,
     "logits 1e-5": check_logits,
     "50 greedy tokens": check_greedy,
     "gradients": check_gradients,
+    "chat text": check_chat,
+    "ids": check_ids,
     "export, bit for bit": check_export,
 }
 

@@ -42,6 +42,11 @@ def test_a_run_on_the_same_batches_again_and_again_has_no_epochs():
     lines = said(config(train__overfit=1), total=1)
     assert lines[:2] == ["overfit  the first micro-batch again and again: the loss should go to 0", "budget   1 step, 768 tokens"]
     assert said(config(train__overfit=3))[0].startswith("overfit  the first 3 micro-batches ")
+    there = 1303  # micro-batches of 768 tokens in a million
+    assert not said(config(train__overfit=there))[1].startswith("warning")
+    assert said(config(train__overfit=there + 1))[1] == (
+        "warning: train.overfit is 1304, and the text has 1,303 micro-batches: this is all of them"
+    )
 
 
 def test_a_limit_of_time_is_said_as_one():
