@@ -52,9 +52,10 @@ def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] 
     found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
     for name, entry in sorted(found.items()):
         if entry["wrong"] and name.startswith("Hopper"):
-            kind = name.split()[1]
-            _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {kind} takes its place; {REPORT}")
-            options |= {"matmul": "triton"} if kind == "GEMM" else {"plain_attention": True}
+            gemm = name.startswith("Hopper GEMM")
+            instead = "kernels take the place of Hopper's" if gemm else "attention takes its place"
+            _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {instead}; {REPORT}")
+            options |= {"matmul": "triton"} if gemm else {"plain_attention": True}
         elif entry["wrong"]:
             raise UserError(f"{name} fails on {on.name}: {entry['wrong']}: use --device cpu; {REPORT}")
     return options
@@ -119,7 +120,7 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
         name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
         problem = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
         found[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
-        if own := problem.warp_specialized(target.arch):
+        if target.matmul != "triton" and (own := problem.warp_specialized(target.arch)):
             found[f"Hopper {name}"] = problem, own
     plain = replace(target, matmul="triton", plain_attention=True)
     launches = [call for p in programs.values() for call in step.Lowered(p, plain).launches if isinstance(call, Launch)]

@@ -16,7 +16,7 @@ from typing import Any
 from barellm.assembly.build import build_programs
 from barellm.config import Config
 from barellm.cuda import attention_config, driver, tuning
-from barellm.cuda.attention_config import WARP_SPECIALIZED, WARP_SPECIALIZED_BACKWARD, AttentionConfig
+from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import harness, tuner
 from barellm.cuda.tuner.candidates import problems_of
@@ -38,12 +38,6 @@ LAST_S = 12.0  # that a piece of work may go on being tuned when the time is up
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
 STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
-# The configurations of attention on sm_90 before, and with a third stage only; last, since it may hang, warp-specialized.
-OTHERS = {
-    "keys": (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 128, 8, 3), WARP_SPECIALIZED_BACKWARD["keys", 64]),
-    "queries": (AttentionConfig(128, 64, 8, 2), AttentionConfig(128, 64, 8, 3), WARP_SPECIALIZED_BACKWARD["queries", 64]),
-    "forward": (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 128, 8, 3), WARP_SPECIALIZED[64]),
-}
 MIB = 1 << 20
 # llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
 # (-r), bytes a parameter for weights, gradients, moments and master weights, and cuBLASLt's workspace.
@@ -180,16 +174,14 @@ def streaming(scale: Scale) -> dict[str, Any]:
 
 
 def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionProblem, list[AttentionConfig]]]:
-    """Each kernel of attention, with the other ways to cut it that this card can run."""
-    for role, others in OTHERS.items():
+    """Each kernel of attention, with Triton's first two configurations that are not the default."""
+    for role in ("keys", "queries", "forward"):
         work = AttentionProblem(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
-        usual = work.default(target.arch)
-        yield work, [t for t in others if t != usual and (target.hopper or not t.warp_specialized)]
+        yield work, [t for t in work.configs_in_triton(target.arch)[:2] if t != work.default(target.arch)]
 
 
 def sides(scale: Scale) -> dict[str, Any]:
-    """Attention as it is cut, in turns with how it was cut before and with warps that have roles, in one process: docs/cuda.md has
-    the predictions."""
+    """Attention in turns with Triton's, in one process."""
     rows, bars = [], []
     for work, tiles in sides_of(scale, Target.of(driver.device())):
         both = harness.Harness(work, calls=1 if scale.mock else harness.MAX_CALLS)
@@ -202,7 +194,7 @@ def sides(scale: Scale) -> dict[str, Any]:
             rows.append({"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio})
             print(rows[-1])
             name = f"attention {work.operation}: time of {t} over that of {usual}"
-            bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.warp_specialized))
+            bars.append(bar(name, None if scale.mock else median(ratio), 1.0))
         both.close()
         scale.keep({"turns": rows, "bars": bars})
     return {"turns": rows, "bars": bars}

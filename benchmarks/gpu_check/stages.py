@@ -61,7 +61,7 @@ STAGES = (
     Stage("correct", "signs", "signs", 30, "binary matmuls: exact by tensor cores and by popc, and interleaved"),
     Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, interleaved; memory"),
     Stage("speed", "speed", "gemm", 120, "each matmul beside cuBLAS"),
-    Stage("speed", "speed", "sides", 30, "attention interleaved with how it was cut before, and with warps that have roles"),
+    Stage("speed", "speed", "sides", 30, "attention interleaved with Triton's"),
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
     Stage("sound", "correct", "layout", 40, "parameters of every kernel have the bytes that the driver knows"),
     Stage("sound", "correct", "determinism", 40, "two processes, equal digests"),

@@ -183,7 +183,7 @@ def test_tiles_are_done_once_and_evenly(seq, heads):
 def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
     shape, plan = (2, 131, 2, D), (3, 150)
     subject = tuning.AttentionProblem("forward", dtype, *plan, 2, D, kv_heads=groups % 2)
-    target = Target(arch=90, sms=3, config=attention_config.WARP_SPECIALIZED[D])
+    target = Target(arch=90, sms=3)
     launched = []
 
     class Session(InterpretedSession):
@@ -193,7 +193,7 @@ def test_the_op_takes_the_kernel_where_it_is_chosen(D, dtype, groups, packed):
 
     attrs = forward_case(shape, dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    assert attention_config.WARP_SPECIALIZED[D] in subject.rivals(90)
+    assert attention_config.WARP_SPECIALIZED[D] == subject.default(90)
     check_case(Case(ops.Attention, given, attrs, bounds, {}, scalars, plan, views), {"": Session})
     assert launched == [["hopper_attention"]]
 
@@ -216,20 +216,23 @@ def test_it_is_no_choice_where_it_does_not_fit():
     assert not attention_config.bitwise_equal("forward", forward, AttentionConfig(128, 128, 8, 2)) and not usual.warp_specialized
 
 
-def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
-    for causal, module in ((True, "hopper_attention"), (False, "attention")):
+def test_triton_s_kernel_has_what_is_not_causal_or_scaled_and_all_where_it_is_forced():
+    for module, causal, scale, matmul in (
+        ("hopper_attention", True, None, "barellm"), ("attention", False, None, "barellm"),
+        ("attention", True, "softmax_scale", "barellm"), ("attention", True, None, "triton"),
+    ):  # fmt: skip
         p = Program(Store(), compute="bf16")
         q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
-        p.output("out", p.attention(q, q, q, heads=2, causal=causal))
-        (spec,) = lower_and_plan({"op": p}, Target(arch=90, config=attention_config.WARP_SPECIALIZED[64])).specs
+        p.output("out", p.attention(q, q, q, heads=2, causal=causal, scale=scale))
+        (spec,) = lower_and_plan({"op": p}, Target(arch=90, matmul=matmul)).specs
         assert spec.function.module.endswith(f".{module}")
 
 
-def test_the_tuner_s_bed_measures_it_beside_the_default(monkeypatch):
+def test_the_tuner_s_harness_measures_triton_s_beside_it(monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem("forward", "bf16", 2, 70, 2, 64), calls=1)
-    other = Candidate(attention_config.WARP_SPECIALIZED[64], other_bits=True)
+    other = Candidate(both.problem.configs_in_triton(90)[0], other_bits=True)
     both.check(other)
     (ratios,) = both.time([other], 1)
     assert len(ratios) == 1 and both.case.worst < 1

@@ -3,7 +3,6 @@ larger ones in drawn orders; and the op beside its reference, where the kernels 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import ml_dtypes
@@ -219,8 +218,8 @@ class Session(InterpretedSession):
 
     launched: ClassVar[list[list[str]]] = []
 
-    def __init__(self, config, programs):
-        super().__init__(programs, target=Target(arch=90, sms=3, config=config))
+    def __init__(self, programs):
+        super().__init__(programs, target=Target(arch=90, sms=3))
         self.launched.append([c.spec.name for c in self.lowered["op"].launches])
 
 
@@ -232,23 +231,22 @@ class Session(InterpretedSession):
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
     subjects = [tuning.AttentionProblem(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
-    config = {s.operation: attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] for s in subjects}
     monkeypatch.setattr(Session, "launched", [])
-    assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] in s.rivals(90) for s in subjects)
+    assert all(attention_config.WARP_SPECIALIZED_BACKWARD[s.operation, D] == s.default(90) for s in subjects)
     attrs = backward_case((2, 131, 2, D), dtype, groups=groups, packed=packed)
     given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
-    check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": partial(Session, config)})
+    check_case(Case(ops.AttentionBackward, given, attrs, bounds, modes, scalars, None, views), {"": Session})
     keys = "attention_dkv" if modes else "hopper_attention_backward"
     assert Session.launched == [["attention_stats", keys, "hopper_attention_backward"]]
 
 
 @pytest.mark.parametrize("role", ["keys", "queries"])
 @pytest.mark.extended
-def test_the_tuner_s_bed_measures_them_beside_the_default(role, monkeypatch):
+def test_the_tuner_s_harness_measures_triton_s_beside_them(role, monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
     both = harness.Harness(AttentionProblem(role, "bf16", 2, 70, 2, 64), calls=1)
-    other = Candidate(attention_config.WARP_SPECIALIZED_BACKWARD[role, 64], other_bits=True)
+    other = Candidate(both.problem.configs_in_triton(90)[0], other_bits=True)
     both.check(other)
     (ratios,) = both.time([other], 1)
     assert len(ratios) == 1 and both.case.worst < 1
