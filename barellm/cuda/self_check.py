@@ -25,7 +25,6 @@ from barellm.cuda.tuner.candidates import EPILOGUES_BY_KIND, specs_of
 from barellm.cuda.tuning import AttentionProblem, GemmProblem
 from barellm.errors import UserError
 from barellm.program.builder import Program
-from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from barellm.runtime import artefacts
 from barellm.runtime.tuner.database import Database, Entry
 from barellm.runtime.tuner.problem import Candidate
@@ -35,6 +34,7 @@ CHILD = "barellm.tools.profile.self_check"
 SWITCH = "BARELLM_SELF_CHECK"
 LIMIT_S = 20.0  # of a case, and a minute more for the start of the child
 SIZE, TOKENS, FEW_TOKENS = (1152, 1280, 576), 2000, 256  # of a GEMM; of a weight gradient in slices, and in one
+EPILOGUES = ("", "residual", "add", "start", "gelu", "gelu_backward")  # one of each kind: every architecture has some
 ATTENTION = (2, 300)  # sequences, and their tokens
 FAULTS = ("wrong values", "it wrote outside", "no answer", "its process")  # of kernels, as the child's side words them
 REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
@@ -103,13 +103,11 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
     model, train = config.model, config.train
     dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
     problems: dict[str, GemmProblem] = {}
-    activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
-    epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
     for kind, known in EPILOGUES_BY_KIND.items():
         size = rows, cols, TOKENS if kind == "tn" else depth
         problems[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
         hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
-        for epilogue in (e for e in epilogues if hopper and e in known):
+        for epilogue in (e for e in EPILOGUES if hopper and e in known):
             size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
             problems[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
     found: dict[str, Any] = {name: (problem, problem.default(target.arch)) for name, problem in problems.items()}
