@@ -85,8 +85,7 @@ class Model:
     end of a `with`. Results have the same bits in every process and for every number of threads.
 
     Any number of threads may call it: calls run one after the other, and each gets what it would get alone. A `stream` lets others
-    in between its pieces, and goes on with the same text.
-    """
+    in between its pieces, and goes on with the same text."""
 
     config: Config
     """The configuration that it was trained with; `config.model` has the sizes."""
@@ -194,8 +193,7 @@ class Model:
         `barellm sample`.
 
         Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
-        is kept meanwhile. UserError at once for an argument that cannot be.
-        """
+        is kept meanwhile. UserError at once for an argument that cannot be."""
         cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
         how = sampling(self.tokenizer.conventions.sampling, temperature=temperature, seed=seed, **cuts)
         return _Stream(self, *self._text(prompt, max_new_tokens, how=how, stop=stop))

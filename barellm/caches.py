@@ -1,7 +1,5 @@
 """The places of caches if `BARELLM_CACHE` does not say. This file imports only the standard library."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The environment variables that barellm reads: a word about one that it does not, and what switches may be."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import cache

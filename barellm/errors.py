@@ -1,7 +1,5 @@
 """The one exception that means "the user can mend this", printed as one line, exit status 2; the hint at its end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

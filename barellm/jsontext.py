@@ -1,7 +1,5 @@
 """JSON that somebody else may have written."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

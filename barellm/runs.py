@@ -128,8 +128,7 @@ def train(
     checkpoint, and is bitwise identical to one that never stopped. Each of `callbacks` gets a `Step` after every step and may
     stop the run; an exception that it raises ends the run without a checkpoint. `quiet`: nothing is printed.
 
-    UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite.
-    """
+    UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite."""
     started = time.monotonic()
     build.check_device(device)
     if not isinstance(config, str | Config | None):

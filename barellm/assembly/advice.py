@@ -1,7 +1,5 @@
 """What would make a run fit into memory that it does not fit into: each change is planned before it is advised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

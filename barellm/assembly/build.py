@@ -1,14 +1,12 @@
 """A model's programs on a backend: "cpu", "cuda", or "reference" (NumPy, for tests and small models)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from barellm.assembly import advice, self_check
-from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
+from barellm import models
+from barellm.assembly import advice, quantized, self_check
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest, shown
 from barellm.models.training_schedule import on_step, runs_per_step
@@ -17,10 +15,9 @@ from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
+from barellm.runtime import memory, rates
 from barellm.runtime.backend import NAMES, automatic, backend
-from barellm.runtime.memory import TooLarge, check_fits
 from barellm.runtime.ranks import ALONE, without_peer_access
-from barellm.runtime.rates import Rate
 
 DEVICES = ("auto", *NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
@@ -36,12 +33,12 @@ class CompiledModel:
     session: Any
     programs: dict[str, Program]
     plan: Plan
-    matrices: dict[str, Matrix] = field(default_factory=dict)  # the quantized ones
+    matrices: dict[str, quantized.Matrix] = field(default_factory=dict)  # the quantized ones
 
     @property
     def loading(self) -> Any:
         """The session as a loader of weights sees it."""
-        return Quantizing(self.session, self.matrices) if self.matrices else self.session
+        return quantized.Quantizing(self.session, self.matrices) if self.matrices else self.session
 
     @property
     def parameters(self) -> int:
@@ -67,10 +64,10 @@ class CompiledModel:
         """Whether a second thread may read the tensors while a program runs. A GPU's driver calls belong to one thread."""
         return self.device != "cuda"
 
-    def peak(self) -> Rate:
+    def peak(self) -> rates.Rate:
         """FLOP/s that matmuls of this dtype reach here, measured; 0 where nobody measures."""
         if self.device not in NAMES:
-            return Rate(0.0, 0.0)
+            return rates.Rate(0.0, 0.0)
         return backend(self.device).measured_peak(self.config.train.dtype)
 
     def meta(self) -> dict[str, Any]:
@@ -147,7 +144,6 @@ def build_programs(
     so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
     0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
     takes the place of "eval". Of several `ranks`, each takes its share of a batch."""
-    from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import start_reduce_scatter, updates
 
@@ -169,7 +165,6 @@ def build_programs(
 def shards_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
     """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds.
     What each rank has for itself, as the errors of compressed gradients, lies one below the other."""
-    from barellm import models
     from barellm.optim.recipes import shards
 
     store = build_programs(config)["forward_backward"].store
@@ -202,15 +197,15 @@ def open_model(
     how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
     programs = build_programs(config, training=training, **how)
     programs = {name: p for name, p in programs.items() if not only or name in only}
-    matrices: dict[str, Matrix] = {}
+    matrices: dict[str, quantized.Matrix] = {}
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
-        matrices = quantize_programs(programs, weights)
+        matrices = quantized.quantize_programs(programs, weights)
     options = proven_options(config, device, training=training)
     if device in NAMES:
         try:
             session = backend(device).open_session(programs, **options)
-        except TooLarge as error:
+        except memory.TooLarge as error:
             raise _refused(error, config, device, training, how) from None
         try:
             on_step(session, config, 0, train.steps)
@@ -226,8 +221,8 @@ def open_model(
 
         plan = _plan(programs, device)
         try:
-            check_fits(plan, what=f"a step of {train.micro_batch_size} x {train.seq} tokens")
-        except TooLarge as error:
+            memory.check_fits(plan, what=f"a step of {train.micro_batch_size} x {train.seq} tokens")
+        except memory.TooLarge as error:
             raise _refused(error, config, device, training, how) from None
         # fp32 throughout: what a checkpoint holds is then all that there is.
         session = reference.open(programs, dtype="float32")
@@ -241,7 +236,7 @@ def _plan(programs: dict[str, Program], device: str, **options: Any) -> Plan:
     return planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
 
 
-def _refused(error: TooLarge, config: Config, device: str, training: bool, how: Mapping[str, Any]) -> UserError:
+def _refused(error: memory.TooLarge, config: Config, device: str, training: bool, how: Mapping[str, Any]) -> UserError:
     """The same with what would fit."""
     if not training:
         return UserError(f"{error}{_caches(config, how)}: choose a smaller context, batch or model")

@@ -1,18 +1,15 @@
 """The program "logits": what a model says of every position, made of the program that computes its loss."""
 
-from __future__ import annotations
-
 from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
-from barellm.program import ops
+from barellm.program import dtypes, ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import Precision
 from barellm.program.ops.softcap import cap_of
 from barellm.program.tensor import Dim, Tensor
 
 
-def logits_program(store: Store, model: ModelConfig, *, batch: int, seq: int, compute: str | Precision) -> Program:
+def logits_program(store: Store, model: ModelConfig, *, batch: int, seq: int, compute: str | dtypes.Precision) -> Program:
     """Up to `batch` sequences of up to `seq` tokens, without dropout; output "logits" (B, T, Vp), fp32."""
     p = Program(store, compute=compute)
     p.output("logits", logits_of(p, model, p.input("tokens", (Dim("batch", batch), Dim("seq", seq)))))

@@ -1,7 +1,5 @@
 """The programs of a model, over one store: init, forward_backward, optimizer_step, eval, score, decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -11,10 +9,8 @@ from barellm.assembly.logits import logits_of
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named, place
-from barellm.program import ops
+from barellm.program import dtypes, exponent_stats, ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import Precision, round_to_bf16
-from barellm.program.exponent_stats import add_exponent_stats
 from barellm.program.tensor import Dim, Tensor
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
@@ -22,7 +18,7 @@ MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, an
 
 @mistakes_named
 def build(
-    model: ModelConfig, *, batch: int = 0, seq: int = 0, compute: str | Precision = "fp32",
+    model: ModelConfig, *, batch: int = 0, seq: int = 0, compute: str | dtypes.Precision = "fp32",
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
     start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
     decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0,
@@ -65,7 +61,7 @@ def build(
             if start_reduce_scatter is not None:
                 start_reduce_scatter(p)
             if name == "forward_backward_stats":
-                add_exponent_stats(p, gradients)
+                exponent_stats.add_exponent_stats(p, gradients)
         for name, append in ({"optimizer_step": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])
@@ -123,7 +119,7 @@ def initialise(p: Program) -> None:
         elif kind == "transposed":
             copies.append((p.store.tensors[str(number)], t))
         else:
-            value = float(round_to_bf16(np.array(number))) if t.bf16 else number
+            value = float(dtypes.round_to_bf16(np.array(number))) if t.bf16 else number
             p.apply(ops.ConstantInit, param=t, value=value, valid_rows=t.valid_rows)
     for source, target in copies:
         p.transpose_copy(source, target)

@@ -1,25 +1,18 @@
 """A model whose matrices have few bits: programs that multiply with codes, and how weights become codes while they are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from barellm.program import ops
+import numpy as np
+
+from barellm.program import ops, quantization
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
-from barellm.program.quantization import TILE, Scheme, pack, quantize, scheme
-from barellm.program.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.program.ops.base import Op, Tensor
+from barellm.runtime.session import Session
 
 HEAD = "int8"  # the classifier's matrix: a few percent of a model's bytes, and the one whose errors reach the loss unmixed
 
-TOGETHER = 16 * TILE  # rows that are quantised at a time: what is made of them on the way stays in the caches
+TOGETHER = 16 * quantization.TILE  # rows that are quantised at a time: what is made of them on the way stays in the caches
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,7 @@ class Matrix:
     `stays`."""
 
     parameter: Tensor
-    how: Scheme
+    how: quantization.Scheme
     codes: Tensor
     scales: Tensor
     stays: bool
@@ -49,7 +42,7 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
         for op in products:
             name = op.weight.name
             if name not in found:
-                how = scheme(HEAD if op is products[-1] else weights)
+                how = quantization.scheme(HEAD if op is products[-1] else weights)
                 found[name] = _matrix(store, op.weight, how)
             m = found[name]
             attrs = {"weights": m.how.name, "columns": int(op.weight.shape[0])} | op.attrs
@@ -65,7 +58,7 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
     return found
 
 
-def _matrix(store: Store, parameter: Tensor, how: Scheme) -> Matrix:
+def _matrix(store: Store, parameter: Tensor, how: quantization.Scheme) -> Matrix:
     codes, scales = how.shapes(*(int(n) for n in parameter.shape))
     return Matrix(
         parameter, how, store.get(f"{parameter.name}.codes", codes, how.codes, "parameter"),
@@ -85,8 +78,6 @@ class Quantizing:
         self._left: dict[str, np.ndarray] = {}  # rows that are no whole tile yet
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
-        import numpy as np
-
         m = self.matrices.get(name)
         if m is None or m.stays:
             self.session.write_rows(name, lo, array)
@@ -94,18 +85,18 @@ class Quantizing:
             return
         left = self._left.pop(name, array[:0])
         first, end = lo - len(left), lo + len(array)
-        assert first % TILE == 0, f"rows of {name} from {lo} on do not follow those before"
+        assert first % quantization.TILE == 0, f"rows of {name} from {lo} on do not follow those before"
         rows = np.concatenate([left, array])
-        whole = len(rows) if end == m.parameter.shape[0] else len(rows) // TILE * TILE
+        whole = len(rows) if end == m.parameter.shape[0] else len(rows) // quantization.TILE * quantization.TILE
         if whole < len(rows):
             self._left[name] = rows[whole:].copy()
         for at in range(0, whole, TOGETHER):
             some = rows[at : min(at + TOGETHER, whole)]
-            self.write_codes(name, first + at, *quantize(some, m.how, name=name, first=first + at))
+            self.write_codes(name, first + at, *quantization.quantize(some, m.how, name=name, first=first + at))
 
     def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray) -> None:
         """Set rows from `lo` on, a multiple of a tile, which are codes already."""
         m = self.matrices[name]
-        packed = pack(codes, scales, m.how)
+        packed = quantization.pack(codes, scales, m.how)
         for t, array in zip((m.codes, m.scales), packed, strict=True):
-            self.session.write_rows(t.name, lo // TILE, array)
+            self.session.write_rows(t.name, lo // quantization.TILE, array)

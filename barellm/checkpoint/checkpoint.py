@@ -10,10 +10,7 @@
 One that was imported holds weights alone: a run begins with it, none goes on from it.
 
 A save writes a temporary folder, syncs each file and the folder, renames it and syncs the parent. A kill at any point
-leaves the new checkpoint or the ones before it.
-"""
-
-from __future__ import annotations
+leaves the new checkpoint or the ones before it."""
 
 import json
 import os

@@ -2,23 +2,18 @@
 
 A checkpoint has the errors of all ranks one below the other. With the same number of ranks each gets its own back, bitwise.
 Another number of ranks gets sums: what rank r of V had goes to rank r mod W. The sum over all ranks, on which training depends,
-stays the same but for rounding.
-"""
-
-from __future__ import annotations
+stays the same but for rounding."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from barellm.checkpoint import tensorfile
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.runtime.session import Session
 
 
 class ErrorFeedbackState:

@@ -3,8 +3,7 @@
 In weights.safetensors a quantized matrix NAME (N, K) has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
 (N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales (N, groups), fp16, or fp32
 where that cannot have them. The other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights", and
-the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1".
-"""
+the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1"."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.data import mapping
@@ -21,8 +22,6 @@ from barellm.program.quantization import EARLIER, TILE, Scheme, scheme
 from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from barellm.checkpoint.weights import Weights
 
 AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time
@@ -30,8 +29,6 @@ AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time
 
 def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
     """Codes as the file has them, signed bytes."""
-    import numpy as np
-
     if how.codes == "i8":
         return codes_NK
     even = np.concatenate([codes_NK, np.zeros((len(codes_NK), codes_NK.shape[1] % 2), np.uint8)], 1)
@@ -40,8 +37,6 @@ def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
 
 def restored(bytes_: np.ndarray, how: Scheme, K: int) -> np.ndarray:
     """The codes (N, K) of a file's bytes."""
-    import numpy as np
-
     if how.codes == "i8":
         return bytes_
     both = bytes_.view(np.uint8)

@@ -2,23 +2,19 @@
 
 Every rank reads a checkpoint itself, and keeps its share. To save, rank 0 writes the files and asks the others for the rows of
 which it has none, piece by piece: no rank ever holds more than a piece of what is not its own. So the files are those of one
-process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots.
-"""
+process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.program.tensor import Tensor
-    from barellm.runtime.session import Session
+from barellm.program.tensor import Tensor
+from barellm.runtime.session import Session
 
 Request = tuple[str, int, int]  # a tensor, and its elements from and to
 
@@ -87,8 +83,6 @@ class ShardedState:
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi), exactly, on rank 0."""
-        import numpy as np
-
         t = self.tensors[name]
         begin, end = lo * _width(t), hi * _width(t)
         found = []

@@ -2,8 +2,7 @@
 
 Nothing is copied as long as nothing changes: forward and backward passes only read weights and the optimizer's state, so the
 writer reads them where they lie. Before a program runs that changes some of them, the rows that the writer has not had yet are
-copied.
-"""
+copied."""
 
 from __future__ import annotations
 

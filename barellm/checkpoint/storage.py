@@ -1,7 +1,5 @@
 """Files that appear whole or not at all. Calls that change the disk go through `system`: tests fail each."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

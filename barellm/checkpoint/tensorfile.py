@@ -1,22 +1,18 @@
 """safetensors, written and read in pieces through a session: no second copy of the model in memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from barellm.checkpoint.storage import NewFile
 from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.program.dtypes import FORMATS
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from barellm.runtime.session import Session
+from barellm.runtime.session import Session
 
 
 class RowReader(Protocol):
@@ -37,8 +33,6 @@ MOST_HEADER, MOST_AXES = 100 << 20, 32  # bytes, as everywhere; axes of an array
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    import numpy as np
-
     if code == "BF16":
         import ml_dtypes
 
@@ -84,8 +78,6 @@ def file_bytes(tensors: Mapping[str, Any], *, framework: str = "barellm") -> int
 def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framework: str = "barellm") -> dict[str, Any]:
     """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest. `framework` is what the
     file says of its origin."""
-    import numpy as np
-
     header, data = header_of(tensors, framework)
     file = NewFile(path, size=len(header) + data)
     try:
@@ -184,8 +176,6 @@ def check_names(path: Path, found: Iterable[str], expected: Iterable[str]) -> No
 
 def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
     """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
-    import numpy as np
-
     entries, start = read_header(path)
     check_names(path, entries, tensors)
     for name, t in tensors.items():

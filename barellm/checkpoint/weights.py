@@ -1,7 +1,5 @@
 """A model's weights where they lie, by barellm's names: what a run may begin with, and what is exported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,9 +12,7 @@ from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config, ModelConfig, overrides
 from barellm.config.fields import entries
-from barellm.data.kinds import load_tokenizer
-from barellm.data.mapping import check
-from barellm.data.tokenizers import Ids, Tokenizer
+from barellm.data import kinds, mapping, tokenizers
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
 from barellm.program.builder import Program, Store
@@ -72,13 +68,12 @@ class Weights:
     """`arrays`: by barellm's names, matrices (out, in), in fp32, bf16 or fp16; those with a row for each id have at least
     vocab_size rows. They are views of mapped files, read when they are used. `tokenizer` None: nothing says which.
 
-    As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either.
-    """
+    As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either."""
 
     path: Path
     model: ModelConfig
     arrays: Mapping[str, RowsOfArray]
-    tokenizer: Tokenizer | None
+    tokenizer: tokenizers.Tokenizer | None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -97,7 +92,7 @@ class Weights:
         for name, t in self.tensors.items():
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
-        check()
+        mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
         """`config` with this model's architecture and sizes, with its positions where sequences would be longer, and with its
@@ -117,7 +112,7 @@ class Weights:
         if "train.seq" not in changes:
             train = replace(train, seq=min(train.seq, self.model.max_seq))
         if "data.tokenizer" not in changes:
-            data = replace(data, tokenizer=self.tokenizer.name if self.tokenizer else Ids.name)
+            data = replace(data, tokenizer=self.tokenizer.name if self.tokenizer else tokenizers.Ids.name)
         return replace(config, model=model, data=data, train=train)
 
 
@@ -132,4 +127,4 @@ def of_checkpoint(path: Path) -> Weights:
         if (arrays[name].dtype, arrays[name].shape) != (np.float32, t.shape):
             found = f"{arrays[name].dtype} {arrays[name].shape}"
             raise UserError(f"{file}: {name} is {found}, expected float32 {t.shape}")
-    return Weights(path, model, arrays, load_tokenizer(path, rows=model.vocab_size))
+    return Weights(path, model, arrays, kinds.load_tokenizer(path, rows=model.vocab_size))

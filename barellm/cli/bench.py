@@ -1,7 +1,5 @@
 """Benchmark a training step, single kernels against their rooflines, or thread scaling, also against other programs (baselines)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap
@@ -10,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli.help import Rare
-from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
+from barellm.cli import help, options
 from barellm.config import Config
 from barellm.errors import UserError
 
@@ -19,8 +16,8 @@ KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
 
 
-def configure(parser: Parser) -> None:
-    rare = Rare(parser)
+def configure(parser: options.Parser) -> None:
+    rare = help.Rare(parser)
     parser.add_argument(
         "what",
         nargs="?",
@@ -58,9 +55,9 @@ def configure(parser: Parser) -> None:
     rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
     rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    add_device(parser, "auto, cpu or cuda", "auto")
-    add_stage(parser)
-    add_configuration(parser)
+    options.add_device(parser, "auto, cpu or cuda", "auto")
+    options.add_stage(parser)
+    options.add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices
 
-    config = configuration(args)
+    config = options.configuration(args)
     config.check()
     args.device = "cpu" if (args.what, args.device) == ("scaling", "auto") else chosen_device(args.device, config)
     devices.check(args.device)

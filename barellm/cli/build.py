@@ -1,7 +1,5 @@
 """Make a program that trains without Python: a shared library, a C header and a driver, linked by the system's C compiler."""
 
-from __future__ import annotations
-
 import argparse
 import time
 

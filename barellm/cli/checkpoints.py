@@ -1,7 +1,5 @@
 """Opening a checkpoint for commands that only read it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +11,7 @@ from barellm.assembly.build import CompiledModel, check_device, chosen_device, o
 from barellm.checkpoint import checkpoint, quantized
 from barellm.checkpoint.weights import parameters
 from barellm.config import Config, overrides
-from barellm.data.kinds import load_tokenizer, make_tokenizer
-from barellm.data.tokenizers import Tokenizer
+from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
 from barellm.models.training_schedule import on_step
 from barellm.program.quantization import scheme
@@ -26,7 +23,7 @@ class Found:
 
     path: Path | None  # the step's folder
     config: Config
-    tokenizer: Tokenizer
+    tokenizer: tokenizers.Tokenizer
     device: str
     weights: str  # as products read them: "" for numbers, or a scheme of few bits
     stored: bool = False  # whether the checkpoint has them so
@@ -66,7 +63,7 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
         what = f"({kind}) is made from its text: train it" if kind else "comes with its published weights: barellm import them"
         raise UserError(f"the tokenizer of {name} {what} first, then name the run")
     config = replace(config, train=replace(config.train, micro_batch_size=1, dtype=dtype or config.train.dtype))
-    return Found(None, config, make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
+    return Found(None, config, kinds.make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
 
 
 def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None) -> Found:
@@ -80,7 +77,7 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
     config = overrides.from_json(meta["config"], path / checkpoint.META)
-    tokenizer = load_tokenizer(path, rows=config.model.vocab_size)
+    tokenizer = kinds.load_tokenizer(path, rows=config.model.vocab_size)
     config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
     config.check()
     stored = quantized.stored_scheme(path, meta)

@@ -1,7 +1,5 @@
 """Show what this machine has and what barellm will use, for bug reports and to see why a run is slower than expected."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,20 +1,21 @@
 """Evaluate a checkpoint: loss in nats per token and bits per byte on the validation split of its dataset or of another; or its
-accuracy on HellaSwag.
-"""
+accuracy on HellaSwag."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
+from barellm.data.cache import new_file
+from barellm.errors import UserError
+from barellm.training.console import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from barellm.cli.checkpoints import Found
 
 
@@ -58,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found
-    from barellm.errors import UserError
 
     for name, least in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
         if getattr(args, name) < least:
@@ -81,7 +81,6 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
 
     from barellm.data.sources import prepare
-    from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
     from barellm.training.console import Console
 
@@ -111,7 +110,6 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
 
 def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
     """The loss in its three units, and of what it is."""
-    from barellm.training.console import show
     from barellm.training.report import perplexity
 
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -152,10 +150,8 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from barellm.data.examples import has_examples
-    from barellm.data.reading import Layout, format_of
+    from barellm.data import examples, reading
     from barellm.data.sources import find_text, prepare
-    from barellm.errors import UserError
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
     from barellm.training.console import Console
@@ -165,9 +161,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = config.data if args.data is None else replace(config.data, source=args.data)
     path = Path(source.source).expanduser()
-    if has_examples(path):
+    if examples.has_examples(path):
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
-    if path.is_file() and format_of(path, Layout()) != "text":
+    if path.is_file() and reading.format_of(path, reading.Layout()) != "text":
         corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)
         name, (found, lengths) = corpus.name, documents.of_records(corpus, tokenizer)
     else:
@@ -199,16 +195,12 @@ def _new_file(name: str | None) -> Path | None:
     """The path of a file that is not there yet."""
     from pathlib import Path
 
-    from barellm.errors import UserError
-
     if name is not None and Path(name).exists():
         raise UserError(f"{name} exists, expected a new file")
     return None if name is None else Path(name)
 
 
 def _write_lines(path: Path, rows: Iterable[dict]) -> None:
-    from barellm.data.cache import new_file
-
     with new_file(path) as file:
         for row in rows:
             file.write(json.dumps(row).encode() + b"\n")

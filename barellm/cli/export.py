@@ -1,7 +1,5 @@
 """Write a checkpoint's weights for other programs: a folder for transformers, or a file for llm.c or llama.cpp."""
 
-from __future__ import annotations
-
 import argparse
 
 from barellm.cli.options import dtype

@@ -1,7 +1,5 @@
 """The pages of --help and --help-all: options in groups, with their types and defaults, in 80 columns."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import textwrap

@@ -1,14 +1,13 @@
 """Convert another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` starts from it.
 
 With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoint from which `train --resume` resumes with llm.c's
-moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys.
-"""
-
-from __future__ import annotations
+moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys."""
 
 import argparse
 
-from barellm.cli.options import Parser, add_configuration
+from barellm import models
+from barellm.cli.options import CommandLine, Parser, add_configuration
+from barellm.errors import UserError
 
 
 def configure(parser: Parser) -> None:
@@ -26,16 +25,12 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from barellm import models
-    from barellm.cli.options import CommandLine
     from barellm.data.gpt2 import Gpt2
-    from barellm.errors import UserError
-    from barellm.interop import imported, llmc_state
-    from barellm.interop.sources import is_checkpoint, open_weights
+    from barellm.interop import imported, llmc_state, sources
 
     requested = CommandLine.of(args)
-    weights = open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
-    if is_checkpoint(weights):
+    weights = sources.open_weights(Path(args.source), tokenizer=args.tokenizer or requested.texts.get("data.tokenizer", ""))
+    if sources.is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")
     base = imported.like(weights) if requested.preset is None else requested.base()
     config = weights.configured(requested.changed(base), requested.changes(base))

@@ -1,12 +1,14 @@
 """Show the code of a kernel: its IR, its assembly, and what that consists of. Without KERNEL the kernels of a preset are listed."""
 
-from __future__ import annotations
-
 import argparse
+import json
 from typing import Any
 
+from barellm import models
 from barellm.cli.options import add_device, add_weights, dtype
+from barellm.config import overrides
 from barellm.errors import UserError
+from barellm.tools.inspect.device_code import line
 
 STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
 
@@ -36,11 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-
-    from barellm import models
     from barellm.assembly.build import resolved
-    from barellm.config import overrides
     from barellm.tools.inspect import kernels
     from barellm.tools.plan import devices
 
@@ -139,8 +137,6 @@ def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) 
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:
-    from barellm.tools.inspect.device_code import line
-
     code = row["code"]
     spills = f"{code['spills']}{'  <-- not enough registers' if code['spills'] else ''}"
     return [

@@ -3,8 +3,6 @@
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -16,10 +14,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from barellm.cli.checkpoints import Found, found
+from barellm.cli.main import fail
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
-from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
-from barellm.generation.samplers import Sampling
+from barellm.generation import decode, samplers
 from barellm.generation.writing import Written, write
 
 KNOWN = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # of a request's generation keywords
@@ -130,18 +128,18 @@ class Barellm(TemplateLM):
         count = requested["max_gen_toks"]
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")
-        how = Sampling(
+        how = samplers.Sampling(
             temperature=float(requested.get("temperature", 0.0)), top_k=int(requested.get("top_k") or 0),
             top_p=float(requested.get("top_p") or 1.0), min_p=float(requested.get("min_p") or 0.0),
             repetition_penalty=float(requested.get("repetition_penalty") or 1.0), seed=self.seed,
         )  # fmt: skip
         room = self.max_length - count
         prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
-        positions = cache_positions(max(map(len, prompts)) + count, self.max_length)
-        rows = min(self.batch_size, len(prompts), MOST_TOGETHER)
+        positions = decode.cache_positions(max(map(len, prompts)) + count, self.max_length)
+        rows = min(self.batch_size, len(prompts), decode.MOST_TOGETHER)
         answers: list[str] = []
         with self.checkpoint.opened(positions=positions, rows=rows) as compiled:
-            decoder = open_decoder(compiled.session, compiled.config.model, self.vocabulary, positions=positions)
+            decoder = decode.open_decoder(compiled.session, compiled.config.model, self.vocabulary, positions=positions)
             for first in range(0, len(prompts), rows):
                 here = prompts[first : first + rows]
                 texts = [Written(self.vocabulary, stops=requested["until"]) for _ in here]
@@ -159,8 +157,6 @@ def _device(requested: str | None) -> str:
 def main() -> int:
     """The harness's command. A user's mistake is one line, as in barellm's own."""
     from lm_eval.__main__ import cli_evaluate
-
-    from barellm.cli.main import fail
 
     try:
         cli_evaluate()

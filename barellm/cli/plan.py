@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.help import Rare
-from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
+from barellm.cli import help, options
 from barellm.errors import UserError
+from barellm.runtime.ranks import ALONE, Planned
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     from barellm.config import Config
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
-def configure(parser: Parser) -> None:
-    rare = Rare(parser)
+def configure(parser: options.Parser) -> None:
+    rare = help.Rare(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -49,14 +51,12 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_device(parser, "cpu, or cuda, for which no GPU need be there")
-    add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
-    add_configuration(parser)
+    options.add_device(parser, "cpu, or cuda, for which no GPU need be there")
+    options.add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
+    options.add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-
     from barellm.assembly.build import resolved
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices, plan
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gemm", "compile"):
         if getattr(args, name) and args.device != "cuda":
             raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
-    config = configuration(args)
+    config = options.configuration(args)
     config.check()
     ceiling = None
     if args.card:
@@ -91,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
         )
         print(json.dumps(numbers | more))
         return 0
-    from barellm.training.console import show
-
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
         print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
@@ -103,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     """The first of --ranks, or this process alone."""
-    from barellm.runtime.ranks import ALONE, Planned
     from barellm.training import agreement
 
     if args.ranks is None:
@@ -117,8 +114,6 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
 
 def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) -> int:
     """Print what a step of many ranks would take. Without --measure and --card the arithmetic is that of an H100."""
-    import json
-
     from barellm.tools.plan import devices, scale
 
     if args.ranks is None or args.ranks < 1:
@@ -133,8 +128,6 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
 
 def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
     """Print the tiling of the GEMM of --gemm and of its gradients."""
-    import json
-
     from barellm.cuda.kernel import Sizes
     from barellm.tools.plan import devices, waves
 

@@ -6,20 +6,16 @@ bits per byte can (--y bits).
 
 With --exponent-stats it shows exponent histograms (dynamic range) of a run's activations, gradients and weights, which
 `train --train.exponent_stats N` logs: a table of the last step in the terminal, a picture of the first and the last step, or all
-numbers. docs/exponent_stats.md explains it.
-"""
-
-from __future__ import annotations
+numbers. docs/exponent_stats.md explains it."""
 
 import argparse
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from barellm.training.curve import AXES, QUANTITIES
-
-if TYPE_CHECKING:
-    from barellm.training.console import Console
-    from barellm.training.curve import Curve
+from barellm.errors import UserError
+from barellm.training import curve
+from barellm.training.console import Console
+from barellm.training.curve import AXES, QUANTITIES, Curve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.errors import UserError
-    from barellm.training import curve
     from barellm.training.console import Console
 
     console = Console()
@@ -71,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
     """The exponent histograms of one run."""
-    import json
-
     from barellm.checkpoint import checkpoint
-    from barellm.errors import UserError
     from barellm.training import exponent_stats, exponent_stats_chart
 
     if len(args.runs) > 1:
@@ -103,9 +94,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     what a run writes."""
     from barellm.checkpoint import checkpoint
     from barellm.config import overrides
-    from barellm.errors import UserError
-    from barellm.training import curve, metrics
-    from barellm.training.training_schedule import tokens_before
+    from barellm.training import curve, metrics, training_schedule
 
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")
@@ -116,7 +105,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     if axis == "tokens" and any("tokens" not in row for row in rows if row.get("kind") == "train"):
         # Older versions did not write them. The configuration knows, of a step with more tokens than the one before too.
         saved = file.parent / "config.json"
-        before = tokens_before(overrides.from_json(checkpoint.read_json(saved), saved))
+        before = training_schedule.tokens_before(overrides.from_json(checkpoint.read_json(saved), saved))
     try:
         found = curve.series(rows, axis=axis, before=before, y=y)
         muon = curve.series(rows, axis=axis, before=before, y=y, muon=True)[0] if curve.QUANTITIES[y].muon else ()

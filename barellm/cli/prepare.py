@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import ESCAPES, escaped
+from barellm.config import DataConfig
+from barellm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from barellm.data.reading import Layout
@@ -125,12 +127,10 @@ def _path_of(source: str, work: StagingDir) -> str:
 def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     """The share of the text for validation, where its documents are, and whether it is a set of the hub. UserError for options that
     make no sense."""
-    from barellm.config import DataConfig
     from barellm.data.kinds import check_kind
     from barellm.data.named import hub_sets, is_named
     from barellm.data.reading import FORMATS, Layout
     from barellm.data.sources import find_shards
-    from barellm.errors import UserError, nearest
 
     check_kind(args.tokenizer)
     if args.val_tokens and args.val_fraction is not None:
@@ -170,8 +170,6 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
 def _check_used(args: argparse.Namespace, sets: list[str], kind: str) -> None:
     """Raise a UserError for an option about where documents are that nobody would read: `sets` say it themselves, and of standard
     input `kind` decides."""
-    from barellm.errors import UserError
-
     of_records = {"--field": args.field is not None}
     of_text = {"--separator": bool(args.separator), "--keep-separator": args.keep_separator}
     for option, given in {**of_records, **of_text, "--format": args.format is not None}.items():

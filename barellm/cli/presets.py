@@ -1,7 +1,5 @@
 """List the presets, or print the values of one as a file for --config."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import fields

@@ -1,18 +1,14 @@
 """Show where a training step's time goes: a table by op, a timeline for ui.perfetto.dev and a picture."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
-
-if TYPE_CHECKING:
-    from barellm.program.ranks import Ranks
+from barellm.program.ranks import Ranks
 
 
 def configure(parser: Parser) -> None:
@@ -42,8 +38,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices
     from barellm.tools.profile import profile
-    from barellm.training import agreement
-    from barellm.training.console import show
+    from barellm.training import agreement, console
 
     steps = warm_steps(args)
     config = configuration(args)
@@ -73,7 +68,7 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        show("\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"]))
+        console.show("\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"]))
     return 0 if result["adds_up"] else 1
 
 

@@ -8,6 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_device
+from barellm.errors import UserError
+from barellm.program.quantization import quantize, scheme
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,9 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from barellm.checkpoint.weights import of_checkpoint
     from barellm.cli.checkpoints import found
     from barellm.data.kinds import tokenizer_files
-    from barellm.errors import UserError
-    from barellm.program.quantization import scheme
-    from barellm.training.console import show
 
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
@@ -94,7 +94,6 @@ def _loss(checkpoint: Found, source: str | None) -> str:
     from dataclasses import replace
 
     from barellm.data.sources import prepare
-    from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
     from barellm.training.report import perplexity
 
@@ -145,7 +144,6 @@ def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: in
 
 def _codes(name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     from barellm.program.compensation import compensated_codes
-    from barellm.program.quantization import quantize
 
     if moments_KK is None:
         return quantize(w_NK, m.how, name=name)

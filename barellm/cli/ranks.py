@@ -1,7 +1,5 @@
 """A command as one of several processes, from its start to its end."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -9,6 +7,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from barellm.distributed import launcher_protocol, world
+from barellm.errors import UserError
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import ALONE
 
@@ -19,7 +19,6 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     """The exit status of the command `name`, which `command` does: in this process, as one of the ranks that a launcher has
     started, or in as many processes as --ranks asks for."""
     from barellm.distributed import launch, world
-    from barellm.errors import UserError
 
     if args.ranks is not None and args.ranks < 1:
         raise UserError(f"--ranks is {args.ranks}, expected at least 1")
@@ -41,9 +40,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
     and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
     from barellm.cpu.threads import cores
-    from barellm.distributed import launcher_protocol, world
     from barellm.distributed.mpi import MpiRanks
-    from barellm.errors import UserError
 
     rank, ranks = world.rank_from_environment(), None
     launcher_protocol.announce_rank(rank)

@@ -1,15 +1,15 @@
 """List and compare the runs of a folder: how far, how good, how fast, and which keys are not those of the preset."""
 
-from __future__ import annotations
-
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from barellm import models
 from barellm.config import overrides
 from barellm.errors import UserError
+from barellm.training.console import duration, short
 
 CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "data.tokenizer", "train.steps")
 
@@ -66,8 +66,6 @@ def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    from barellm.training.console import duration, short
-
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else f"{value:{form}}"
 
@@ -87,7 +85,5 @@ def table(found: list[dict[str, Any]]) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    import textwrap
-
     indent = " " * 9
     return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)

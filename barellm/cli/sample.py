@@ -3,8 +3,7 @@ newest complete one is taken. It may also be a preset with a vocabulary of its o
 only its speed means anything.
 
 Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Generation is batched, --batch
-sequences at a time, and batch-invariant: each is the text that it would be alone, but for roundings with --weights and on a GPU.
-"""
+sequences at a time, and batch-invariant: each is the text that it would be alone, but for roundings with --weights and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,18 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import (
-    ESCAPES,
-    add_context,
-    add_device,
-    add_dtype,
-    add_sampling,
-    add_weights,
-    context_of,
-    escaped,
-    for_terminal,
-    sampling_of,
-)  # fmt: skip
+from barellm.cli import options
+from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.assembly.build import CompiledModel
@@ -37,14 +26,16 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--prompt", type=escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {ESCAPES}")
+    parser.add_argument(
+        "--prompt", type=options.escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {options.ESCAPES}"
+    )
     parser.add_argument(
         "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
     )
     parser.add_argument("--special", action="store_true", help="prompts may have special tokens, as <|im_end|>")
     parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with: 1,29,3")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, one after another")
-    add_context(parser)
+    options.add_context(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
     parser.add_argument(
@@ -52,14 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="most tokens that are generated for each text (default: 256)",
     )  # fmt: skip
     parser.add_argument(
-        "--stop", action="append", type=escaped, default=[], metavar="TEXT",
-        help=rf"end before this text; may be given several times; {ESCAPES}",
+        "--stop", action="append", type=options.escaped, default=[], metavar="TEXT",
+        help=rf"end before this text; may be given several times; {options.ESCAPES}",
     )  # fmt: skip
-    add_sampling(parser)
+    options.add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
-    add_device(parser, "auto, cpu, cuda or reference", "auto")
-    add_dtype(parser)
-    add_weights(parser)
+    options.add_device(parser, "auto, cpu, cuda or reference", "auto")
+    options.add_dtype(parser)
+    options.add_weights(parser)
     parser.add_argument(
         "--measure", action="store_true", help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth"
     )
@@ -70,27 +61,25 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from barellm.cli.checkpoints import found_or_fresh
-    from barellm.errors import UserError
-    from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
-    from barellm.generation.writing import unseen
+    from barellm.generation import decode, writing
 
     for name in ("max_new_tokens", "samples", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     if sum((args.prompt is not None, args.prompts is not None, args.prompt_ids is not None, args.interactive)) > 1:
         raise UserError("--prompt, --prompts, --prompt-ids and --interactive all say what texts begin with: choose one")
-    if args.batch > MOST_TOGETHER:
-        raise UserError(f"--batch is {args.batch}, expected at most {MOST_TOGETHER}")
+    if args.batch > decode.MOST_TOGETHER:
+        raise UserError(f"--batch is {args.batch}, expected at most {decode.MOST_TOGETHER}")
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
-    first = sampling_of(args, checkpoint.tokenizer)
+    first = options.sampling_of(args, checkpoint.tokenizer)
     most = checkpoint.config.model.max_seq
-    context = context_of(args.context, most)
+    context = options.context_of(args.context, most)
     if args.interactive:
         with checkpoint.opened(positions=context) as compiled:
             model, tokenizer = compiled.config.model, checkpoint.tokenizer
-            _talk(args, checkpoint, open_decoder(compiled.session, model, tokenizer, positions=context), first)
+            _talk(args, checkpoint, decode.open_decoder(compiled.session, model, tokenizer, positions=context), first)
         return 0
     most = context if args.context else most  # unless asked for, it grows with the texts
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
@@ -98,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_ids is not None:
         fed = {"": _ids(args.prompt_ids, checkpoint.config.model.vocab_size)}
     for ids in fed.values():
-        if warning := unseen(ids, most):
+        if warning := writing.unseen(ids, most):
             print(f"barellm: warning: {warning}", file=sys.stderr)
     works = [Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)]
-    positions = cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
+    positions = decode.cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows) as compiled:
-        decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
+        decoder = decode.open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
         for begin in range(0, len(works), rows):
             _group(args, checkpoint, compiled, decoder, works, range(begin, min(begin + rows, len(works))))
     return 0
@@ -118,8 +107,6 @@ class Work:
 
 
 def _ids(words: str, rows: int) -> list[int]:
-    from barellm.errors import UserError
-
     numbers = words.replace(",", " ").split()
     if not numbers or not all(number.isdecimal() and int(number) < rows for number in numbers):
         raise UserError(f"--prompt-ids is {words!r}, expected ids from 0 to {rows - 1} with commas between them")
@@ -131,7 +118,6 @@ def _prompts(name: str) -> list[str]:
     from pathlib import Path
 
     from barellm.data.reading import Layout, blocks, documents, format_of
-    from barellm.errors import UserError
 
     path, layout = Path(name), Layout(field="prompt", separator="\n")
     found = list(documents(blocks(path, layout)))
@@ -217,5 +203,5 @@ def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> N
 
 
 def _write(piece: str) -> None:
-    sys.stdout.write(for_terminal(piece))
+    sys.stdout.write(options.for_terminal(piece))
     sys.stdout.flush()

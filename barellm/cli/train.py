@@ -1,40 +1,37 @@
 """Train a model. Without arguments this is a small GPT on the source of Python's own library, in about two minutes.
 
 Ctrl-C (or SIGTERM) ends the run after the current step and saves a checkpoint; the exit status is then 130 (143). A second
-Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen.
-"""
-
-from __future__ import annotations
+Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen."""
 
 import argparse
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import nullcontext, redirect_stdout
 
-from barellm.cli.help import Rare, group
-from barellm.cli.options import TRAINED, CommandLine, Parser, add_configuration, add_device, with_weights
+from barellm import models
+from barellm.cli import help, options
+from barellm.config import overrides
+from barellm.errors import UserError
+from barellm.program.ranks import Ranks
+from barellm.training.console import Console
 
-if TYPE_CHECKING:
-    from barellm.program.ranks import Ranks
-    from barellm.training.console import Console
 
-
-def configure(parser: Parser) -> None:
-    training, output = group(parser, "training"), group(parser, "output")
+def configure(parser: options.Parser) -> None:
+    training, output = help.group(parser, "training"), help.group(parser, "output")
     training.add_argument("--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint")
-    add_device(training, "auto, cpu, cuda or reference (NumPy, small models only)", "auto")
+    options.add_device(training, "auto, cpu, cuda or reference (NumPy, small models only)", "auto")
     training.add_argument(
         "--ranks", type=int, metavar="N", help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)"
     )
-    Rare(training).add_argument(
+    help.Rare(training).add_argument(
         "--find-lr",
         action="store_true",
         help="learning rate range test: --steps steps (default: 200) of a growing rate until they diverge, and a suggestion",
     )
     output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
     output.add_argument("--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else")
-    add_configuration(parser, TRAINED)
+    options.add_configuration(parser, options.TRAINED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it."""
     started = time.monotonic()
-    from contextlib import nullcontext, redirect_stdout
-
     from barellm.training.console import Console
 
     silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
@@ -58,18 +53,14 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
-    from contextlib import nullcontext
     from pathlib import Path
 
-    from barellm import models
     from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
-    from barellm.config import overrides
-    from barellm.errors import UserError
     from barellm.training import find_lr, resume, run
 
     check_device(args.device)
-    requested = CommandLine.of(args)
+    requested = options.CommandLine.of(args)
     name = requested.preset
     wanted = name or models.usual()
     start = weights = None
@@ -84,11 +75,11 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
             raise UserError(f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)")
         config, changes, start = resume.resume_from(out, preset=name, requested=requested.changes, console=console)
         if start is None:
-            config, weights = with_weights(config, overrides.flat(config))
+            config, weights = options.with_weights(config, overrides.flat(config))
     else:
         base = requested.base()
         changes = requested.changes(base)
-        config, weights = with_weights(requested.changed(base), changes)
+        config, weights = options.with_weights(requested.changed(base), changes)
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()

@@ -1,8 +1,7 @@
 """Autotune the GEMM configuration of each matmul of a preset on this machine (on a GPU also attention), and cache it.
 
 Every candidate runs in a child process. It is held against float64 and, bit for bit, against the default before it is timed, so
-tuning changes how long a run takes and nothing else.
-"""
+tuning changes how long a run takes and nothing else."""
 
 from __future__ import annotations
 

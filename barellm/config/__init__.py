@@ -1,8 +1,6 @@
 """Configurations: frozen values of which each field carries its help and its bounds. Nothing here imports more than the standard
 library. What a model has is its architecture's own (`models/`); presets live beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """Aliases of configuration keys, options, values and presets: names of older versions, and of nanoGPT, llm.c, torchtitan and
 transformers. A new name for a key of a run needs its old one in RENAMED, so that saved configurations load."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -4,10 +4,7 @@
     class TrainConfig(Section, section="train"):
         seq: int = at_least(1, 256, "sequence length")
 
-A configuration that is made with a value beyond the bounds is refused with one line: `train.seq is 0, expected at least 1`.
-"""
-
-from __future__ import annotations
+A configuration that is made with a value beyond the bounds is refused with one line: `train.seq is 0, expected at least 1`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,9 +1,6 @@
 """Configurations as flat keys, "model.layers" -> 6, and as files. Strict: unknown keys and wrong types are refused by name.
 
-Which keys [model] has depends on the architecture, which the class of a configuration's `model` says.
-"""
-
-from __future__ import annotations
+Which keys [model] has depends on the architecture, which the class of a configuration's `model` says."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace

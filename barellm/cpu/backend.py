@@ -1,7 +1,5 @@
 """The CPU as a backend: open a session, say what the machine is, measure its peak."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from contextlib import closing
@@ -9,26 +7,25 @@ from functools import cache
 
 import numpy as np
 
-from barellm.cpu import jit
+from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import machine
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.threads import Pool, thread_count
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime import rates
 
 
-def open_session(programs: dict[str, Program]) -> CpuSession:
+def open_session(programs: dict[str, Program]) -> step.CpuSession:
     """Plan, compile and map `programs` into one arena."""
-    return CpuSession(programs)
+    return step.CpuSession(programs)
 
 
 def planned(programs: dict[str, Program]) -> Plan:
     """The plan of such a session."""
-    return lower_and_plan(programs, written=True).plan
+    return step.lower_and_plan(programs, written=True).plan
 
 
 def default_dtype() -> str:

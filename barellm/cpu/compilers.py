@@ -1,7 +1,5 @@
 """Objects for kernels: from the cache, or compiled in several processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

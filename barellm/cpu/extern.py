@@ -1,9 +1,6 @@
 """Calls out of a step: entries of its table that are no kernels, such as those that wait for other processes.
 
-Every thread walks the table; at such an entry the first one calls, and the others go on to the next barrier.
-"""
-
-from __future__ import annotations
+Every thread walks the table; at such an entry the first one calls, and the others go on to the next barrier."""
 
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The CPU's fusion table: which sequences of primitive ops one kernel does. First row wins."""
 
-from __future__ import annotations
-
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
 from barellm.program.fusion import Fusion

@@ -3,8 +3,7 @@
 Loops from the outside: work items of MC rows x NC columns; KC of the depth; panels of NR columns, packed for B; tiles of MR rows.
 A config changes only the speed, never a bit of the result: each element is one accumulation chain over the whole depth, whose
 sum waits in fp32 between two KC blocks. The split of a weight gradient's depth into chunks of tokens, each with sums of its own,
-follows from the shape alone, so it is no part of a config.
-"""
+follows from the shape alone, so it is no part of a config."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class GemmConfig:
 
     `overlap`: what the micro-kernel's loop does besides its multiply-adds (not on AMX). "prefetch": prefetch the next rows of A and
     lines of C, and pack the next B panel where registers allow it; "pack": pack only; "none": pack each panel when it is needed,
-    and run the loop over the depth in one piece. A core that starts two multiply-adds a cycle has half as many spare cycles.
-    """
+    and run the loop over the depth in one piece. A core that starts two multiply-adds a cycle has half as many spare cycles."""
 
     tile: Tile
     mc: int

@@ -1,8 +1,9 @@
 """The instruction sets of this processor, and how to force a lesser one (`BARELLM_ISA`)."""
 
-from __future__ import annotations
-
+import ctypes
 import os
+import platform
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,8 +17,7 @@ class ISA:
 
     `dot`: how pairs of bf16 are multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32 and multiplied so).
     `bf16_round`: the machine rounds fp32 to bf16 in one instruction; otherwise it is integer arithmetic, because LLVM would call
-    a symbol that does not exist.
-    """
+    a symbol that does not exist."""
 
     name: str
     triple: str = ""  # "": the host's
@@ -90,8 +90,6 @@ def cross(name: str, triple: str) -> ISA:
 
 def arm() -> bool:
     """Whether this process runs on aarch64."""
-    import platform
-
     return platform.machine().lower() in ("arm64", "aarch64")
 
 
@@ -106,9 +104,6 @@ def host_features() -> dict[str, bool]:
 
 def arm_bf16() -> bool:
     """The system says that this aarch64 processor has BFDOT and BFCVT."""
-    import ctypes
-    import sys
-
     if sys.platform == "darwin":
         return sysctl_number("hw.optional.arm.FEAT_BF16") == 1
     getauxval, hwcap2, bf16 = ctypes.CDLL(None).getauxval, 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
@@ -127,9 +122,6 @@ def available() -> list[str]:
 def tiles_permitted() -> bool:
     """Ask Linux for the use of tile registers, once a process. Without permission the first tile instruction would end the
     process."""
-    import ctypes
-    import sys
-
     if not sys.platform.startswith("linux"):
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -2,10 +2,7 @@
 
 An object is cached under a key of its sources (sources.py), the specialisation, the processor and the versions, so a warm start
 emits no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest costs 3x the time for
-no faster code.
-"""
-
-from __future__ import annotations
+no faster code."""
 
 import hashlib
 import struct

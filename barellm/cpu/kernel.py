@@ -7,9 +7,8 @@ Positional parameters are the op's tensors by name, given as typed Pointers (Non
 that differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are
 constants of the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that
 need it.
-"""
 
-from __future__ import annotations
+What files of kernels need has its name here too: ISA, Op, Tensor, and of the kernel language Pointer, Value and Var."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +17,16 @@ from typing import Any
 from barellm.cpu import sources
 from barellm.cpu.extern import Prepare, callback, extern
 from barellm.cpu.isa import ISA
+from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 from barellm.runtime.lowering import Region, part
 from barellm.runtime.registry import Registry
 
-__all__ = ["REGISTRY", "Call", "Emit", "KernelBuilder", "Lowering", "Specialisation", "dims_of", "kernel", "lowering", "positional"]
+__all__ = [
+    "ISA", "REGISTRY", "Call", "Emit", "KernelBuilder", "Lowering", "Op", "Pointer", "Region", "Specialisation", "Tensor", "Value",
+    "Var", "dims_of", "kernel", "lowering", "part", "positional",
+]  # fmt: skip
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Debug mode (`runtime.poison`) on the CPU: a call that fills a tensor's bytes after its last use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from barellm.cpu.kernel import Call, Specialisation

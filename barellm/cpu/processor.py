@@ -1,7 +1,5 @@
 """Which processor this is, and its caches."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys

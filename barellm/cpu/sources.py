@@ -1,10 +1,7 @@
 """Which files decide the machine code of a kernel: its own module, what that imports, and what every kernel is emitted with.
 
 Keys of cached objects hold a digest of these files and of no others, so that an edit elsewhere throws nothing away. Imports are
-read from the text: no file has to be loaded for it.
-"""
-
-from __future__ import annotations
+read from the text: no file has to be loaded for it."""
 
 import hashlib
 import marshal

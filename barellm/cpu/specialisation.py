@@ -1,7 +1,5 @@
 """One specialisation of a kernel, and the view that a kernel has of the machine while it is emitted."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,10 +1,7 @@
 """The way from programs to a running session: lower, plan, compile, link into tables, run.
 
 A program becomes a table of records {function, arguments, barrier after, counters}. All threads walk the table; a barrier stands
-only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read.
-"""
-
-from __future__ import annotations
+only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read."""
 
 import mmap
 import weakref
@@ -25,11 +22,9 @@ from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
 from barellm.program.fused_grad_norm import SquareSums, fuse_grad_norm, recompute_square_sums
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.planner import Plan
-from barellm.program.tensor import Tensor
-from barellm.runtime import poison
-from barellm.runtime.arena import ArenaSession, laps, sizes_of
+from barellm.runtime import arena, poison
 from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lowered
 from barellm.runtime.memory import check_fits
 
@@ -138,15 +133,15 @@ def _reads(p: Program, tensors: Collection[Tensor]) -> bool:
     return any(t in tensors for op in p.ops for t in op.inputs.values())
 
 
-class CpuSession(ArenaSession):
+class CpuSession(arena.ArenaSession):
     """Programs over one arena, compiled and ready. A `runtime.session.Session`."""
 
     def __init__(
         self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None, config: Any = None
     ) -> None:
-        lap = laps()
+        lap = arena.laps()
         built = lower_and_plan(programs, threads=threads, isa=isa, written=True, config=config)
-        check_fits(built.plan, what=sizes_of(programs))
+        check_fits(built.plan, what=arena.sizes_of(programs))
         super().__init__(built.programs, built.plan)
         self._squared, self._written = {t.name: sums for t, sums in built.kept.items()}, False
         self._norms = {name for name, p in built.programs.items() if _reads(p, self._squared.values())}

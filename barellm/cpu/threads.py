@@ -1,10 +1,7 @@
 """The threads that run a step: as many as the machine really gives, pinned, waiting in native code between steps.
 
 The step never runs on Python's main thread, which stays free for signals: SIGINT would otherwise be handled only when the step
-ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one.
-"""
-
-from __future__ import annotations
+ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one."""
 
 import contextlib
 import ctypes
@@ -16,12 +13,10 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from barellm.cpu import sources
+from barellm.cpu import processor, sources, specialisation
 from barellm.cpu.isa import ISA, arm
 from barellm.cpu.jit import Library, cached_object
 from barellm.cpu.lang import sync
-from barellm.cpu.processor import sysctl_number
-from barellm.cpu.specialisation import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.errors import UserError
 from barellm.runtime import cgroup
 
@@ -37,7 +32,7 @@ def allowed_cpus() -> list[int]:
     """The processors that this process may use, one for each physical core. On a Mac they are as many as it has performance cores:
     threads meet at barriers, and one on an efficiency core is late at each."""
     cpus = logical_cpus()
-    if cores := sysctl_number("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
+    if cores := processor.sysctl_number("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
         return cpus[:cores]
     seen: set[str] = set()
     first, siblings = [], []
@@ -93,16 +88,16 @@ class Pool:
         self._lead = one(self.code.address("lead"))
         self.now = ctypes.CFUNCTYPE(ctypes.c_int64)(self.code.address("now"))
         self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address("stop"))
-        nbytes = sync.SHARED_NBYTES + threads * RT_NBYTES
+        nbytes = sync.SHARED_NBYTES + threads * specialisation.RT_NBYTES
         self._block = ctypes.create_string_buffer(nbytes + 64)
         self.shared = (ctypes.addressof(self._block) + 63) & ~63
         self._init_condition()
         for i in range(threads):
-            self._set(self.rt(i) + RT_THREAD, i)
-            self._set(self.rt(i) + RT_THREADS, threads)
+            self._set(self.rt(i) + specialisation.RT_THREAD, i)
+            self._set(self.rt(i) + specialisation.RT_THREADS, threads)
             groups = min(threads, sync.GROUPS)
-            self._set(self.rt(i) + RT_GROUP, i * groups // threads)
-            self._set(self.rt(i) + RT_GROUPS, groups)
+            self._set(self.rt(i) + specialisation.RT_GROUP, i * groups // threads)
+            self._set(self.rt(i) + specialisation.RT_GROUPS, groups)
         self._memory: object = None
         self._closed = False
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -120,15 +115,15 @@ class Pool:
 
     def rt(self, thread: int) -> int:
         """Address of a thread's block."""
-        return self.shared + sync.SHARED_NBYTES + thread * RT_NBYTES
+        return self.shared + sync.SHARED_NBYTES + thread * specialisation.RT_NBYTES
 
     def bind(self, scalars: int, thread_scratch: int, thread_scratch_bytes: int, *, memory: object = None) -> None:
         """Set the places of the run-time scalars and of each thread's own scratch. `memory` owns the code and the bytes of the
         runs. The threads keep a reference to it, because a run that Ctrl-C left behind may outlive everything else."""
         self._memory = memory
         for i in range(self.threads):
-            self._set(self.rt(i) + RT_SCALARS, scalars)
-            self._set(self.rt(i) + RT_PRIVATE, thread_scratch + i * thread_scratch_bytes)
+            self._set(self.rt(i) + specialisation.RT_SCALARS, scalars)
+            self._set(self.rt(i) + specialisation.RT_PRIVATE, thread_scratch + i * thread_scratch_bytes)
 
     def run(self, table: int, entries: int, stamps: int = 0) -> None:
         """Blocks, but lets signal handlers of the main thread run at once. `stamps`: where the walk leaves its trace, int64 of

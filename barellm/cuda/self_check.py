@@ -25,6 +25,7 @@ from barellm.cuda.tuner.candidates import EPILOGUES_BY_KIND, specs_of
 from barellm.cuda.tuning import AttentionProblem, GemmProblem
 from barellm.errors import UserError
 from barellm.program.builder import Program
+from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from barellm.runtime import artefacts
 from barellm.runtime.tuner.database import Database, Entry
 from barellm.runtime.tuner.problem import Candidate
@@ -34,7 +35,6 @@ CHILD = "barellm.tools.profile.self_check"
 SWITCH = "BARELLM_SELF_CHECK"
 LIMIT_S = 20.0  # of a case, and a minute more for the start of the child
 SIZE, TOKENS, FEW_TOKENS = (1152, 1280, 576), 2000, 256  # of a GEMM; of a weight gradient in slices, and in one
-EPILOGUES = ("", "residual", "add", "start", "gelu", "gelu_backward")  # one of each kind: every architecture has some
 ATTENTION = (2, 300)  # sequences, and their tokens
 FAULTS = ("wrong values", "it wrote outside", "no answer", "its process")  # of kernels, as the child's side words them
 REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
@@ -52,10 +52,9 @@ def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] 
     found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
     for name, entry in sorted(found.items()):
         if entry["wrong"] and name.startswith("Hopper"):
-            gemm = name.startswith("Hopper GEMM")
-            instead = "kernels take the place of Hopper's" if gemm else "attention takes its place"
-            _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {instead}; {REPORT}")
-            options |= {"matmul": "triton"} if gemm else {"plain_attention": True}
+            kind = name.split()[1]
+            _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {kind} takes its place; {REPORT}")
+            options |= {"matmul": "triton"} if kind == "GEMM" else {"plain_attention": True}
         elif entry["wrong"]:
             raise UserError(f"{name} fails on {on.name}: {entry['wrong']}: use --device cpu; {REPORT}")
     return options
@@ -103,11 +102,13 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
     model, train = config.model, config.train
     dtype, (rows, cols, depth) = "tf32" if train.tf32 else train.dtype, SIZE
     problems: dict[str, GemmProblem] = {}
+    activation = ACTIVATIONS.get(getattr(model, "activation", ""), ACTIVATIONS["gelu"])
+    epilogues = ("", "residual", "add", "start", activation.name, activation.backward.name)
     for kind, known in EPILOGUES_BY_KIND.items():
         size = rows, cols, TOKENS if kind == "tn" else depth
         problems[f"Triton GEMM {kind} {dtype}"] = GemmProblem(kind, dtype, *size)
         hopper = target.hopper and target.matmul != "triton" and dtype in ("bf16", "fp16")
-        for epilogue in (e for e in EPILOGUES if hopper and e in known):
+        for epilogue in (e for e in epilogues if hopper and e in known):
             size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
             problems[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
     found: dict[str, Any] = {name: (problem, problem.default(target.arch)) for name, problem in problems.items()}
@@ -118,7 +119,7 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
         name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
         problem = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
         found[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
-        if target.matmul != "triton" and (own := problem.warp_specialized(target.arch)):
+        if own := problem.warp_specialized(target.arch):
             found[f"Hopper {name}"] = problem, own
     plain = replace(target, matmul="triton", plain_attention=True)
     launches = [call for p in programs.values() for call in step.Lowered(p, plain).launches if isinstance(call, Launch)]

@@ -1,7 +1,5 @@
 """The place of prepared data, and how files get there whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -21,8 +19,7 @@ def cache_folder(name: str) -> Path:
 
     The cache is BARELLM_CACHE, else XDG_CACHE_HOME/barellm, else ~/.cache/barellm. Where that default cannot be written
     (no home, read-only disk) a folder in the system's temporary place serves; a BARELLM_CACHE that cannot be written is
-    the user's mistake: UserError.
-    """
+    the user's mistake: UserError."""
     chosen = os.environ.get("BARELLM_CACHE")
     if chosen:
         folder = Path(chosen) / name
@@ -74,8 +71,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that appears as `path` only when complete; else nothing is left.
 
-    Raises FileExistsError when `path` exists by then and is not empty: another process was faster.
-    """
+    Raises FileExistsError when `path` exists by then and is not empty: another process was faster."""
     temporary = _temporary(path)
     try:
         with writing(path):

@@ -1,7 +1,5 @@
 """Conversations as ids: what a tokenizer makes of messages, by the chat template of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,10 +1,7 @@
 """Conversations as training examples, as the model's chat template writes them: what it learns is what `chat` asks for.
 
 An answer is what an assistant says, and the special token behind it. It is encoded behind the ids that `chat` gives for the
-messages before it, so no token is of both.
-"""
-
-from __future__ import annotations
+messages before it, so no token is of both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text on this machine, cut into a training and a validation part: Python's own library, or files of text and records."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig
@@ -76,8 +74,7 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
     """The source of the running Python's standard library, a file a document, whole files in either part.
 
     Files are taken for validation in the order of a hash of their names until they hold `val_fraction` of the bytes,
-    so a Python with a few other files has nearly the same split. A file with an earlier one's content is left out.
-    """
+    so a Python with a few other files has nearly the same split. A file with an earlier one's content is left out."""
     root = Path(root or sysconfig.get_path("stdlib"))
     files: dict[str, tuple[str, int]] = {}  # relative name -> digest, bytes
     seen = set()

@@ -1,7 +1,5 @@
 """Rows that are filled with whole documents, as modded-nanogpt does: each begins with the first token of a document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -21,8 +19,7 @@ class Documents(Rows):
     finds its place by counting. UserError where the text has no `separator`, the token that begins a document.
 
     Without `span` each shard is a text of its own, as modded-nanogpt has it on one GPU: no row and no document goes on in the next
-    shard. The documents of an unfinished row are dropped, and so is what a shard has before its first separator.
-    """
+    shard. The documents of an unfinished row are dropped, and so is what a shard has before its first separator."""
 
     def __init__(
         self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True

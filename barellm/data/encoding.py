@@ -1,16 +1,13 @@
 """Blocks of text become tokens, a group at a time: all cores encode one group while the next is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from barellm.data import reading, tokenizers
 from barellm.data.corpus import Corpus, Piece
-from barellm.data.reading import Block
-from barellm.data.tokenizers import Tokenizer
 
 GROUP = 1 << 22  # characters in a group
 
@@ -31,14 +28,14 @@ class Group:
 
     first: int
     next: Place
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[reading.Block] = field(default_factory=list)
     characters: int = 0
     documents: int = 0
     empty: int = 0
     bytes: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
-    def add(self, block: Block) -> None:
+    def add(self, block: reading.Block) -> None:
         nothing = block.begins and block.closed and not block.text
         self.empty += nothing
         self.documents += block.begins and not nothing
@@ -47,7 +44,7 @@ class Group:
             self.characters += len(block.text)
 
 
-def encoded(corpus: Corpus, tokenizer: Tokenizer, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
+def encoded(corpus: Corpus, tokenizer: tokenizers.Tokenizer, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
     """The groups from a place on, with their tokens: each document is led by the end-of-text id where the tokenizer has one."""
     worker = ThreadPoolExecutor(1)
     waiting: Future[Group] | None = None
@@ -81,7 +78,7 @@ def _groups(corpus: Corpus, pieces: Sequence[Piece], place: Place) -> Iterator[G
     yield group
 
 
-def _encode(tokenizer: Tokenizer, group: Group) -> Group:
+def _encode(tokenizer: tokenizers.Tokenizer, group: Group) -> Group:
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
     texts = [block.text for block in group.blocks]
     parts = []

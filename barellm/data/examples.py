@@ -1,8 +1,7 @@
 """Examples of prompts and answers, for fine-tuning: the loss is of the answers alone, and several examples share a row.
 
 An example is the end-of-text token, the prompt, the answer, and the end-of-text token again, where the tokenizer has one. The
-answer and what ends it are targets; everything else has target -1, which the loss ignores.
-"""
+answer and what ends it are targets; everything else has target -1, which the loss ignores."""
 
 from __future__ import annotations
 
@@ -14,12 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from barellm.data import conversations
-from barellm.data.chats import LINES
-from barellm.data.loader import MASK, Rows, draw, permuted
-from barellm.data.reading import Layout, each_record, format_of
-from barellm.data.records import instead, need_characters
-from barellm.data.tokenizers import Tokenizer
+from barellm.data import chats, conversations, loader, reading, records, tokenizers
 from barellm.errors import UserError
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
@@ -66,19 +60,19 @@ ANSWERS = ("answer", "completion", "messages")  # a record of examples has one o
 def has_examples(path: Path) -> bool:
     """Whether a file of JSON or CSV has answers: by its first record. One with the field that holds the text of a `Layout` is text,
     whatever else it has."""
-    if not path.is_file() or format_of(path, Layout()) in ("text", "parquet"):
+    if not path.is_file() or reading.format_of(path, reading.Layout()) in ("text", "parquet"):
         return False
-    _, first = next(each_record(path), ("", None))
-    return isinstance(first, dict) and Layout().field not in first and not first.keys().isdisjoint(ANSWERS)
+    _, first = next(reading.each_record(path), ("", None))
+    return isinstance(first, dict) and reading.Layout().field not in first and not first.keys().isdisjoint(ANSWERS)
 
 
 def read_examples(path: Path) -> tuple[list[Parts], str]:
     """The examples of a file and a hash of them."""
     digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
-    for where, record in each_record(path):
+    for where, record in reading.each_record(path):
         found.append(parts(record, where))
         for text, _ in found[-1]:
-            need_characters(text, where)
+            records.need_characters(text, where)
         digest.update(repr(found[-1]).encode())
     return found, digest.hexdigest()
 
@@ -97,7 +91,9 @@ def parts(record: Any, where: str) -> Parts:
             raise UserError(f"{where} has an empty answer")
         return [(prompt, False), (answer, True)]
     has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise UserError(f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{instead(record)}")
+    raise UserError(
+        f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{records.instead(record)}"
+    )
 
 
 def _check_obeyed(found: dict, what: str, where: str) -> None:
@@ -124,19 +120,19 @@ def _conversation(messages: Any, where: str) -> Parts:
     for message in messages if isinstance(messages, list) else [None]:
         if not (
             isinstance(message, dict)
-            and message.get("role") in tuple(LINES)  # a list of a role has no hash
+            and message.get("role") in tuple(chats.LINES)  # a list of a role has no hash
             and isinstance(message.get("content"), str)
         ):
-            known = ", ".join(LINES)
+            known = ", ".join(chats.LINES)
             raise UserError(f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content")
         role, text = message["role"], message["content"]
         _check_obeyed(message, "message", where)
         loss = _has_loss(message, where)
         losses.append(loss)
         if role == "assistant":
-            found += [(f"{LINES[role]}:", False), (f" {text}", loss or None)]
+            found += [(f"{chats.LINES[role]}:", False), (f" {text}", loss or None)]
         else:
-            found.append((f"{LINES[role]}: {text}\n", False))
+            found.append((f"{chats.LINES[role]}: {text}\n", False))
     if not any(answer for _, answer in found):
         raise UserError(f"{where} has no message of the assistant with a loss, whose messages are the answers")
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -144,7 +140,7 @@ def _conversation(messages: Any, where: str) -> Parts:
     return found
 
 
-def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> Examples:
+def encode_examples(found: list[Parts], tokenizer: tokenizers.Tokenizer, *, name: str) -> Examples:
     """Prompts and answers are encoded by themselves, so no token is of both; conversations as the model's chat template writes
     them, where it has one. UserError, which begins with `name`, for an example
     that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
@@ -179,8 +175,7 @@ class Packed:
     than a row is cut at the row's end, and left out where nothing of its answer is left. What stays free has target -1.
 
     `cut` and `dropped`: how many examples that befell. A later example in a row sees those before it: GPT-2 and Llama have no
-    mask between documents.
-    """
+    mask between documents."""
 
     def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int) -> None:
         self.examples, self.seq, self.fill = examples, seq, fill
@@ -226,24 +221,24 @@ class Packed:
         return sum(self._counted[row] for row in rows)
 
 
-class ExampleRows(Rows):
+class ExampleRows(loader.Rows):
     """Examples are packed once, in an order that the seed gives. With the `order` "epoch" every row then comes once an epoch, in
     an order that changes with the epoch; with "random" each is drawn by itself."""
 
     def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch") -> None:
         assert order in ("epoch", "random")
-        self._key, self._drawn = draw(seed & MASK, 1 << 16), order == "random"
-        places = [permuted(i, len(examples), draw(self._key, 0)) for i in range(len(examples))]
+        self._key, self._drawn = loader.draw(seed & loader.MASK, 1 << 16), order == "random"
+        places = [loader.permuted(i, len(examples), loader.draw(self._key, 0)) for i in range(len(examples))]
         self.packed = Packed(examples, places, seq=seq, fill=fill)
 
     def _rows(self, first_sample: int, count: int) -> list[int]:
         size, found = len(self.packed.rows), []
         for sample in range(first_sample, first_sample + count):
             if self._drawn:
-                found.append(draw(self._key, sample) % size)
+                found.append(loader.draw(self._key, sample) % size)
                 continue
             epoch, index = divmod(sample, size)
-            found.append(permuted(index, size, draw(self._key, epoch + 1)))
+            found.append(loader.permuted(index, size, loader.draw(self._key, epoch + 1)))
         return found
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
@@ -275,8 +270,8 @@ class ExampleValidation:
         return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))
 
 
-def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], Tokenizer]
-          ) -> tuple[Examples, Examples, Tokenizer, str]:  # fmt: skip
+def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], tokenizers.Tokenizer]
+          ) -> tuple[Examples, Examples, tokenizers.Tokenizer, str]:  # fmt: skip
     """Gives the training examples, those for validation, the tokenizer, and a hash of the file's examples. The last `val_fraction`
     of the examples, at least one, are for validation; 1: all. `make` gets all texts."""
     found, digest = read_examples(path)

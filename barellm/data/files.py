@@ -1,7 +1,5 @@
 """Which files a source names: a file, a pattern, or a folder with all the text in it, and what is passed over there."""
 
-from __future__ import annotations
-
 import codecs
 import glob
 import os

@@ -1,7 +1,5 @@
 """GPT-2's own vocabulary, from files on this machine or tiktoken's download."""
 
-from __future__ import annotations
-
 import base64
 import os
 import sys
@@ -9,9 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from barellm.data.bpe import BytePairs, printable_bytes
-from barellm.data.cache import cache_folder, new_file
-from barellm.data.tokenizers import vocabulary_hash
+from barellm.data import bpe, cache, tokenizers
 from barellm.errors import UserError
 
 VOCAB = 50257
@@ -24,7 +20,7 @@ URL_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 NAMES = ("vocab.bpe", "gpt2_vocab.bpe", "merges.txt", "gpt2.tiktoken", "r50k_base.tiktoken")
 
 
-class Gpt2(BytePairs):
+class Gpt2(bpe.BytePairs):
     """GPT-2's tokenizer. The table is looked for when it is first needed: training on shards works without it."""
 
     name = "gpt2"
@@ -69,7 +65,7 @@ def find_vocabulary() -> list[bytes]:
         if found is None:
             raise UserError(f"BARELLM_GPT2_VOCAB is {chosen}, expected a folder with one of {', '.join(NAMES)}")
         return found
-    folder = cache_folder("gpt2")
+    folder = cache.cache_folder("gpt2")
     return _read_folder(folder) or _download(folder)
 
 
@@ -89,7 +85,7 @@ def _read_folder(folder: Path) -> list[bytes] | None:
 
 def _from_merges(content: bytes) -> list[bytes]:
     """vocab.bpe: a version line, then a merge a line, in printable characters. Ids: 256 bytes, merges in order, eot."""
-    byte_of = printable_bytes()
+    byte_of = bpe.printable_bytes()
     end = "\uffff"  # of a line: a byte of a merge may be a line feed
     latin = str.maketrans({c: chr(b) for c, b in byte_of.items()} | {" ": None, "\r": None, "\n": end})
     lines = content.decode().translate(latin).split(end)[1:]  # one translation: 50,000 cost as much as all else here
@@ -105,7 +101,7 @@ def _from_ranks(content: bytes) -> list[bytes]:
 
 
 def _verified(tokens: Sequence[bytes], what: str) -> list[bytes]:
-    found = vocabulary_hash("gpt2", EOT, tokens)
+    found = tokenizers.vocabulary_hash("gpt2", EOT, tokens)
     if found != HASH:
         raise UserError(f"{what} is not GPT-2's: {len(tokens)} ids with hash {found[:16]}, expected {HASH[:16]}")
     return list(tokens)
@@ -122,6 +118,6 @@ def _download(folder: Path) -> list[bytes]:
             f"GPT-2's vocabulary is not on this machine and its download failed ({type(error).__name__}): "
             f"put vocab.bpe or gpt2.tiktoken into {folder}, or set BARELLM_GPT2_VOCAB to a folder that has it"
         ) from error
-    with new_file(folder / "vocab.bpe") as file:
+    with cache.new_file(folder / "vocab.bpe") as file:
         file.write(content)
     return _verified(_from_merges(content), URL)

@@ -1,8 +1,7 @@
 """A tokenizer.json as the library `tokenizers` writes it, of any kind that the library runs."""
 
-from __future__ import annotations
-
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from barellm.chat import conventions
-from barellm.chat.templates import Piece
-from barellm.data.bpe import printable_bytes
-from barellm.data.cache import new_file
+from barellm.chat import conventions, templates
+from barellm.data import bpe, cache, unpacking
 from barellm.data.tokenizers import FILE, Tokenizer, utf8
-from barellm.data.unpacking import MARK
 from barellm.errors import UserError
 from barellm.jsontext import loads
 
@@ -28,13 +24,12 @@ class HuggingFace(Tokenizer):
     """The library encodes; the file is kept byte for byte, so that transformers and llm.c see the same ids.
 
     Special tokens stand for no text, and a text that spells one is text. UserError, in which `path` names the file, for one whose
-    ids have no room in it, or that the library refuses.
-    """
+    ids have no room in it, or that the library refuses."""
 
     name = "huggingface"
 
     def __init__(self, content: bytes, *, path: Path) -> None:
-        self.content, self.path = content.removeprefix(MARK), path
+        self.content, self.path = content.removeprefix(unpacking.MARK), path
         found = loads(self.content)
         self._added = {token["content"]: token["id"] for token in found["added_tokens"]}
         self._special = {token["content"]: token["id"] for token in found["added_tokens"] if token.get("special")}
@@ -76,7 +71,7 @@ class HuggingFace(Tokenizer):
     def tokens(self) -> Sequence[bytes]:
         """The bytes of each id: none for special ones and for ids that nobody has."""
         decoder = self._encoder("text").decoder
-        byte_of = printable_bytes()
+        byte_of = bpe.printable_bytes()
         special = set(self._special.values())
         added = {i: name.encode() for name, i in self._added.items()}
         plain = decoder is not None and type(decoder).__name__ == "ByteLevel"
@@ -103,8 +98,6 @@ class HuggingFace(Tokenizer):
         "special": they are tokens; "letters": those of added tokens that are not special are text too."""
         if kind in self._encoders:
             return self._encoders[kind]
-        import json
-
         from tokenizers import Tokenizer as Encoder
 
         content = self.content
@@ -147,7 +140,7 @@ class HuggingFace(Tokenizer):
                 raise UserError(f"the text has the token {name!r}, id {i}, and the model has {self.rows} rows: it has none for it")
         return arrays
 
-    def encode_piece(self, piece: Piece, *, first: bool) -> np.ndarray:
+    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
         text, letters = piece
         kind = "letters" if letters else "special"
         ids = self._encode([text], kind)[0] if first else self.encode_continued(text, kind)
@@ -156,7 +149,7 @@ class HuggingFace(Tokenizer):
         return ids
 
     def save(self, folder: Path) -> None:
-        with new_file(folder / FILE) as file:
+        with cache.new_file(folder / FILE) as file:
             file.write(self.content)
         self._write_files(folder)
 
@@ -192,7 +185,7 @@ def changes(found: dict[str, Any]) -> str:
         "it puts a space before the text": any(part.get("add_prefix_space") for part in kinds),
         "it drops what it cuts at": any(part.get("behavior") == "Removed" for part in kinds),
         "an added token swallows white space": any(t.get("lstrip") or t.get("rstrip") for t in found["added_tokens"]),
-        "it lacks some of the 256 bytes": model["type"] == "BPE" and not model["vocab"].keys() >= printable_bytes().keys(),
+        "it lacks some of the 256 bytes": model["type"] == "BPE" and not model["vocab"].keys() >= bpe.printable_bytes().keys(),
     }
     return next((reason for reason, holds in wrong.items() if holds), "")
 

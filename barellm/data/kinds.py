@@ -1,7 +1,5 @@
 """Which tokenizers there are: made by name, trained on a text, loaded from a folder."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import tempfile
@@ -9,10 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from barellm.chat import conventions
-from barellm.data.bpe import BytePairs, trained_bpe
-from barellm.data.cache import cache_folder, new_folder, sweep
-from barellm.data.gpt2 import Gpt2
-from barellm.data.huggingface import HuggingFace
+from barellm.data import bpe, cache, gpt2, huggingface
 from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Ids, Tokenizer
 from barellm.errors import UserError, nearest
 from barellm.jsontext import loads
@@ -33,8 +28,7 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
     """The tokenizer of that kind, or from that folder.
 
     `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
-    that part, under which a trained bpe is cached.
-    """
+    that part, under which a trained bpe is cached."""
     check_kind(name)
     if name == "bytes":
         return Bytes()
@@ -44,28 +38,28 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
             characters.update(text)
         return Chars(characters)
     if name == "gpt2":
-        return Gpt2()
+        return gpt2.Gpt2()
     if name == "bpe":
         return cached_bpe(train or texts, vocab=bpe_vocab, key=key)
     return load_tokenizer(Path(name))
 
 
-def cached_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None) -> BytePairs:
+def cached_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None) -> bpe.BytePairs:
     """`trained_bpe`, kept in the cache under `key`; trained each time where that is None."""
     if key is None:
-        return trained_bpe(texts, vocab=vocab)
-    folder = cache_folder("tokenizers")
+        return bpe.trained_bpe(texts, vocab=vocab)
+    folder = cache.cache_folder("tokenizers")
     found = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
     try:
         cached = load_tokenizer(found)
-        assert isinstance(cached, BytePairs)
+        assert isinstance(cached, bpe.BytePairs)
         return cached
     except UserError:
         pass  # not there, or damaged: then it is replaced
-    sweep(folder)
-    tokenizer = trained_bpe(texts, vocab=vocab)
+    cache.sweep(folder)
+    tokenizer = bpe.trained_bpe(texts, vocab=vocab)
     try:
-        with new_folder(found) as made:
+        with cache.new_folder(found) as made:
             tokenizer.save(made)
     except FileExistsError:
         tokenizer.save(found)
@@ -100,7 +94,7 @@ def _loaded(path: Path) -> Tokenizer:
         written = path.read_bytes()
         content = loads(written)
         if "format" not in content and "model" in content:
-            return HuggingFace(written, path=path)
+            return huggingface.HuggingFace(written, path=path)
         if content["format"] != FORMAT:
             raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}")
         kind, stored, eot = content["kind"], content["tokens"], content["eot"]
@@ -124,7 +118,7 @@ def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokeniz
     if kind == "chars" and tokens:
         return Chars(token.decode() for token in tokens)
     if kind == "gpt2":
-        return Gpt2(tokens)
+        return gpt2.Gpt2(tokens)
     if kind == "bpe" and tokens and type(eot) is int and 0 <= eot < len(tokens) and tokens[eot] == b"":
-        return BytePairs(tokens, eot=eot)
+        return bpe.BytePairs(tokens, eot=eot)
     raise ValueError(kind)

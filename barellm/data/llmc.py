@@ -1,7 +1,5 @@
 """The order of llm.c's training: its shuffled DataLoader, to the token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +32,7 @@ class LlmcOrder(Rows):
     and one more. Each epoch it shuffles the list of shards as the epoch before has left it, and then, shard for shard, the
     samples in it, all with one Mersenne twister; what is left at a shard's end is not used.
 
-    To go on at a sample, the random numbers before it are counted and skipped. UserError where a shard has not one sample.
-    """
+    To go on at a sample, the random numbers before it are counted and skipped. UserError where a shard has not one sample."""
 
     def __init__(self, tokens: TokenStream, *, batch: int, seq: int) -> None:
         self.tokens, self.batch_size, self.seq = tokens, batch, seq

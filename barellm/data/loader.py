@@ -1,10 +1,7 @@
 """Batches of token windows.
 
 Which tokens are in sample i is a pure function of (seed, i): nothing is shuffled or remembered, so resuming,
-accumulating and splitting a batch among ranks all mean asking for other sample indices.
-"""
-
-from __future__ import annotations
+accumulating and splitting a batch among ranks all mean asking for other sample indices."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -44,8 +41,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
     It is a Feistel network on the smallest power of two that holds `size`, walked until it falls below `size` (Black and Rogaway
     2002). Under two walks are expected, and no table is stored, whatever the size. Plain integers take 3 us for a sample; NumPy on
-    the few samples of a batch took five times as long.
-    """
+    the few samples of a batch took five times as long."""
     bits = (size - 1).bit_length()
     low_bits = (bits + 1) // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
@@ -103,8 +99,7 @@ class Batches(Rows):
 
     `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "sequential": the same
     windows in the order of the text; "random": windows that start anywhere, as nanoGPT draws them. UserError if the stream is too
-    short for one. A stage with another length has windows of its own.
-    """
+    short for one. A stage with another length has windows of its own."""
 
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
         assert order in ("epoch", "random", "sequential") and seq >= 1
@@ -143,8 +138,7 @@ class Validation:
     """Windows of `seq` targets side by side over a whole stream, in order: every token but the first is a target once.
 
     The last window is filled up with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only so many
-    targets, in whole windows spread evenly over the stream, so that a short look sees all of it.
-    """
+    targets, in whole windows spread evenly over the stream, so that a short look sees all of it."""
 
     def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0) -> None:
         if len(tokens) < 2:

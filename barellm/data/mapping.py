@@ -2,10 +2,7 @@
 
 Reading a page of a map behind the end of its file, or one that its disk cannot give, is the signal SIGBUS, and by default the end
 of the process. Here such a page of one of our maps becomes zeros, the read goes on, and `check` says so: whoever has read calls it
-before the values are used. The handler runs on the thread that reads, at the load that failed, so it may run Python code.
-"""
-
-from __future__ import annotations
+before the values are used. The handler runs on the thread that reads, at the load that failed, so it may run Python code."""
 
 import ctypes
 import mmap

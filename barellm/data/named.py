@@ -1,7 +1,5 @@
 """Sets of text that have a name: where they are, and how their files come here, whole and checked."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os

@@ -1,10 +1,7 @@
 """How a file becomes blocks for a tokenizer: plain text, or records' texts (data/records.py), compressed or not.
 
 A block is a function of the place where it begins and of the file alone, so whoever goes on at a block's end reads what one
-who never stopped reads. Memory is bounded by a block, or by a record that is longer.
-"""
-
-from __future__ import annotations
+who never stopped reads. Memory is bounded by a block, or by a record that is longer."""
 
 import codecs
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,6 @@
 these are bytes of the uncompressed file, else the number of records before. One record is in memory at a time, or a batch of rows.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import json

@@ -1,8 +1,7 @@
 """llm.c's .bin shards of tokens, and several of them read as one stream.
 
 A shard is little-endian: 256 int32 of header (magic, version, number of tokens, zeros), then the tokens, nothing else.
-Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds uint32 (Llama 3).
-"""
+Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds uint32 (Llama 3)."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from barellm.data.cache import cache_folder, new_file
-from barellm.data.mapping import check, mapped
+from barellm.data import cache, mapping
 from barellm.errors import UserError
 
 HEADER_BYTES = 1024
@@ -40,7 +38,7 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
     """Writes one shard, whole or not at all; returns its number of tokens. The blocks may be of any integer dtype."""
     dtype = FORMATS[magic][1]
     count = 0
-    with new_file(path) as file:
+    with cache.new_file(path) as file:
         file.write(bytes(HEADER_BYTES))
         for block in blocks:
             assert block.size == 0 or (block.min() >= 0 and block.max() <= np.iinfo(dtype).max)
@@ -72,7 +70,7 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} has {size} bytes, its header says {count} tokens: expected {expected}")
     if count == 0:
         raise UserError(f"{path} holds no tokens")
-    return mapped(path, dtype, offset=HEADER_BYTES, shape=count)
+    return mapping.mapped(path, dtype, offset=HEADER_BYTES, shape=count)
 
 
 def inspect_shard(path: Path) -> tuple[int, str]:
@@ -84,7 +82,7 @@ def inspect_shard(path: Path) -> tuple[int, str]:
             block = tokens[start : start + BLOCK]
             largest = max(largest, int(block.max()))
             digest.update(block.data)
-        check()
+        mapping.check()
         return {"largest": largest, "digest": digest.hexdigest()}
 
     found = remembered(path, walk)
@@ -98,12 +96,12 @@ def remembered(path: Path, compute: Callable[[], dict], *, about: str = "") -> d
     if stat.st_size < MEMO_BYTES:
         return compute()
     key = xxhash.xxh3_128_hexdigest(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{about}".encode())
-    memo = cache_folder("inspected") / f"{key}.json"
+    memo = cache.cache_folder("inspected") / f"{key}.json"
     try:
         return json.loads(memo.read_text())
     except (OSError, ValueError):
         result = compute()
-        with new_file(memo) as file:
+        with cache.new_file(memo) as file:
             file.write(json.dumps(result).encode())
         return result
 
@@ -129,7 +127,7 @@ class TokenStream:
             piece = self.parts[part][offset : offset + len(out) - done]
             out[done : done + len(piece)] = piece
             done, part, offset = done + len(piece), part + 1, 0
-        check(self.parts)
+        mapping.check(self.parts)
 
     def array(self, start: int, stop: int) -> np.ndarray:
         """A copy of the tokens [start, stop), int32."""

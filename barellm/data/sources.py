@@ -1,7 +1,5 @@
 """The way from what the user names (`stdlib`, text, shards) to two streams of tokens and a tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil
@@ -13,16 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from barellm.config import DataConfig
-from barellm.data.cache import cache_folder, new_folder, sweep
+from barellm.data import cache, kinds, loader, reading, writing
 from barellm.data.corpus import Corpus, stdlib_corpus, text_corpus
 from barellm.data.examples import Examples, ExampleValidation, has_examples, split
 from barellm.data.files import Skipped, existing, find_files, has_text
-from barellm.data.kinds import check_kind, fitting, load_tokenizer, make_tokenizer
-from barellm.data.loader import Validation
-from barellm.data.reading import Layout
 from barellm.data.shards import TokenStream, inspect_shard, open_shard
 from barellm.data.tokenizers import FILE, Ids, Tokenizer
-from barellm.data.writing import MANIFEST, Job, check_manifest, read_manifest, write_split
 from barellm.errors import UserError
 
 FORMAT = 2  # of the cache: counts up when the same text would give other tokens
@@ -48,13 +42,13 @@ class Dataset:
     text_bytes: tuple[int, int] | None = None  # of the text that `train` and `val` are made of, where it is known
     examples: tuple[Examples, Examples] | None = None  # of prompts and answers, whose tokens are those of `train` and `val`
 
-    def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> Validation | ExampleValidation:
+    def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> loader.Validation | ExampleValidation:
         """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
         `first` exactly the first ones, or all where there are fewer."""
         if self.examples is None and first and 0 < max_tokens < len(self.val):
-            return Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq)
+            return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq)
         if self.examples is None:
-            return Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens)
+            return loader.Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens)
         if first:
             raise UserError(f"{self.name} are rows of their own, which have no first tokens: expected a text")
         return ExampleValidation(self.examples[1], seq=seq, max_tokens=max_tokens, fill=self.tokenizer.start)
@@ -100,10 +94,9 @@ def prepare(
     `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so
     shards that say their own are taken with that. `whole`: nothing is cut off for training, all of it is in `val`. `report`
     gets a line for each thing that takes seconds, `progress` (bytes done, bytes in all) while text is tokenized. UserError for
-    whatever is wrong with the source.
-    """
+    whatever is wrong with the source."""
     if tokenizer is None:
-        check_kind(data.tokenizer)
+        kinds.check_kind(data.tokenizer)
     report = report or (lambda line: None)
     shards = find_shards(data.source)
     if not shards and has_examples(Path(data.source).expanduser()):
@@ -123,7 +116,7 @@ def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -
     path = existing(data.source)
 
     def made(texts: Callable[[], Iterator[str]]) -> Tokenizer:
-        return tokenizer or make_tokenizer(data.tokenizer, texts, bpe_vocab=data.bpe_vocab)
+        return tokenizer or kinds.make_tokenizer(data.tokenizer, texts, bpe_vocab=data.bpe_vocab)
 
     train, val, used, digest = split(path, 1.0 if whole else data.val_fraction, made)
     parts = []
@@ -157,7 +150,7 @@ def find_text(
     sources: list[str],
     val_fraction: float,
     *,
-    layout: Layout = Layout(),  # noqa: B008
+    layout: reading.Layout = reading.Layout(),  # noqa: B008
     report: Report = lambda line: None,
     reported: Progress = nobody,
 ) -> Corpus:
@@ -197,13 +190,13 @@ def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Repor
     def all_texts() -> Iterator[str]:
         return corpus.texts(corpus.train + corpus.val)
 
-    return make_tokenizer(name, all_texts, train=training_texts, bpe_vocab=bpe_vocab, key=corpus.hash)
+    return kinds.make_tokenizer(name, all_texts, train=training_texts, bpe_vocab=bpe_vocab, key=corpus.hash)
 
 
 def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:
     """Opens the cached tokens of a corpus; makes them first if they are not there or not whole."""
     key = hashlib.sha256(f"tokens {FORMAT} {corpus.hash} {tokenizer.hash}".encode()).hexdigest()[:32]
-    folder = cache_folder("tokens")
+    folder = cache.cache_folder("tokens")
     found = folder / key
     if found.exists():
         try:
@@ -211,10 +204,10 @@ def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: P
         except UserError:  # damaged: make it again
             shutil.rmtree(found, ignore_errors=True)
     report(f"tokenizing {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
-    sweep(folder)
+    cache.sweep(folder)
     try:
-        with new_folder(found) as made:
-            write_split(made, Job(corpus, tokenizer, "tokens"), progress=progress)
+        with cache.new_folder(found) as made:
+            writing.write_split(made, writing.Job(corpus, tokenizer, "tokens"), progress=progress)
     except FileExistsError:
         pass  # another process made the same
     return _cached(corpus, tokenizer, found, key)
@@ -222,7 +215,7 @@ def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: P
 
 def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dataset:
     shards = sorted(folder.glob("*.bin"))
-    check_manifest(folder, _inspected(shards, tokenizer), tokenizer)
+    writing.check_manifest(folder, _inspected(shards, tokenizer), tokenizer)
     train, val = _parts(shards)
     return Dataset(
         name=corpus.name,
@@ -236,7 +229,7 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
 
 def _text_bytes(folder: Path) -> tuple[int, int] | None:
     """What a folder of shards says of the text that its parts are made of."""
-    listed = read_manifest(folder)
+    listed = writing.read_manifest(folder)
     whole, val = listed.get("text_bytes"), listed.get("val_bytes")
     return (whole - val, val) if isinstance(whole, int) and isinstance(val, int) else None
 
@@ -244,7 +237,7 @@ def _text_bytes(folder: Path) -> tuple[int, int] | None:
 def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, requested: bool) -> Dataset:
     tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, requested)
     folder = existing(data.source)
-    listed = folder.is_dir() and (folder / MANIFEST).exists()
+    listed = folder.is_dir() and (folder / writing.MANIFEST).exists()
     if not folder.is_dir() and (part := _part(shards[0])):
         # The other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it.
         other = {"train": "val", "val": "train"}[part]
@@ -253,7 +246,7 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
     train, val = _parts(shards)
     inspected = _inspected(shards, tokenizer)
     if listed:
-        check_manifest(folder, inspected, tokenizer)
+        writing.check_manifest(folder, inspected, tokenizer)
     digests = [digest for _, digest in inspected.values()]
     described = f"{data.source} ({len(shards)} shard{'s' if len(shards) > 1 else ''})"
     if train and val:
@@ -274,15 +267,15 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
 
 def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, requested: bool) -> Tokenizer:
     """The tokenizer saved beside the shards, which must be the one asked for, if one is; else one that needs no text."""
-    saved = load_tokenizer(folder) if (folder / FILE).is_file() else None
+    saved = kinds.load_tokenizer(folder) if (folder / FILE).is_file() else None
     if saved and given and given.name == Ids.name:  # weights that nothing is known of
-        return fitting(saved, given.rows, folder)
+        return kinds.fitting(saved, given.rows, folder)
     if saved and not given and (name == saved.name or not requested):
         return saved
     if not given and name in ("bpe", "chars"):
         made = f"were made with tokenizer {saved.name!r}" if saved else f"have no {FILE} beside them (llm.c's: gpt2)"
         raise UserError(f"shards in {folder} {made}, data.tokenizer is {name!r}")
-    wanted = given or make_tokenizer(name, list)
+    wanted = given or kinds.make_tokenizer(name, list)
     if saved and saved.hash != wanted.hash:
         both = f"{saved.name} ({saved.hash[:16]}), not {wanted.name} ({wanted.hash[:16]})"
         raise UserError(f"shards in {folder} were made with tokenizer {both}")

@@ -2,8 +2,7 @@
 
 The bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens stands for (bits per byte)
 and the streaming decoder are one piece of code for all. A tokenizer that is not `exact` gives some texts back changed: it has
-normalized them, or put a space before them.
-"""
+normalized them, or put a space before them."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from barellm.chat import conventions
-from barellm.data import chats
-from barellm.data.cache import new_file
+from barellm.data import cache, chats
 from barellm.errors import UserError
 
 FILE = "tokenizer.json"
@@ -157,13 +155,13 @@ class Tokenizer(chats.Chats):
 
     def _write_files(self, folder: Path) -> None:
         for name, content in self.files.items():
-            with new_file(folder / name) as file:
+            with cache.new_file(folder / name) as file:
                 file.write(content)
 
     def _write(self, folder: Path, tokens: list[str] | None) -> None:
         content = {"format": FORMAT, "kind": self.name, "eot": self.eot, "hash": self.hash, "tokens": tokens}
         content |= {"count": self.vocab_size} if self.name == Ids.name else {}
-        with new_file(folder / FILE) as file:
+        with cache.new_file(folder / FILE) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
         self._write_files(folder)
 

@@ -1,7 +1,5 @@
 """The bytes of a file in chunks, uncompressed on the way. Memory is bounded whatever a compressed file claims to hold."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator

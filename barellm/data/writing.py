@@ -1,7 +1,5 @@
 """A corpus becomes shards, a tokenizer and the file that says what they are. Whoever is stopped on the way can go on."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib
@@ -16,11 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from barellm import __version__
-from barellm.data.cache import new_file, writing
+from barellm.data import cache, encoding, tokenizers
 from barellm.data.corpus import Corpus
-from barellm.data.encoding import Place, encoded
 from barellm.data.shards import FORMATS, HEADER_BYTES, SHARD_TOKENS, inspect_shard, magic_for, open_shard, shard_header
-from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.jsontext import loads
 
@@ -64,7 +60,7 @@ class ShardWriter:
             number, at = divmod(self.counts[part], self.shard_tokens)
             piece, tokens = np.split(tokens, [self.shard_tokens - at])
             path = self._path(part, FIRST[part] + number)
-            with writing(path):
+            with cache.writing(path):
                 if self._file is None or self._file.name != str(path):
                     self.sync()
                     self._file = open(path, "ab")  # noqa: SIM115
@@ -76,7 +72,7 @@ class ShardWriter:
     def sync(self) -> None:
         """See to it that all is on disk."""
         if self._file is not None:
-            with writing(Path(self._file.name)), self._file as file:
+            with cache.writing(Path(self._file.name)), self._file as file:
                 file.flush()
                 os.fsync(file.fileno())
             self._file = None
@@ -85,7 +81,7 @@ class ShardWriter:
         """The shards, with their headers."""
         self.sync()
         for path, tokens in self._expected().items():
-            with writing(path), open(path, "r+b") as file:
+            with cache.writing(path), open(path, "r+b") as file:
                 file.write(shard_header(self.magic, tokens))
                 file.flush()
                 os.fsync(file.fileno())
@@ -98,7 +94,7 @@ class Job:
     FineWeb; the corpus then has none of its own."""
 
     corpus: Corpus
-    tokenizer: Tokenizer
+    tokenizer: tokenizers.Tokenizer
     stem: str
     shard_tokens: int = SHARD_TOKENS
     val_tokens: int = 0
@@ -126,8 +122,8 @@ class State:
     val_bytes: int = 0
 
     @property
-    def place(self) -> Place:
-        return Place(self.piece, self.at, self.begins)
+    def place(self) -> encoding.Place:
+        return encoding.Place(self.piece, self.at, self.begins)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -148,13 +144,13 @@ def write_split(
     def note() -> None:
         if state:
             writer.sync()
-            with new_file(state) as file:
+            with cache.new_file(state) as file:
                 file.write(json.dumps(asdict(at)).encode())
         corpus.forget(pieces[: at.piece])
 
     noted = time.monotonic()
     try:
-        for group in encoded(corpus, tokenizer, pieces, at.place):
+        for group in encoding.encoded(corpus, tokenizer, pieces, at.place):
             own = group.first < len(corpus.val)
             room = job.val_tokens - writer.counts["val"] if job.val_tokens else len(group.tokens) * own
             writer.write("val", group.tokens[: max(0, room)])
@@ -206,7 +202,7 @@ def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> d
         "shards": {path.name: {"tokens": len(open_shard(path)), "xxh3_128": inspect_shard(path)[1]} for path in paths},
         "inputs": [{"path": one.path, "bytes": one.bytes, one.hashed: one.digest} for one in job.corpus.inputs],
     }  # fmt: skip
-    with new_file(folder / MANIFEST) as file:
+    with cache.new_file(folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
     return content
 
@@ -234,7 +230,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def check_manifest(folder: Path, digests: dict[Path, tuple[int, str]], tokenizer: Tokenizer) -> None:
+def check_manifest(folder: Path, digests: dict[Path, tuple[int, str]], tokenizer: tokenizers.Tokenizer) -> None:
     """Refuses a folder whose shards, {path: (tokens, digest)}, or whose tokenizer are not those that its manifest lists."""
     content = read_manifest(folder)
     listed, path = content["shards"], folder / MANIFEST

@@ -1,7 +1,5 @@
 """The cores of a machine, dealt to the ranks on it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,10 +1,7 @@
 """The order in which processes exit, and their statuses.
 
 A launcher that is told to end all ranks once it misses one then names any of them. So the order is found here, by files that stand
-for processes (pidfd, Linux 5.3): they are ready in the order in which the processes end.
-"""
-
-from __future__ import annotations
+for processes (pidfd, Linux 5.3): they are ready in the order in which the processes end."""
 
 import fcntl
 import os

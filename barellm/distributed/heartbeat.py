@@ -5,10 +5,7 @@ One that is silent, or that the others wait for in vain while it goes on, or wai
 whoever notices first says in one line which it is, and ends its process; the launcher ends the rest.
 
 A busy machine must not look like a fault. So time is counted by a clock that hardly moves while this process gets no processor,
-and a rank of this machine that is seen at work has longer.
-"""
-
-from __future__ import annotations
+and a rank of this machine that is seen at work has longer."""
 
 import os
 import sys

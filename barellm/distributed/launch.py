@@ -1,7 +1,5 @@
 """How a command becomes several processes of one machine: `--ranks`, and torchrun."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -16,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from barellm.distributed import launchers
-from barellm.distributed.launcher_protocol import PREFIX
+from barellm.distributed import launcher_protocol, launchers
 from barellm.distributed.supervisor import Supervisor, below
 from barellm.errors import UserError
 
@@ -153,8 +150,8 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
-        if line.startswith(PREFIX):
-            rank, number = line[len(PREFIX) :].split()
+        if line.startswith(launcher_protocol.PREFIX):
+            rank, number = line[len(launcher_protocol.PREFIX) :].split()
             if rank == b"end":
                 reported = int(number) if reported is None else reported
             else:

@@ -1,7 +1,5 @@
 """The protocol of ranks with their launcher, `barellm train --ranks`: lines on stdout with a prefix."""
 
-from __future__ import annotations
-
 import os
 import sys
 

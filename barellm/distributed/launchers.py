@@ -1,7 +1,5 @@
 """The launchers of MPI libraries: how each is asked for ranks of this machine, and which of the words on stderr are its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,9 +1,6 @@
 """Reading the memory of another process of this machine: one copy, where a message takes two, through memory that both share.
 
-Linux has a call for it, process_vm_readv. Systems may forbid it, so that ranks try first, and send messages where it fails.
-"""
-
-from __future__ import annotations
+Linux has a call for it, process_vm_readv. Systems may forbid it, so that ranks try first, and send messages where it fails."""
 
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Message passing between ranks by MPI, through mpi4py. Nothing blocks inside MPI: every wait polls (`distributed.heartbeat`)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -16,10 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from barellm.distributed import cores as cores_module
+from barellm.distributed import memory, supervisor, transfers
 from barellm.distributed.heartbeat import Heartbeat, end_all, limit_seconds
-from barellm.distributed.memory import Place, Reading, allow_reading, can_read
-from barellm.distributed.supervisor import peer_supervisor
-from barellm.distributed.transfers import Transfers
 from barellm.errors import UserError
 
 ARRAYS, VALUES, EARLY, BESIDE = 1, 2, 3, 4  # tags
@@ -43,7 +39,7 @@ class MpiRanks:
             raise UserError(f"several processes need mpi4py ({error}): pip install 'barellm[mpi]'") from None
         except RuntimeError as error:
             raise UserError(f"mpi4py finds no MPI ({error}): pip install 'barellm[mpi]'") from None
-        with peer_supervisor():
+        with supervisor.peer_supervisor():
             _call(MPI, "MPI_Init_thread", None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
             if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
                 raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
@@ -52,7 +48,7 @@ class MpiRanks:
                 comm.Set_errhandler(MPI.ERRORS_RETURN)
             self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
             self._watch = Heartbeat(MPI, self._world.Dup())
-            self._early = Transfers(self._done)
+            self._early = transfers.Transfers(self._done)
             self._readable = self._try_reading()
         _forget_files()
 
@@ -106,15 +102,15 @@ class MpiRanks:
             while True:
                 look()
 
-    def _readings(self, sends: Arrays, receives: Arrays) -> list[Reading]:
+    def _readings(self, sends: Arrays, receives: Arrays) -> list[memory.Reading]:
         """What is read of the memory of each rank that can be read."""
         found, places = [], self._places(sends)
         for rank, process in self._readable.items():
             arrays = [array for source, array in receives if source == rank]
-            found.append(Reading(process, arrays, places[rank]))
+            found.append(memory.Reading(process, arrays, places[rank]))
         return found
 
-    def _places(self, sends: Arrays) -> dict[int, list[Place]]:
+    def _places(self, sends: Arrays) -> dict[int, list[memory.Place]]:
         """Where each rank that can be read has what it sends to this one."""
         for rank in self._readable:
             self.send(rank, [(array.ctypes.data, array.nbytes) for to, array in sends if to == rank])
@@ -123,7 +119,7 @@ class MpiRanks:
     def _try_reading(self) -> dict[int, int]:
         """{rank: process} of the others, if all ranks are on one machine, may read each other's memory, and BARELLM_MESSAGES=1 asks
         none of them to send messages; else nothing."""
-        allow_reading()
+        memory.allow_reading()
         word = np.frombuffer(os.urandom(8), np.uint8)
         mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
         everybody = self.gather(mine, no_timeout=True)
@@ -131,7 +127,7 @@ class MpiRanks:
         self.number = list(here).index(self.rank)
         self._watch.look_at({rank: process for rank, process in here.items() if rank != self.rank})
         alike = len(here) == self.count and os.environ.get("BARELLM_MESSAGES") != "1"
-        able = alike and all(can_read(process, place, found) for _, process, place, found in everybody)
+        able = alike and all(memory.can_read(process, place, found) for _, process, place, found in everybody)
         if not all(self.gather(able)):
             return {}
         return {rank: process for rank, (_, process, *_) in enumerate(everybody) if rank != self.rank}
@@ -181,7 +177,7 @@ class MpiRanks:
     def close(self) -> None:
         """Wait for all others, then leave them."""
         self.gather(None, no_timeout=True)
-        with peer_supervisor():
+        with supervisor.peer_supervisor():
             self._watch.close()
             _call(self._mpi, "MPI_Finalize")
 

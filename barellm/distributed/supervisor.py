@@ -4,8 +4,6 @@ collective to their last; one that is stopped, or exits, before or after that wo
 `barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -14,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from barellm.distributed import world
-from barellm.distributed.exit_order import ExitOrder
-from barellm.distributed.heartbeat import limit_seconds
+from barellm.distributed import exit_order, heartbeat, world
 
 LOOK_S, SOON_S = 1.0, 0.002  # between two looks; until all ranks have been seen
 FAILED_S = 3.0  # for which the others may go on after a rank that has ended by itself, and not well
@@ -36,9 +32,9 @@ class Supervisor(threading.Thread):
         self.words = ""
         self.first: tuple[int, int | None] | None = None
         self._launcher, self._count, self._alone, self._failed_s = launcher, count, alone, failed_s
-        self._limit = LATER * limit_seconds()
+        self._limit = LATER * heartbeat.limit_seconds()
         self._seconds: dict[int, float] = {}  # for which a process has been stopped, or gone
-        self._exit_order, self._over = ExitOrder(), False
+        self._exit_order, self._over = exit_order.ExitOrder(), False
 
     def run(self) -> None:
         last = time.monotonic()

@@ -1,10 +1,7 @@
 """Messages that travel while the ranks compute.
 
 MPI moves what is large only while somebody asks it. So a thread asks, as long as anything is on its way: a thousand times a
-second, which is often enough for what a socket holds to last from one time to the next, and takes a few percent of a core.
-"""
-
-from __future__ import annotations
+second, which is often enough for what a socket holds to last from one time to the next, and takes a few percent of a core."""
 
 import threading
 import time

@@ -1,7 +1,5 @@
 """How a process learns from its environment that it is one of several."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

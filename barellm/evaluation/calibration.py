@@ -1,7 +1,5 @@
 """What the products of a model read on a text: the second moments that error compensation wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The loss of each document of a text by itself: nothing of another document stands before its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log
@@ -9,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from barellm.data import shards, tokenizers
 from barellm.data.corpus import Corpus
-from barellm.data.shards import TokenStream
-from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Scorer, Text
 
 
-def of_stream(stream: TokenStream, eot: int | None) -> list[np.ndarray]:
+def of_stream(stream: shards.TokenStream, eot: int | None) -> list[np.ndarray]:
     """The documents of a stream of tokens: each begins with the separator, where the tokenizer has one, else there is one document.
     What stands before the first separator is the end of a document that began earlier."""
     ids = stream.array(0, len(stream))
@@ -25,7 +22,7 @@ def of_stream(stream: TokenStream, eot: int | None) -> list[np.ndarray]:
     return [ids[a:b] for a, b in pairwise(cuts)]
 
 
-def of_records(corpus: Corpus, tokenizer: Tokenizer) -> tuple[list[np.ndarray], np.ndarray | None]:
+def of_records(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> tuple[list[np.ndarray], np.ndarray | None]:
     """The documents of the validation part of files of records: the text of each, with the separator before it where the
     tokenizer has one; and the bytes of text in each id, of the texts as they are there. None: nothing says those."""
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)

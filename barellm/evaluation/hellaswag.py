@@ -2,8 +2,6 @@
 least loss after the context, in sum (acc) or in the mean over its tokens (acc_norm). An ending is encoded with a space before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.data.reading import each_record
-from barellm.data.records import need_characters
-from barellm.data.tokenizers import Tokenizer
+from barellm.data import reading, records, tokenizers
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text
 
@@ -88,7 +84,7 @@ def standard_error(share: float, total: int) -> float | None:
     return sqrt(share * (1 - share) / (total - 1)) if total > 1 else None
 
 
-def read(path: Path, tokenizer: Tokenizer, *, limit: int = 0) -> list[Example]:
+def read(path: Path, tokenizer: tokenizers.Tokenizer, *, limit: int = 0) -> list[Example]:
     """The examples of the public jsonl, or of llm.c's .bin, whose ids are GPT-2's; the first `limit` of them unless it is 0.
     UserError for whatever is wrong with the file, with the number of its line or example."""
     try:
@@ -100,9 +96,9 @@ def read(path: Path, tokenizer: Tokenizer, *, limit: int = 0) -> list[Example]:
     return found
 
 
-def _of_records(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
+def _of_records(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
     rows = []
-    for number, (where, row) in enumerate(islice(each_record(path, format="jsonl"), limit or None)):
+    for number, (where, row) in enumerate(islice(reading.each_record(path, format="jsonl"), limit or None)):
         try:
             context, endings = row["ctx"], row["endings"]
             label, index = _integer(row["label"]), _integer(row.get("ind", number))
@@ -112,7 +108,7 @@ def _of_records(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
             expected = "a text ctx, a list of texts endings, and integers label and, if it is there, ind"
             raise UserError(f"{where} is no example of HellaSwag: expected {expected}") from None
         for text in (context, *endings):
-            need_characters(text, where)
+            records.need_characters(text, where)
         if not 0 <= label < len(endings):
             raise UserError(f"{where}: label is {label}, expected one of its {len(endings)} endings")
         rows.append((index, label, context, [f" {ending}" for ending in endings]))
@@ -131,7 +127,7 @@ def _integer(value: Any) -> int:
     return int(value)
 
 
-def _of_bin(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
+def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
     if tokenizer.name != GPT2:
         raise UserError(f"{path} has GPT-2's ids, the model has tokenizer {tokenizer.name}: pass the jsonl")
     content = path.read_bytes()

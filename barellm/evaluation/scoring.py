@@ -1,7 +1,5 @@
 """Losses of single tokens: of the end of a text after its beginning, in batches of texts of about one length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Yardsticks for text: what gzip makes of it, and how many of its lines are Python to `tokenize`."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

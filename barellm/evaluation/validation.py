@@ -1,7 +1,5 @@
 """Validation loss in nats per token and in bits per byte, over the validation part or evenly spread windows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest

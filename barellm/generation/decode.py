@@ -1,7 +1,5 @@
 """Tokens one after the other, through the program "decode" and its KV cache; of several texts side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 

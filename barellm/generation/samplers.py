@@ -1,7 +1,5 @@
 """Sampling a token from logits: repetition penalty, temperature, top-k, top-p, min-p, one draw by (seed, index)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -55,8 +53,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """logits (V,) -> float64 probabilities (V,) after the cuts. Of equal logits the lower id is kept first.
 
     top-k keeps exactly min(k, V) tokens; top-p (nucleus sampling) keeps the fewest of the most likely tokens whose sum reaches p;
-    min-p keeps those that are at least min_p times as likely as the most likely one.
-    """
+    min-p keeps those that are at least min_p times as likely as the most likely one."""
     logits = logits.astype(np.float64)
     if how.temperature == 0:
         p = np.zeros(len(logits))

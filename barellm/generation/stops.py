@@ -1,7 +1,5 @@
 """Stop strings: a text ends before the one that is complete first, wherever the tokens are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Streaming of generated text: from tokens to text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 

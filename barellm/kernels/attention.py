@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _attention(p: Program, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int, causal: bool) -> Tensor:
-    return p.attention(q, k, v, heads=heads, kv_heads=kv_heads, causal=causal)
-
-
-_ATTENTION = FunctionSpec("attention", {"q": "B T (H D)", "k": "B T (G D)", "v": "B T (G D)"}, ("B T H D",), _attention)
+_ATTENTION = FunctionSpec("attention", {"q": "B T (H D)", "k": "B T (G D)", "v": "B T (G D)"}, ("B T H D",))
 
 
 def _block_sparse(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_heads: int, **tables: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ class Compiled:
             self.inputs.append(Tensor(k, axes[::-1] if k in transposed else axes, formats[k], "input"))
         p = Program(Store(), compute=self.inputs[0].dtype if self.inputs[0].dtype in FLOATS else "fp32")
         layouts = {f"{k}_transposed": k in transposed for k in spec.transposable}
-        made = spec.build(p, **(dict.fromkeys(spec.shapes) | {t.name: t for t in self.inputs}), **layouts, **options)
+        arguments = {**dict.fromkeys(spec.shapes), **{t.name: t for t in self.inputs}, **layouts, **options}
+        made = spec.build(p, **arguments) if spec.build else getattr(p, spec.name)(**arguments)
         self.results: list[Tensor] = list(made) if isinstance(made, tuple) else [made]
         self.shapes = [_shape(legend, sizes, t) for legend, t in zip(spec.results, self.results, strict=True)]
         for t in self.results:

@@ -11,15 +11,9 @@ from barellm.kernels.options import boolean, integer, integer_or_pair
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
-    from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
 
 
-def _conv2d(p: Program, x: Tensor, w: Tensor, **how: Any) -> Tensor:
-    return p.conv2d(x, w, **how)
-
-
-_CONV2D = FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",), _conv2d)
+_CONV2D = FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",))
 
 
 def conv2d(

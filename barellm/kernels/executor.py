@@ -11,20 +11,17 @@ from typing import Any
 import numpy as np
 
 from barellm import environment
-from barellm.cpu import compilers, jit
+from barellm.cpu import compilers, jit, step
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Call
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.step import Lowered, barriers
 from barellm.cpu.threads import Pool, thread_count
 from barellm.kernels.arrays import ALIGN, address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.planner import lifetimes, place
-from barellm.program.tensor import Tensor
-from barellm.runtime.arena import ScalarBlock
-from barellm.runtime.lowering import Region
+from barellm.runtime import arena, lowering
 
 # Work below about 60 us runs inline on the calling thread: dispatching it to the pool takes half of that.
 INLINE_FLOPS, INLINE_BYTES = 2_000_000, 600_000
@@ -62,7 +59,7 @@ class Executor:
         self.pid, self.isa, self.threads = os.getpid(), host(), thread_count()
         self.pool, self.here = Pool(self.threads, self.isa), Pool(1, self.isa)
         self.lock = threading.Lock()
-        self.block = ScalarBlock()
+        self.block = arena.ScalarBlock()
         self.workspace = _aligned(0)
         self._private = 0
         self.reserve(0, ALIGN)
@@ -85,7 +82,7 @@ class CompiledOps:
         m = executor()
         part = Program(Store())
         part.ops = list(ops)
-        lowered = Lowered(part, m.isa, m.threads, skinny_gemm=True)
+        lowered = step.Lowered(part, m.isa, m.threads, skinny_gemm=True)
         lives = lifetimes(lowered.ops, lambda op: lowered.of[op].scratch_tensors)
         plan = place({"": {t: span for t, span in lives.items() if t not in bound}}, Store())
         self.workspace_bytes, self.thread_scratch_bytes = plan.workspace_bytes, lowered.thread_scratch_bytes
@@ -101,7 +98,7 @@ class CompiledOps:
         at = 0
         for call in calls:
             for a in call.args:
-                if isinstance(a, Region):
+                if isinstance(a, lowering.Region):
                     owner = whose.get(a.tensor, 0)
                     slots.append((at, owner, a.start + (0 if owner else where[a.tensor])))
                 else:
@@ -117,7 +114,7 @@ class CompiledOps:
         self.code = jit.Library(compilers.cached_objects(emitters, m.isa, processes=1), m.isa)
 
     def _fill_table(self, calls: list[Call], place_of: Any) -> None:
-        after = barriers(calls, place_of)
+        after = step.barriers(calls, place_of)
         self._memory = _aligned(len(calls) * RECORD_NBYTES)
         records = self._memory.view(np.int64).reshape(len(calls), -1)
         records[:] = 0

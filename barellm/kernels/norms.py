@@ -10,25 +10,11 @@ from barellm.kernels.options import number
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
-    from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
 
 
-def _layernorm(p: Program, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
-    return p.layernorm(x, weight, bias, eps=eps)
-
-
-def _rmsnorm(p: Program, x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    return p.rmsnorm(x, weight, eps=eps)
-
-
-def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
-    return p.softmax(x, scale=scale)
-
-
-_LAYERNORM = FunctionSpec("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",))
-_RMSNORM = FunctionSpec("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
-_SOFTMAX = FunctionSpec("softmax", {"x": "... C"}, ("... C",), _softmax)
+_LAYERNORM = FunctionSpec("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), optional=("bias",))
+_RMSNORM = FunctionSpec("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), optional=("weight",))
+_SOFTMAX = FunctionSpec("softmax", {"x": "... C"}, ("... C",))
 
 
 def layernorm(x: Array, weight: Array, bias: Array | None = None, *, eps: float = 1e-5, out: Array | None = None) -> Array:

@@ -10,15 +10,9 @@ from barellm.kernels.options import integer
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
-    from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
 
 
-def _top_k(p: Program, x: Tensor, *, K: int) -> tuple[Tensor, Tensor]:
-    return p.top_k(x, K)
-
-
-_TOP_K = FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
+_TOP_K = FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), lambda p, x, *, K: p.top_k(x, K))
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:

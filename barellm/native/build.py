@@ -1,7 +1,5 @@
 """The way from a configuration to a folder with a program: lower, compile, write C, link."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,10 +12,9 @@ from pathlib import Path
 
 from barellm.assembly.build import CompiledModel, build_programs, resolved
 from barellm.checkpoint.storage import TEMPORARY
-from barellm.cpu import compilers, jit, sources
+from barellm.cpu import compilers, jit, sources, step
 from barellm.cpu.isa import ISA, arm, host
 from barellm.cpu.lang import sync
-from barellm.cpu.step import LoweredPrograms, lower_and_plan
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.data.shards import SHARD_TOKENS, TokenStream, magic_for, write_shard
 from barellm.data.sources import find_shards
@@ -114,7 +111,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     config = resolved(config, "cpu")
     programs = build_programs(config, positions=config.model.max_seq)  # `sample` too reads its prompts with them
     threads = threads or thread_count()
-    lowered = lower_and_plan(programs, threads=threads, isa=isa)
+    lowered = step.lower_and_plan(programs, threads=threads, isa=isa)
     machine = CompiledModel(config, "cpu", None, programs, lowered.plan)
     run.config = config
     meta = json.dumps(run.meta(machine), indent=2)
@@ -152,7 +149,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     return Built(folder, *found)
 
 
-def objects(lowered: LoweredPrograms) -> list[bytes]:
+def objects(lowered: step.LoweredPrograms) -> list[bytes]:
     """The kernels and the threads' walk as objects for a linker."""
     import llvmlite.binding as llvm
 

@@ -3,8 +3,6 @@
 Nothing here computes. A call is a function's name and where its arguments begin; an argument is a number, or an offset in the arena
 to which `barellm_open` adds where the arena lies. That is all the linking there is."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,19 +14,15 @@ import numpy as np
 from barellm import models
 from barellm.checkpoint import tensorfile
 from barellm.config import Config
-from barellm.cpu import specialisation
+from barellm.cpu import specialisation, step
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang import sync
-from barellm.cpu.step import LoweredPrograms, barriers
-from barellm.data.kinds import tokenizer_files
-from barellm.data.tokenizers import Tokenizer
+from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
-from barellm.program import scalars
+from barellm.program import dtypes, scalars
 from barellm.program.builder import Program
-from barellm.program.dtypes import encode
 from barellm.program.tensor import Tensor
-from barellm.runtime.arena import limits_of
-from barellm.runtime.lowering import Region
+from barellm.runtime import arena, lowering
 
 PROGRAMS = ("init", "forward_backward", "optimizer_step", "eval", "decode")
 OUTPUTS = {"forward_backward": "loss", "optimizer_step": "clip", "eval": "loss", "decode": "logits"}
@@ -51,10 +45,10 @@ class Image:
 
     config: Config
     programs: Mapping[str, Program]
-    lowered: LoweredPrograms
+    lowered: step.LoweredPrograms
     isa: ISA
     meta: str
-    tokenizer: Tokenizer
+    tokenizer: tokenizers.Tokenizer
     _arguments: list[int] = field(default_factory=list)
     _relocations: list[int] = field(default_factory=list)
 
@@ -62,7 +56,7 @@ class Image:
         for name in PROGRAMS:
             p = self.programs[name]
             inputs = {t.name for t in p.named.values() if t.role == "input"}
-            sizes = set(limits_of(p))
+            sizes = set(arena.limits_of(p))
             if other := sorted((inputs - {"tokens", "targets"}) | (sizes - {"batch", "seq"})):
                 raise UserError(f"the program {name} reads {other[0]}, expected tokens, targets, batch and seq alone")
         for t in self.kept:
@@ -72,7 +66,7 @@ class Image:
     @cached_property
     def files(self) -> dict[str, bytes]:
         """The tokenizer's files in a checkpoint."""
-        return tokenizer_files(self.tokenizer)
+        return kinds.tokenizer_files(self.tokenizer)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -114,7 +108,7 @@ class Image:
     def _offset(self, t: Tensor) -> int:
         return self.lowered.plan.offsets[t]
 
-    def _address(self, region: Region) -> tuple[int, int]:
+    def _address(self, region: lowering.Region) -> tuple[int, int]:
         start = self._offset(region.tensor)
         return start + region.start, start + region.stop
 
@@ -124,7 +118,7 @@ class Image:
         rows = []
         for name in PROGRAMS:
             calls = self.lowered.calls[name]
-            after = barriers(calls, self._address)
+            after = step.barriers(calls, self._address)
             yield f"static const struct call calls_{name}[] = {{"
             for call, meet in zip(calls, after, strict=True):
                 yield f"    {{{call.spec.symbol()}, {len(self._arguments)}, {int(meet)}}}, /* {call.op.name} */"
@@ -136,7 +130,7 @@ class Image:
             p = self.programs[name]
             named = {n: t for n, t in p.named.items() if t in self.lowered.plan.offsets}
             places = [self._offset(named[n]) if n in named else -1 for n in ("tokens", "targets", OUTPUTS.get(name, ""))]
-            sizes = limits_of(p)
+            sizes = arena.limits_of(p)
             numbers = ", ".join(map(str, [len(calls), *places, sizes.get("batch", 0), sizes.get("seq", 0)]))
             rows.append(f'    {{"{name}", calls_{name}, {numbers}}},')
         yield from ("const struct program programs[] = {", *rows, "};")
@@ -159,7 +153,7 @@ class Image:
         for t in self.tensors.values():
             if t.value is None:
                 continue
-            data = b"".join(np.ascontiguousarray(plane).tobytes() for plane in encode(t.value, t.dtype))
+            data = b"".join(np.ascontiguousarray(plane).tobytes() for plane in dtypes.encode(t.value, t.dtype))
             assert len(data) == t.nbytes, t.name
             words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
             yield from _array(f"static const uint64_t constant_{len(rows)}[]", (f"{w:#x}" for w in words.tolist()))

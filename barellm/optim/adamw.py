@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from barellm.config import OptimConfig
 from barellm.optim.rules import Rule, update
+from barellm.program import ops
+from barellm.program.ops.pointwise.random import STATE_STREAMS
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -36,9 +38,6 @@ class AdamW:
 
     def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
         """Append the op of one parameter, with its moments as state "NAME.m" and "NAME.v"."""
-        from barellm.program import ops
-        from barellm.program.ops.pointwise.random import STATE_STREAMS
-
         dtype_m, dtype_v = MOMENTS[self.moments]
         # Each parameter's random bits are a stream of their own.
         stream = STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None

@@ -1,14 +1,11 @@
 """Muon over the matrices that it is given: momentum, all singular values made one, a step (program/ops/optim/muon.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from barellm.config import OptimConfig
-from barellm.optim import adamw
-from barellm.optim.rules import Rule
+from barellm.optim import adamw, rules
 from barellm.program import ops
 from barellm.program.builder import Program
 from barellm.program.ops.optim.muon import ITERATIONS, STEP_SCALES, lines
@@ -82,7 +79,7 @@ class Muon:
         p.apply(ops.MuonUpdate, **given, **attrs)
 
 
-def muon_rules(config: OptimConfig, hidden: str) -> list[Rule]:
+def muon_rules(config: OptimConfig, hidden: str) -> list[rules.Rule]:
     """The table for `optim.name muon`: Muon for the matrices whose names match the shell pattern `hidden`, AdamW's rules for the
     rest (the first rule that matches a parameter decides). `config.normuon` is the beta2 of NorMuon's second moment; 0 is plain
     Muon."""
@@ -90,7 +87,7 @@ def muon_rules(config: OptimConfig, hidden: str) -> list[Rule]:
         rate="muon_lr", orthogonalization=config.orthogonalization, ns_steps=config.ns_steps, scale=config.step_scale,
         weight_decay=config.weight_decay, cautious=config.cautious, beta2=config.normuon,
     )  # fmt: skip
-    return [Rule(hidden, ndim=2, optimizer=blocks), *adamw.adamw_rules(config)]
+    return [rules.Rule(hidden, ndim=2, optimizer=blocks), *adamw.adamw_rules(config)]
 
 
 def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,20 +11,17 @@ So the end of a step is one of three programs, and one more runs where they part
     untie           the embedding's state becomes the transpose of the head's
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from barellm.config import OptimConfig
 from barellm.optim.muon import Muon
 from barellm.optim.rules import Rule, assign_rules, update
-
-if TYPE_CHECKING:
-    from barellm.config import OptimConfig
-    from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
+from barellm.program import ops
+from barellm.program.builder import Program
+from barellm.program.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,6 @@ class Adam:
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         """An op for each parameter (`Optimizer.update`)."""
-        from barellm.program import ops
-
         for param in params:
             m, v = moments(p, param)
             p.apply(

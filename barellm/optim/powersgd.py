@@ -9,8 +9,7 @@ All ranks then have the same gradient, to the bit, and each updates all weights:
 factors are. So the optimizer's state is on every rank, and so is an error as large as the gradient.
 
 Q begins with what the last step has found. It is zero at first: the basis is then of the first coordinates, and the next step goes
-on from there.
-"""
+on from there."""
 
 from __future__ import annotations
 

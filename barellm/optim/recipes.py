@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from barellm.config import OptimConfig
 from barellm.errors import UserError
-from barellm.optim import powersgd
-from barellm.optim.rules import Rule, append_clip_scale, append_updates, select_sharding, update
+from barellm.optim import powersgd, rules
 from barellm.optim.sharding import OptimizerSharding
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def rules_for(config: OptimConfig, hidden: str) -> list[Rule]:
+def rules_for(config: OptimConfig, hidden: str) -> list[rules.Rule]:
     """The table that `config.name` stands for. `hidden` names the hidden matrices of the model (`models.hidden`)."""
     if config.name == "muon":
         from barellm.optim import muon
@@ -54,7 +53,7 @@ def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ra
     configuration overlaps communication with the backward pass."""
     if ranks.count > 1 and config.name != "speedrun":
         params = p.store.of_role("parameter")
-        sharding = select_sharding(rules_for(config, hidden), params, ranks, config.powersgd, config.overlap)
+        sharding = rules.select_sharding(rules_for(config, hidden), params, ranks, config.powersgd, config.overlap)
         if isinstance(sharding, OptimizerSharding) and sharding.overlap:
             sharding.start_reduce_scatter(p, params)
 
@@ -68,7 +67,7 @@ def shards(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict
         # Every rank has its own; a checkpoint holds them one after the other.
         errors = [t for t in store.of_role("state") if t.name.endswith(suffix)]
         return {t.name: [(r * t.size, (r + 1) * t.size) for r in range(ranks.count)] for t in errors}
-    sharding = select_sharding(table, params, ranks)
+    sharding = rules.select_sharding(table, params, ranks)
     if not isinstance(sharding, OptimizerSharding):
         return {}
     shards_of = dict(sharding.parts)
@@ -88,23 +87,23 @@ def _clip_tensor(p: Program) -> Tensor:
 
 def _append_grad_norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params = p.store.of_role("parameter")
-    sharding = select_sharding(_checked_rules(p, config, hidden), params, ranks, config.powersgd, config.overlap)
-    append_clip_scale(p, params, clip=config.clip, into=_clip_tensor(p), sharding=sharding)
+    sharding = rules.select_sharding(_checked_rules(p, config, hidden), params, ranks, config.powersgd, config.overlap)
+    rules.append_clip_scale(p, params, clip=config.clip, into=_clip_tensor(p), sharding=sharding)
 
 
 def _append_optimizer_step(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params, table = p.store.of_role("parameter"), _checked_rules(p, config, hidden)
-    sharding = select_sharding(table, params, ranks, config.powersgd, config.overlap)
-    append_updates(p, table, _clip_tensor(p), params=params, sharding=sharding)
+    sharding = rules.select_sharding(table, params, ranks, config.powersgd, config.overlap)
+    rules.append_updates(p, table, _clip_tensor(p), params=params, sharding=sharding)
 
 
 def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> None:
     """Append the update of all parameters of the store. UserError for Muon where `hidden` names no matrix."""
     how = {"clip": config.clip, "ranks": ranks, "powersgd": config.powersgd, "overlap": config.overlap}
-    update(p, _checked_rules(p, config, hidden), **how)
+    rules.update(p, _checked_rules(p, config, hidden), **how)
 
 
-def _checked_rules(p: Program, config: OptimConfig, hidden: str) -> list[Rule]:
+def _checked_rules(p: Program, config: OptimConfig, hidden: str) -> list[rules.Rule]:
     table = rules_for(config, hidden)
     if config.name == "muon" and not any(table[0].matches(t) for t in p.store.of_role("parameter")):
         raise UserError(

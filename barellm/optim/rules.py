@@ -9,8 +9,7 @@
 An optimizer is a frozen dataclass with the method `update(p, params, clip)`, which appends the ops that change its parameters: of
 all of them at once, for small ones keep more threads busy together than one after the other. The scalar `lr` of a run is the value
 of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change of `lr` compiles anything. Muon
-may take another scalar, by its `rate`: a run's `muon_lr`.
-"""
+may take another scalar, by its `rate`: a run's `muon_lr`."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from barellm.optim.powersgd import Compression
 from barellm.optim.sharding import OptimizerSharding, shard
+from barellm.program import loss_scale, ops
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -71,8 +71,7 @@ def update(
     its shard (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
     `overlap`: the reduce-scatter overlaps the backward pass.
 
-    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
-    """
+    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite."""
     params = p.store.of_role("parameter") if params is None else params
     sharding = select_sharding(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", append_clip_scale(p, params, clip=clip, sharding=sharding))
@@ -100,15 +99,12 @@ def append_clip_scale(
 ) -> Tensor:  # fmt: skip
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`. Returns the tensor (2) [norm,
     scale], which is `into` if given. With `sharding` the gradients are summed over the ranks first."""
-    from barellm.program import ops
-    from barellm.program.loss_scale import loss_scale_of
-
     if sharding is None:
         partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
     else:
         partials = sharding.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
-    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
+    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale.loss_scale_of(p), **squares}
     scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
     return scale.clip
 

@@ -4,8 +4,7 @@ Each rank holds all parameters and gradients, but the optimizer's state of its o
 gives each rank the gradient of its shard, summed over the ranks in their order; an all-gather of partial sums gives the gradient
 norm; each rank updates its shard; an all-gather gives the new parameters to all.
 
-Shards are cut where the partial sums of the norm are, so the norm is bitwise that of one process.
-"""
+Shards are cut where the partial sums of the norm are, so the norm is bitwise that of one process."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from barellm.program import ops
 from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.program.ranks import Ranks
+from barellm.program.tensor import Span, Tensor
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
 
 # Elements of a shard in a bucket of the reduce-scatter: what arrives should still be in a cache when it is added. Buckets of 32 MB
 # made steps of gpt2-124m on two ranks 1.07 times as long.
@@ -44,8 +44,6 @@ class OptimizerSharding:
 
     def reduce(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append the reduce-scatter of the gradients of `params`: this rank's shard becomes the sum over all ranks."""
-        from barellm.program import ops
-
         ranks = self.ranks
         if self.overlap:
             self._wait_reduce_scatter(p, params)
@@ -64,8 +62,6 @@ class OptimizerSharding:
         receives of this rank's shard. An op has the gradients of all ranks' pieces as operands, those of this rank's own shard too,
         though they are sent to nobody: so each rank waits until the whole bucket is complete, and all ranks send buckets in the
         same order."""
-        from barellm.program import ops
-
         ranks = self.ranks
         for number, bucket in enumerate(self._overlapped_buckets(params)):
             sends = []  # (piece, its destination ranks)
@@ -81,8 +77,6 @@ class OptimizerSharding:
 
     def _wait_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append the waits for each bucket that `start_reduce_scatter` has sent, and their sums."""
-        from barellm.program import ops
-
         ranks = self.ranks
         for number, bucket in enumerate(self._overlapped_buckets(params)):
             buffers = self._receive_buffers(p, number, bucket)
@@ -129,8 +123,6 @@ class OptimizerSharding:
         """Append the reduce-scatter by reads of the other ranks' memory, with the partial sums of squares of this rank's shard: an
         op for each segment of the model (`_groups`). The ranks meet before the first, when all have their gradients, and after the
         last."""
-        from barellm.program import ops
-
         groups = self._groups(list(zip(params, partials, strict=True)))
         for number, group in enumerate(groups):
             operands, into, to = self._operands_of_shards(p, group)
@@ -181,8 +173,6 @@ class OptimizerSharding:
 
     def _squares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
         """Append the partial sums of squares of this rank's shard of the gradients."""
-        from barellm.program import ops
-
         for t, sums in zip(params, partials, strict=True):
             if (own := self.own(t)) is not None:
                 into = self._own_chunks(t, sums)
@@ -193,8 +183,6 @@ class OptimizerSharding:
         return [(-(-first // CHUNK), -(-end // CHUNK)) for first, end in self.parts[param.name]]
 
     def _own_chunks(self, param: Tensor, partials: Tensor) -> Tensor:
-        from barellm.program.tensor import Span
-
         return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
     def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
@@ -204,9 +192,6 @@ class OptimizerSharding:
     def _gather(self, p: Program, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
         """Append the all-gather of tensors of which each rank has the elements [first, end) that `shards` names: one op, in which
         this rank sends its part of each tensor to all others, and receives theirs in place. Empty parts are left out."""
-        from barellm.program import ops
-        from barellm.program.tensor import Span
-
         rank, count = self.ranks.rank, self.ranks.count
         sent = [Span(t, *_sized(parts[rank])) for t, parts in shards if _sized(parts[rank])[1]]
         others = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
@@ -260,8 +245,6 @@ def _sized(part: Part) -> tuple[int, int]:
 
 def _cut(t: Tensor, part: Part) -> Tensor | None:
     """The elements [first, end) of a tensor: itself, a span of it, or None where there are none."""
-    from barellm.program.tensor import Span
-
     first, count = _sized(part)
     if count == 0:
         return None

@@ -3,8 +3,7 @@
 Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
 and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, then adds.
 No add is emitted where a gradient merely passes through (`alias`). The gradient of a view is the same columns of its base's
-gradient. Nothing is zeroed first, but for columns that no view has: they become zero when somebody wants the whole.
-"""
+gradient. Nothing is zeroed first, but for columns that no view has: they become zero when somebody wants the whole."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from typing import Any
 
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import loss_scale_of
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor, View, describe
 from barellm.program.ops.pointwise.elementwise import Add, Cast, Zeros
-from barellm.program.tensor import Tensor, View, describe
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Layouts of block-sparse matrices: which blocks of a matrix are there, in Morton order, and graphs to draw them from.
 
 Morton order interleaves the bits of row and column. Blocks that follow one another in it are near one another in both senses, so
-what one of them reads of x and y is still in the caches for the next.
-"""
+what one of them reads of x and y is still in the caches for the next."""
 
 from __future__ import annotations
 

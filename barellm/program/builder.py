@@ -6,12 +6,11 @@ from barellm.program.backward import backward
 from barellm.program.graph import Store
 from barellm.program.ops import convolution, cross_entropy, documents, embedding, pooling, softcap
 from barellm.program.ops.attention import attention, layout_attention, qk_rotary, rope
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.ops.gemm import block_matmul, matmul
 from barellm.program.ops.norm import groupnorm, layernorm, rmsnorm, softmax
 from barellm.program.ops.optim import exponent_stats
 from barellm.program.ops.pointwise import binary, dropout, elementwise, gates, mix, random, swiglu, top_k, transpose
-from barellm.program.tensor import Tensor
 
 __all__ = ["Program", "Store"]
 

@@ -1,8 +1,7 @@
 """Codes that keep a matmul's error small instead of each element's: GPTQ (Frantar et al. 2022).
 
 A matrix's columns become codes one after the other. The error that rounding a column makes is spread over the columns that
-follow, in the proportions that make the matmul's squared error smallest for inputs with given second moments.
-"""
+follow, in the proportions that make the matmul's squared error smallest for inputs with given second moments."""
 
 from __future__ import annotations
 

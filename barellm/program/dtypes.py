@@ -9,8 +9,7 @@ GEMMs read, then what makes the fp32 master weight of it, one after the other in
 
 "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`). "u4" are integers from 0 to 15, two a byte: of
 each 128 in turn the first 64 lie in the lower nibbles of 64 bytes, and the others in the upper ones (`program.quantization`).
-"e4m3" and "e5m2" are FP8 (Micikevicius et al. 2022): conversion saturates, and e4m3 has no infinity.
-"""
+"e4m3" and "e5m2" are FP8 (Micikevicius et al. 2022): conversion saturates, and e4m3 has no infinity."""
 
 from __future__ import annotations
 

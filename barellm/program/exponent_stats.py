@@ -1,21 +1,18 @@
 """Exponent statistics (dynamic range) of every tensor in a training step, collected while the step runs.
 
 Activations and their gradients are in memory for a part of the step only. So the `exponent_stats` ops are put into a program right
-behind those that write what they read. They all write columns of two tensors that stay in the arena.
-"""
+behind those that write what they read. They all write columns of two tensors that stay in the arena."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from barellm.program.backward import last_writer
+from barellm.program import backward, dtypes
 from barellm.program.builder import Program
-from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor, View
 from barellm.program.ops.optim.exponent_stats import BINS, SUMS, ExponentStats
 from barellm.program.ops.pointwise.elementwise import Rescale
-from barellm.program.tensor import Tensor, View
 
 COUNTS, TOTALS = "exponent_stats.counts", "exponent_stats.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors
 KINDS = ("activation", "gradient", "weight", "weight gradient")
@@ -68,7 +65,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
     products: dict[Tensor | None, str] = {}  # a matmul's result -> its name, which a rescaling of it takes over
     for op in p.ops:
         for slot, t in op.outputs.items():
-            if t in gradients and t.base is t and not op.recomputed and FORMATS[t.dtype].kind == "float":
+            if t in gradients and t.base is t and not op.recomputed and dtypes.FORMATS[t.dtype].kind == "float":
                 factor_of = products.get(op.inputs.get("x")) if isinstance(op, Rescale) else None
                 name = own = factor_of or _name(op, slot, t)
                 number = 1
@@ -90,7 +87,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
         yield weight.name, "weight", weight, None
     for weight in p.store.of_role("parameter"):
         grad = p.store.tensors.get(f"{weight.name}.grad")
-        if grad is not None and (writer := last_writer(p.ops, grad)):
+        if grad is not None and (writer := backward.last_writer(p.ops, grad)):
             yield weight.name, "weight gradient", grad, writer
 
 

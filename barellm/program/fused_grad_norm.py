@@ -2,8 +2,7 @@
 
 An optimizer step reads each gradient twice: for the norm, and to change the weight. The first read is spared where the kernel that
 stores a gradient adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums,
-and those of the last one are those of the gradient that the optimizer step finds.
-"""
+and those of the last one are those of the gradient that the optimizer step finds."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ from collections.abc import Callable, Mapping
 from copy import copy
 
 from barellm.program.builder import Program, Store
-from barellm.program.ops.base import Op
+from barellm.program.ops.base import Op, Tensor
 from barellm.program.ops.gemm.block_squares import BlockSquares
 from barellm.program.ops.optim.optimizer import SumSquares
-from barellm.program.tensor import Tensor
 
 SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
 

@@ -1,7 +1,6 @@
 """Explicit fusions: a backend's table of (sequence of primitive ops -> fused op), applied to a finished list of ops.
 
-A match follows the dataflow, so the ops need not be neighbours. The fused op stands at the place of its last op.
-"""
+A match follows the dataflow, so the ops need not be neighbours. The fused op stands at the place of its last op."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Fusion:
     `sequence` has (op name, {input: "j.tensor"}) for each op i. A link says that this input is that output, or input, of op j < i.
     `inputs` and `outputs` go from the fused op's names to "i.tensor" of the sequence; operands that no link names must be listed
     there. `optional` are inputs of the fused op that may be absent. `when` is a further condition on the matched ops. `attrs` are
-    attributes that the fused op has beside those of the sequence.
-    """
+    attributes that the fused op has beside those of the sequence."""
 
     name: str
     sequence: Sequence[tuple[str, dict[str, str]]]
@@ -47,8 +45,7 @@ class FusedOp(Op):
     """Several primitive ops as one. Its meaning is its `sequence`, run in order without rounding in between.
 
     Inputs, outputs and modes carry the names of the table's row. Attributes are those of the sequence; a name with
-    different values in two of its ops is left out: read it from `sequence`.
-    """
+    different values in two of its ops is left out: read it from `sequence`."""
 
     def __init__(self, fusion: Fusion, sequence: list[Op]) -> None:
         """`sequence`: the matched ops, in the order of the row."""

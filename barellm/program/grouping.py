@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 
 Alike = Callable[[Any], Hashable]  # op -> a key that is equal for all ops of one group
 
@@ -19,8 +18,7 @@ Alike = Callable[[Any], Hashable]  # op -> a key that is equal for all ops of on
 class GroupedOp(Op):
     """Several ops of one name, in any order. Its meaning is that of its `sequence`.
 
-    Operands are called "i.name", i counting the ops. Attributes are those that all have with one value.
-    """
+    Operands are called "i.name", i counting the ops. Attributes are those that all have with one value."""
 
     def __init__(self, sequence: Sequence[Op]) -> None:
         """Operands, modes and `rounded` of all ops under their numbered names; of `attrs` those that are equal in all."""

@@ -5,8 +5,7 @@ never computed. A listed block is seen as a whole (kind 0), or as far as one of 
 Equal masks are kept once, so that a diagonal costs one mask however long it is.
 
 A layout is made of what the queries of each head see, or from a text (`program/patterns.py`). A causal one drops every key behind
-its query.
-"""
+its query."""
 
 from __future__ import annotations
 

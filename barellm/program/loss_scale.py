@@ -1,8 +1,7 @@
 """The dynamic loss scale of fp16 programs, whose gradients would vanish without one (Micikevicius et al. 2018).
 
 Its state is (2,) i32: [the scale's power of two less FIRST_SCALE, good updates since it last changed]. Every state begins with
-zeros, which are a scale of 65536.
-"""
+zeros, which are a scale of 65536."""
 
 from __future__ import annotations
 

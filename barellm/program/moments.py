@@ -5,8 +5,7 @@
 
 Code 0 is zero, so 2^-60 itself is none of the values; there are no denormals, infinities or NaNs. 8.7e-19 to 15.98 covers
 what gradients and their squares do in training, which fp16 and bf16 do not: one has too few exponents, the other too few
-digits for a mean that moves by a thousandth of itself.
-"""
+digits for a mean that moves by a thousandth of itself."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def encode(x, dtype: str, dither=None) -> np.ndarray:
 
     Without `dither`, values are rounded to the nearest, ties away from zero; those below the smallest become zero. `dither` has
     uniform integers below 2^shift. With it a value becomes one of its two neighbours, of which one may be zero, with the
-    probability that leaves the mean unchanged.
-    """
+    probability that leaves the mean unchanged."""
     f = FORMATS[dtype]
     x = np.asarray(x, dtype=np.float32)
     bits = x.view(np.int32)

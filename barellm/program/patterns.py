@@ -13,8 +13,7 @@ Patterns of Child et al. 2019 (Sparse Transformer), and graphs on the blocks of 
     barabasi-albert:M:SEED   each block is linked to M earlier ones, the more likely the more links they have
     spread:N:SEED            each block sees N others, drawn evenly
 
-What they mean is written in `program/layouts.py`. Nothing here needs NumPy.
-"""
+What they mean is written in `program/layouts.py`. Nothing here needs NumPy."""
 
 from __future__ import annotations
 

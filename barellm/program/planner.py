@@ -1,8 +1,7 @@
 """The memory plan: an address for every tensor of several programs in one arena.
 
 The arena is a persistent segment (parameters, gradients, optimizer state, caches), then one workspace as large as the
-largest program needs. Within a program, tensors that are never alive together share bytes.
-"""
+largest program needs. Within a program, tensors that are never alive together share bytes."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Plan:
     """The byte offsets of all tensors in the arena. The workspace starts at `persistent_bytes`.
 
     `live_peak_bytes` is the size of the persistent part plus the most bytes that are alive at one op of any program. No plan can
-    need less.
-    """
+    need less."""
 
     offsets: dict[Tensor, int]
     lifetimes: dict[str, Lifetimes]

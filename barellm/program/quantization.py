@@ -9,8 +9,7 @@ Its exponent lets a row have any magnitude that fp32 has.
 
 Codes lie in tiles of 16 rows of the matrix, which are columns of a matmul's result, and in these in blocks of 8 elements of each
 row: codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), the last of which are the exponents of the rows. So a matmul reads
-both from the beginning to the end, and the lanes of a vector are columns. What is beyond the matrix has the code of zero.
-"""
+both from the beginning to the end, and the lanes of a vector are columns. What is beyond the matrix has the code of zero."""
 
 from __future__ import annotations
 

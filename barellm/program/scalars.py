@@ -1,7 +1,6 @@
 """Run-time scalars: 8 bytes each, in a block that every kernel can read. Changing one recompiles nothing.
 
-The rows are the layout of the block, which compiled code knows: they are appended to, never moved.
-"""
+The rows are the layout of the block, which compiled code knows: they are appended to, never moved."""
 
 from __future__ import annotations
 

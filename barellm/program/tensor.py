@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from barellm.program import scalars
-from barellm.program.dtypes import FORMATS
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from barellm.program import dtypes, scalars
 
 Role = Literal["parameter", "gradient", "state", "cache", "constant", "input", "activation", "output", "scratch"]
 
@@ -73,7 +71,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return FORMATS[self.dtype].nbytes(self.size)
+        return dtypes.FORMATS[self.dtype].nbytes(self.size)
 
     @property
     def dims(self) -> tuple[Dim, ...]:

@@ -1,7 +1,5 @@
 """A session over one arena, wherever its bytes lie: names, inputs, sizes, reads and writes."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,38 +9,34 @@ from typing import Any
 import numpy as np
 
 from barellm import environment
-from barellm.program import scalars
+from barellm.program import dtypes, planner, scalars
 from barellm.program.builder import Program
-from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
-from barellm.program.planner import Plan
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.indices import check_indices, index_limits
-from barellm.runtime.poison import Guards
+from barellm.runtime import indices, poison
 
 
 class ArenaSession(ABC):
     """Base of sessions that keep all tensors at their planned addresses; a `runtime.session.Session`.
 
     A backend sets `_starts`, what begins a run of each program that has anything to do, and `_inputs` by `_input_rooms`; and it
-    says how bytes of the arena are read and set.
-    """
+    says how bytes of the arena are read and set."""
 
-    def __init__(self, programs: Mapping[str, Program], plan: Plan) -> None:
+    def __init__(self, programs: Mapping[str, Program], plan: planner.Plan) -> None:
         self.programs, self.plan = programs, plan
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
-        self.guards: Guards | None = None  # in debug mode
+        self.guards: poison.Guards | None = None  # in debug mode
         self._block = ScalarBlock()
         environment.check()
         self._defaults = scalars.defaults()
         self.default_scalars: dict[str, Any] = {}
         self._needed = {name: needed_scalars(p) for name, p in programs.items()}
-        self._indices = index_limits(programs.values())
+        self._indices = indices.index_limits(programs.values())
         self._limits = {name: limits_of(p) for name, p in programs.items()}
         self._staged: dict[str, np.ndarray] = {}
         self._starts: dict[str, Callable[[], None]] = {}
         self._inputs: dict[str, dict[str, tuple[np.ndarray, int, list[int]]]] = {}
         inputs = sorted((pair for p in programs for pair in self._inputs_of(p).items()), key=lambda pair: pair[1].size)
-        self._input_form = {name: (numpy_dtype(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
+        self._input_form = {name: (dtypes.numpy_dtype(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
         self._last = ""
 
     @abstractmethod
@@ -127,9 +121,9 @@ class ArenaSession(ABC):
         """The tensor as it lies in memory, dense for `shape` (as planned), a copy or the memory itself. Of a format with planes,
         which only persistent tensors have, the bytes."""
         shape = tuple(int(n) for n in t.shape) if shape is None else shape
-        if FORMATS[t.dtype].planes:
+        if dtypes.FORMATS[t.dtype].planes:
             return self._get(self.plan.offsets[t], self.plan.offsets[t] + t.nbytes)
-        dtype, start = numpy_dtype(t.dtype), self.plan.offsets[t]
+        dtype, start = dtypes.numpy_dtype(t.dtype), self.plan.offsets[t]
         return self._get(start, start + prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _rows(self, t: Tensor, lo: int, hi: int, plane: int = 0) -> np.ndarray:
@@ -142,10 +136,10 @@ class ArenaSession(ABC):
         """The place at which a leading row of a persistent tensor begins, and the dtype of what lies there."""
         if not 0 <= row <= t.shape[0]:
             raise IndexError(f"{t.name} has {t.shape[0]} rows, row {row} was asked for")
-        f = FORMATS[t.dtype]
+        f = dtypes.FORMATS[t.dtype]
         name = f.planes[plane] if f.planes else t.dtype
-        skipped = FORMATS[name].nbytes(row * (t.size // t.shape[0]))
-        return self.plan.offsets[t] + f.start_of(plane, t.size) + skipped, numpy_dtype(name)
+        skipped = dtypes.FORMATS[name].nbytes(row * (t.size // t.shape[0]))
+        return self.plan.offsets[t] + f.start_of(plane, t.size) + skipped, dtypes.numpy_dtype(name)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
@@ -157,7 +151,7 @@ class ArenaSession(ABC):
             raise KeyError(f"no input is named {name!r}")
         dtype, size = self._input_form[name]
         if name in self._indices:
-            check_indices(name, np.asarray(array), self._indices[name])  # before a large id wraps around
+            indices.check_indices(name, np.asarray(array), self._indices[name])  # before a large id wraps around
         array = np.array(array, dtype)  # a copy: the caller may go on to fill the same buffer
         if array.size > size:
             raise ValueError(f"{name} holds {size} elements, got shape {array.shape}")
@@ -169,20 +163,20 @@ class ArenaSession(ABC):
         if name in self.tensors:
             return self.read_rows(name, 0, int(t.shape[0]))
         sizes = (int(self._block.ints[scalars.SCALARS[n.name].index]) if isinstance(n, Dim) else n for n in t.shape)
-        return decode([self.stored(t, tuple(sizes))], t.dtype)
+        return dtypes.decode([self.stored(t, tuple(sizes))], t.dtype)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
         t = self.tensors[name]
-        planes = [self._rows(t, lo, hi, plane) for plane in range(len(FORMATS[t.dtype].planes) or 1)]
-        return decode(planes, t.dtype).reshape(-1, *t.shape[1:])
+        planes = [self._rows(t, lo, hi, plane) for plane in range(len(dtypes.FORMATS[t.dtype].planes) or 1)]
+        return dtypes.decode(planes, t.dtype).reshape(-1, *t.shape[1:])
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
         """Set leading rows from `lo`."""
         t = self.tensors[name]
         if np.shape(array)[1:] != tuple(t.shape[1:]) or lo + len(array) > t.shape[0]:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, given {np.shape(array)} from row {lo}")
-        for plane, values in enumerate(encode(array, t.dtype)):
+        for plane, values in enumerate(dtypes.encode(array, t.dtype)):
             self._set(self._row(t, lo, plane)[0], np.ascontiguousarray(values))
 
     def write_constants(self) -> None:

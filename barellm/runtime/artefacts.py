@@ -1,7 +1,6 @@
 """Compiled code on disk: files that are whole or count as missing, and a folder that stays small.
 
-Files may be written, read and deleted by many processes at a time.
-"""
+Files may be written, read and deleted by many processes at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The control groups that this process is in: what a container or a service may use. Limits of versions 1 and 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")

@@ -2,10 +2,7 @@
 
 A helper process receives jobs, each a text, through a pipe and sends bytes back. It decides nothing, so nothing depends on it: if
 a helper cannot be started, is killed or hangs, this process compiles what is missing. A helper ends when its input ends, so it
-outlives its parent by one job at most. It is in a process group of its own, so Ctrl-C does not reach it.
-"""
-
-from __future__ import annotations
+outlives its parent by one job at most. It is in a process group of its own, so Ctrl-C does not reach it."""
 
 import contextlib
 import json

@@ -1,14 +1,22 @@
 """Rows of fusion tables that backends share: what a matmul with a weight, and a LayerNorm's backward pass, take along."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from barellm.program.fusion import Fusion
 
 _LINEAR = {"x": "0.x", "weight": "0.weight", "bias": "1.bias"}
 _QUANTIZED = {"x": "0.x", "codes": "0.codes", "scales": "0.scales", "bias": "1.bias"}
 _BIAS = ("bias", {"x": "0.y"})
+
+
+def _losses(matmul: str) -> Iterator[Fusion]:
+    """The loss of a classifier without its gradients, and the loss of each token by itself."""
+    kind, operands = matmul.removesuffix("matmul"), _QUANTIZED if matmul == "quantized_matmul" else _LINEAR
+    inputs = {k: v for k, v in operands.items() if k != "bias"} | {"targets": "1.targets"}
+    for name, op, outputs in (("loss", "cross_entropy", ["loss"]), ("scores", "token_losses", ["losses", "margins"])):
+        sequence = [(matmul, {}), (op, {"logits": "0.y"})]
+        yield Fusion(f"{kind}classifier_{name}", sequence, inputs, {output: f"1.{output}" for output in outputs})
+
 
 CLASSIFIER: list[Fusion] = [
     # Loss, logit gradient, input gradient and weight gradient, a chunk of tokens at a time: logits never exist as a whole.
@@ -25,19 +33,7 @@ CLASSIFIER: list[Fusion] = [
         outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
         optional=("loss_scale",),
     ),
-    Fusion(
-        "classifier_loss",
-        [("matmul", {}), ("cross_entropy", {"logits": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"loss": "1.loss"},
-    ),
-    # The loss of each token by itself.
-    Fusion(
-        "classifier_scores",
-        [("matmul", {}), ("token_losses", {"logits": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"losses": "1.losses", "margins": "1.margins"},
-    ),
+    *_losses("matmul"),
     # The loss and its gradients of softcapped logits, whose head is stored (C, V).
     Fusion(
         "softcapped_classifier",
@@ -109,18 +105,7 @@ def quantized(activations: Iterable[str]) -> list[Fusion]:
     """The same of matmuls with quantized weights, which have no gradients. The kernel is "quantized_product"."""
     names = list(activations)
     return [
-        Fusion(
-            "quantized_classifier_loss",
-            [("quantized_matmul", {}), ("cross_entropy", {"logits": "0.y"})],
-            inputs={"x": "0.x", "codes": "0.codes", "scales": "0.scales", "targets": "1.targets"},
-            outputs={"loss": "1.loss"},
-        ),
-        Fusion(
-            "quantized_classifier_scores",
-            [("quantized_matmul", {}), ("token_losses", {"logits": "0.y"})],
-            inputs={"x": "0.x", "codes": "0.codes", "scales": "0.scales", "targets": "1.targets"},
-            outputs={"losses": "1.losses", "margins": "1.margins"},
-        ),
+        *_losses("quantized_matmul"),
         *(_forward(f"linear_{name}", b, (name, "x"), name, "quantized_") for name in names for b in (True, False)),
         *(_forward("linear_residual", b, ("add", "b"), "residual", "quantized_") for b in (True, False)),
         Fusion(

@@ -1,8 +1,6 @@
 """Ids that index rows: what a run may be given. A kernel that reads row 10^8 of a table ends the process, so inputs are checked
 where they are written, on the host: one pass over integers, microseconds for a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

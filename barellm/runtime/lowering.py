@@ -1,19 +1,14 @@
 """The part of lowering and planning that is the same on every backend: bytes of tensors, the scratch of an op, programs after
 fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from barellm.program import dtypes, grouping, planner
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import FORMATS, itemsize
 from barellm.program.fusion import Fusion, fuse
-from barellm.program.grouping import Alike, group
-from barellm.program.ops.base import Op
-from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Span, Tensor
+from barellm.program.ops.base import Op, Span, Tensor
 from barellm.runtime.registry import Registry
 
 
@@ -29,7 +24,7 @@ class Region:
 def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
     """Bytes [start, stop) of a tensor, or all of them. For a view these are the bytes from its first element to the end of its
     base; a span's bytes lie one after the other."""
-    base, skip = tensor.base, tensor.first_element * itemsize(tensor.dtype)
+    base, skip = tensor.base, tensor.first_element * dtypes.itemsize(tensor.dtype)
     assert base is tensor or (start, stop) == (0, None), f"{tensor.name} is a view: its rows are not adjacent"
     if isinstance(tensor, Span):
         return Region(base, skip, skip + tensor.nbytes)
@@ -38,10 +33,10 @@ def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
 
 def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
     """The bytes and the dtype of one plane of a tensor whose format has several."""
-    f, base = FORMATS[tensor.dtype], tensor.base
+    f, base = dtypes.FORMATS[tensor.dtype], tensor.base
     dtype = f.planes[number]
-    start = f.start_of(number, base.size) + FORMATS[dtype].nbytes(tensor.first_element)
-    return Region(base, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
+    start = f.start_of(number, base.size) + dtypes.FORMATS[dtype].nbytes(tensor.first_element)
+    return Region(base, start, start + dtypes.FORMATS[dtype].nbytes(tensor.size)), dtype
 
 
 def share(operand: Tensor | tuple[Region, str], number: int, count: int) -> tuple[Region, str]:
@@ -54,7 +49,7 @@ def share(operand: Tensor | tuple[Region, str], number: int, count: int) -> tupl
 
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
     """The matrix as a matmul reads it: the first plane where its format has several."""
-    return plane(weight, 0) if FORMATS[weight.dtype].planes else weight
+    return plane(weight, 0) if dtypes.FORMATS[weight.dtype].planes else weight
 
 
 def view_stride(operand: Any) -> int | None:
@@ -65,7 +60,7 @@ def view_stride(operand: Any) -> int | None:
 
 def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region, str]:
     """Rows [first, first + count), of `width` elements each, of an activation; clipped to its planned maximum."""
-    row = width * itemsize(tensor.dtype)
+    row = width * dtypes.itemsize(tensor.dtype)
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 
@@ -89,16 +84,16 @@ class LoweredProgram(Generic[L]):
 
     def __init__(
         self, program: Program, *, table: Iterable[Fusion], registry: Registry[L], lowering: Callable[[Op], L],
-        groups: Mapping[str, Alike] | None = None,
+        groups: Mapping[str, grouping.Alike] | None = None,
     ) -> None:  # fmt: skip
-        self.ops = group(fuse(program.ops, list(table), takes=registry.fuses), groups or {})
+        self.ops = grouping.group(fuse(program.ops, list(table), takes=registry.fuses), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:
             self.of[op] = c = lowering(op)
             registry.lower(op, c)
 
 
-def plan_lowered(lowered: Mapping[str, LoweredProgram[L]], store: Store, guard: int = 0) -> Plan:
+def plan_lowered(lowered: Mapping[str, LoweredProgram[L]], store: Store, guard: int = 0) -> planner.Plan:
     """An address for every tensor and for each op's scratch."""
     scratch = {op: c.scratch_tensors for low in lowered.values() for op, c in low.of.items()}
-    return plan({name: low.ops for name, low in lowered.items()}, store, scratch=lambda op: scratch[op], guard=guard)
+    return planner.plan({name: low.ops for name, low in lowered.items()}, store, scratch=lambda op: scratch[op], guard=guard)

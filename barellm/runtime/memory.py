@@ -1,7 +1,5 @@
 """How much memory a process may have, and the refusal of a plan that will not fit."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

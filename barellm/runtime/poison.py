@@ -2,10 +2,7 @@
 
 Before a program runs its workspace is NaN but for the inputs. After the last op that uses a tensor its bytes become NaN again,
 so a lifetime that ends too early, or a kernel that reads what it did not write, shows in the results at once. Guards of 64 bytes
-stand behind every tensor and must come out of a run unchanged.
-"""
-
-from __future__ import annotations
+stand behind every tensor and must come out of a run unchanged."""
 
 import os
 from typing import Protocol

@@ -2,10 +2,7 @@
 
 They are what rooflines and MFU are estimated from, so all commands and runs share them. `barellm doctor --measure` measures them
 again. A rate is the best of a few measurements. Where these differ much, something else used the machine: the rate is noisy, every
-command says so, and the next process measures once more and keeps the better one.
-"""
-
-from __future__ import annotations
+command says so, and the next process measures once more and keeps the better one."""
 
 import contextlib
 from collections.abc import Callable

@@ -2,20 +2,15 @@
 
 Plain, it computes and keeps everything in one float dtype. With `storage` every tensor lies in a planned arena in the dtype
 that its program gives it, so results are rounded where a real backend rounds them; with `poison` bytes become NaN when
-their owner dies, so a wrong lifetime or a wrong address changes the results.
-"""
-
-from __future__ import annotations
+their owner dies, so a wrong lifetime or a wrong address changes the results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from barellm.program import planner
+from barellm.program import dtypes, fusion, planner
 from barellm.program.builder import Program
-from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
-from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.scalars import check_names, defaults
@@ -65,13 +60,13 @@ class Arena:
     def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
         size = int(np.prod(shape))
         planes = self._planes(t, size)
-        values = planes[0] if rounded and FORMATS[t.dtype].planes else decode(planes, t.dtype)
+        values = planes[0] if rounded and dtypes.FORMATS[t.dtype].planes else dtypes.decode(planes, t.dtype)
         return values.reshape(shape).astype(np.int32 if t.dtype == "i32" else self.dtype)
 
     def write(self, t: Tensor, values: np.ndarray) -> None:
         values = np.asarray(values).reshape(-1)
         assert values.size <= t.size, (t, values.shape)
-        for plane, half in zip(self._planes(t, values.size), encode(values, t.dtype), strict=True):
+        for plane, half in zip(self._planes(t, values.size), dtypes.encode(values, t.dtype), strict=True):
             plane[:] = half
 
     def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
@@ -82,9 +77,9 @@ class Arena:
 
     def _planes(self, t: Tensor, size: int) -> list[np.ndarray]:
         """The first `size` elements as they lie in memory, an array for each plane."""
-        f = FORMATS[t.dtype]
+        f = dtypes.FORMATS[t.dtype]
         names = enumerate(f.planes or (t.dtype,))
-        return [self._at(t, f.start_of(i, t.size), FORMATS[n].nbytes(size), numpy_dtype(n)) for i, n in names]
+        return [self._at(t, f.start_of(i, t.size), dtypes.FORMATS[n].nbytes(size), dtypes.numpy_dtype(n)) for i, n in names]
 
     def _at(self, t: Tensor, skip: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
         start = self.plan.offsets[t] + skip
@@ -97,12 +92,12 @@ class ReferenceSession:
 
     def __init__(
         self, programs: Mapping[str, Program], *, dtype: str = "float64", storage: bool = False, poison: bool = False,
-        table: Iterable[Fusion] = (), plan: Plan | None = None,
+        table: Iterable[fusion.Fusion] = (), plan: Plan | None = None,
     ) -> None:  # fmt: skip
         self.programs = dict(programs)
         self.store = next(iter(self.programs.values())).store
         table = list(table)
-        self.ops: dict[str, list[Op]] = {name: fuse(p.ops, table) for name, p in self.programs.items()}
+        self.ops: dict[str, list[Op]] = {name: fusion.fuse(p.ops, table) for name, p in self.programs.items()}
         self.tensors = dict(self.store.tensors)
         self.storage = storage or poison
         self.memory: Memory = Values(dtype)

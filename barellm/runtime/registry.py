@@ -2,10 +2,7 @@
 takes. Anything else is refused before it runs.
 
 A kernel that does not know a mode would store where it should add. One that does not know a dtype, or the stride of a view, would
-read the wrong elements. So an op is lowered only as its entry says.
-"""
-
-from __future__ import annotations
+read the wrong elements. So an op is lowered only as its entry says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from barellm.errors import UserError
 from barellm.program.grouping import members
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Span, Tensor, describe
+from barellm.program.ops.base import Op, Span, Tensor, describe
 
 MODES = ("store", "add", "start")
 L = TypeVar("L")

@@ -14,8 +14,7 @@ class Session(Protocol):
     """Tensors have names. Inputs and outputs are dense for the sizes of a run, parameters are seen as fp32.
 
     `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches. `standing`: scalars that
-    every run has unless it is told otherwise.
-    """
+    every run has unless it is told otherwise."""
 
     tensors: dict[str, Tensor]
     default_scalars: dict[str, Any]

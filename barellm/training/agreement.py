@@ -1,7 +1,5 @@
 """Consistency of the ranks of a run: configuration, versions and data are checked to be equal before it begins."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Batch-size warmup (batch rampup): micro-batches of each step, constant or rising as in GPT-3 (Brown et al. 2020, appendix B)."""
 
-from __future__ import annotations
-
 from barellm.config import TrainConfig
 
 

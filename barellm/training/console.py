@@ -1,7 +1,5 @@
 """The output of a run: plain lines in a log, one live line in a terminal, or JSON lines for machines."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

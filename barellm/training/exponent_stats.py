@@ -5,10 +5,7 @@
       "first": -20, "counts": [1, 0, 5, ...]}, ...]}
 
 `counts[i]` elements have a magnitude of 2^(first + i) and more, below twice that. `size` counts the elements of this step, `shape`
-is the planned one. Numbers are as memory has them: in fp16 gradients carry the loss scale.
-"""
-
-from __future__ import annotations
+is the planned one. Numbers are as memory has them: in fp16 gradients carry the loss scale."""
 
 from collections.abc import Mapping
 from math import isfinite

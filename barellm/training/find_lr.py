@@ -1,9 +1,6 @@
 """A range test of the learning rate (Smith 2015): a short training whose rate grows from step to step until it diverges.
 
-Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has.
-"""
-
-from __future__ import annotations
+Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has."""
 
 import json
 import shlex
@@ -22,10 +19,8 @@ from barellm.data.loader import Rows
 from barellm.errors import UserError
 from barellm.models.training_schedule import model_schedule
 from barellm.runtime.session import Session
-from barellm.training import curve, report
-from barellm.training.console import duration
+from barellm.training import console, curve, report, stopping
 from barellm.training.run import Run
-from barellm.training.stopping import Stopping
 from barellm.training.training_schedule import ConstantSchedule
 
 LOWEST, HIGHEST, STEPS = 1e-6, 10.0, 200
@@ -179,7 +174,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
     """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written. `words`: those of the
     command line."""
     say, begin = job.console, [0.0]
-    with open_model(job.config, device=job.device) as compiled, Stopping() as stop:
+    with open_model(job.config, device=job.device) as compiled, stopping.Stopping() as stop:
         for line in report.header(compiled, job.data, folder.path):
             say.line(line)
         job.initialize(compiled)
@@ -190,7 +185,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
             begin[0] = begin[0] or time.monotonic()  # behind the first step, which touches cold memory
             if say.due():
                 left = (time.monotonic() - begin[0]) / step * (steps - 1 - step) if step else None
-                eta = "" if left is None else f"  at most {duration(left)} left"
+                eta = "" if left is None else f"  at most {console.duration(left)} left"
                 say.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
             return not stop
 

@@ -1,7 +1,5 @@
 """What a run trains on and is measured by: the text, the order of its rows, and the evaluations."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,9 +15,7 @@ from barellm.data.loader import Batches, Repeated, Rows
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
-from barellm.evaluation import hellaswag
-from barellm.evaluation.scoring import shape_for
-from barellm.evaluation.validation import Evaluator
+from barellm.evaluation import hellaswag, scoring, validation
 from barellm.generation.decode import cache_positions
 from barellm.program.ranks import Ranks
 from barellm.training import agreement
@@ -88,7 +84,7 @@ class Inputs:
         if train.hellaswag:
             examples = hellaswag.read(Path(train.hellaswag), self.data.tokenizer)
             self.hellaswag, most = hellaswag.HellaSwag(examples), self.config.model.max_seq
-            self.scoring = shape_for(self.hellaswag.texts, tokens=train.micro_batch_size * train.seq, most_seq=most)
+            self.scoring = scoring.shape_for(self.hellaswag.texts, tokens=train.micro_batch_size * train.seq, most_seq=most)
         trained = self.batch_rampup.tokens(train.steps or ANY_STEPS)
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self.evaluator
@@ -128,8 +124,8 @@ class Inputs:
         """The steps of train.epochs, now that the length of the text is known."""
         return max(1, bisect_left(range(ANY_STEPS), self.config.train.epochs * self.epoch_tokens, key=self.batch_rampup.tokens))
 
-    def _evaluator(self, tokens: int) -> Evaluator:
+    def _evaluator(self, tokens: int) -> validation.Evaluator:
         train = self.config.train
         batch, seq = train.eval_shape(train.micro_batch_size // self.ranks.count)
         windows = self.data.validation(seq=seq, max_tokens=tokens, first=train.eval_from == "first")
-        return Evaluator(windows, batch=batch, byte_lengths=self.data.byte_lengths, ranks=self.ranks)
+        return validation.Evaluator(windows, batch=batch, byte_lengths=self.data.byte_lengths, ranks=self.ranks)

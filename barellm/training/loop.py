@@ -15,26 +15,21 @@ import numpy as np
 from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
-from barellm.data.loader import Rows
-from barellm.data.mapping import LostFile
+from barellm.data import loader, mapping
 from barellm.errors import UserError, visible
-from barellm.evaluation import hellaswag
+from barellm.evaluation import hellaswag, validation
 from barellm.evaluation.text import repetitive
-from barellm.evaluation.validation import Evaluator, Result
 from barellm.models.training_schedule import StepPlan, TrainingSchedule
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import first
 from barellm.runtime.session import Session
-from barellm.training import report
+from barellm.training import exponent_stats, report, stopping, trackers
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, duration, in_words, short
-from barellm.training.exponent_stats import ExponentStats
 from barellm.training.metrics import Metrics
 from barellm.training.saving import Point, Saving
 from barellm.training.schedule import steps_in_time
 from barellm.training.spikes import Spikes
-from barellm.training.stopping import Stopping
-from barellm.training.trackers import Tracking
 from barellm.training.training_schedule import ConstantSchedule
 
 # With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
@@ -66,18 +61,18 @@ class Progress:
 class Loop:
     config: Config
     session: Session
-    batches: Rows
+    batches: loader.Rows
     training_schedule: TrainingSchedule
     batch_rampup: BatchRampup
     spikes: Spikes
-    evaluator: Evaluator
+    evaluator: validation.Evaluator
     final_targets: int  # of the evaluation after the last step
     metrics: Metrics
-    watch: ExponentStats | None  # of the exponents, where they are asked for
+    watch: exponent_stats.ExponentStats | None  # of the exponents, where they are asked for
     console: Console
-    stop: Stopping
+    stop: stopping.Stopping
     saving: Saving
-    tracking: Tracking
+    tracking: trackers.Tracking
     meta: dict[str, Any]  # what a checkpoint's meta.json says besides the progress
     ranks: Ranks
     samples: Callable[[int], list[str]]  # step -> texts; empty when stopped
@@ -106,7 +101,7 @@ class Loop:
         alone may have met it, none saves."""
         try:
             return self._run()
-        except LostFile:
+        except mapping.LostFile:
             if self.ranks.count == 1:
                 self.saving.last(self.point())
             raise
@@ -377,7 +372,7 @@ class Loop:
             for text in self.samples(step):
                 self.record_sample(step, text)
 
-    def record_evaluation(self, step: int, result: Result) -> None:
+    def record_evaluation(self, step: int, result: validation.Result) -> None:
         bits = result.bits_per_byte
         found = {"val_nats": result.nats, "val_bits_per_byte": bits, "targets": result.targets}
         self.record({"kind": "eval", "step": step, **found})

@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object a line, appended and flushed; resumed without a step appearing twice."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

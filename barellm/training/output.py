@@ -1,7 +1,5 @@
 """What a run writes besides checkpoints: metrics, trackers, samples, the curve and the final report. Rank 0 alone does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +8,12 @@ from typing import Any
 from barellm.assembly.build import CompiledModel
 from barellm.checkpoint import storage
 from barellm.config import overrides
-from barellm.evaluation import hellaswag
+from barellm.evaluation import hellaswag, validation
 from barellm.evaluation.scoring import Scorer
 from barellm.evaluation.text import gzip_bits_per_byte, python_share, repetitive
-from barellm.evaluation.validation import Result
-from barellm.generation.decode import Decoder
-from barellm.generation.samplers import Sampling
-from barellm.training import curve, exponent_stats, inputs, metrics, report, trackers
-from barellm.training.console import short
+from barellm.generation import decode, samplers
+from barellm.training import console, curve, exponent_stats, inputs, metrics, report, stopping, trackers
 from barellm.training.loop import Loop
-from barellm.training.stopping import Stopping
 from barellm.training.trackers import Tracking
 
 FINAL_SAMPLES, FINAL_SHOWN = 6, 2
@@ -51,7 +45,7 @@ class Output:
         subject = trackers.subject(self.folder, project=self.config.preset, step=step, config=config) if names else None
         return Tracking(names, subject, say=self.run.console.line)
 
-    def hellaswag(self, stop: Stopping) -> Callable[[], hellaswag.Result | None] | None:
+    def hellaswag(self, stop: stopping.Stopping) -> Callable[[], hellaswag.Result | None] | None:
         """A function that tries the model on HellaSwag, if the run shall."""
         task, scoring = self.run.hellaswag, self.run.scoring
         if task is None or scoring is None:
@@ -60,14 +54,14 @@ class Output:
         tell = self.run.console.evaluating
         return lambda: task.run(scorer, stop=lambda: bool(stop), report=tell(len(task.texts)))
 
-    def samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+    def samples(self, decoder: decode.Decoder, stop: stopping.Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
         if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
             return []
         tokenizer, prompt = self.data.tokenizer, self.data.prompt
         shown = tokenizer.decode(prompt) if self.data.examples else ""
         texts = []
         for i in range(count):
-            how = Sampling(temperature=0.8, top_p=0.95, seed=(self.config.train.seed << 32) + (seed << 8) + i)
+            how = samplers.Sampling(temperature=0.8, top_p=0.95, seed=(self.config.train.seed << 32) + (seed << 8) + i)
             ids = []
             for token in decoder.tokens(prompt, count=tokens, how=how):
                 if stop:
@@ -78,13 +72,13 @@ class Output:
             texts.append(shown + tokenizer.decode(ids))
         return texts
 
-    def final_samples(self, decoder: Decoder, stop: Stopping, step: int) -> list[str]:
+    def final_samples(self, decoder: decode.Decoder, stop: stopping.Stopping, step: int) -> list[str]:
         """Those that are not shown are only for tokenize's share."""
         most, tokens = (FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN, self.run.final_sample_tokens)
         count = max(1, min(most, tokens // inputs.FINAL_SAMPLE_TOKENS))
         return self.samples(decoder, stop, count=count, tokens=min(inputs.FINAL_SAMPLE_TOKENS, tokens // count), seed=step)
 
-    def close(self, loop: Loop, result: Result, texts: list[str], elapsed: Callable[[], float]) -> None:
+    def close(self, loop: Loop, result: validation.Result, texts: list[str], elapsed: Callable[[], float]) -> None:
         """Samples, curve and the last row, on the screen and in the files."""
         say, step = self.run.console.line, loop.progress.step
         # Of the texts that are not one piece again and again, where there are such.
@@ -95,7 +89,7 @@ class Output:
         if not self.run.console.notebook:  # which shows the picture
             say(curve.terminal(found, ascii_only=not self.run.console.can_show(curve.GLYPHS)))
         image = self.folder / "loss.png"
-        title = f"{self.config.preset}, {short(self.compiled.parameters)} parameters"
+        title = f"{self.config.preset}, {console.short(self.compiled.parameters)} parameters"
         try:
             if image.is_symlink():  # what it points to is not the run's
                 storage.remove(image)
@@ -107,7 +101,7 @@ class Output:
         for line in report.closing(row, self.folder, self.config, answers=self.data.examples is not None):
             say(line)
 
-    def _result(self, loop: Loop, result: Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
+    def _result(self, loop: Loop, result: validation.Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
         final: dict[str, Any] = {
             "kind": "result", "step": loop.progress.step, "preset": self.config.preset, "val_nats": result.nats,
             "val_bits_per_byte": result.bits_per_byte, "val_bytes": result.bytes,
@@ -137,11 +131,11 @@ class Silent(Output):
     def tracking(self, step: int) -> Tracking:
         return Tracking((), None, say=self.run.console.line)
 
-    def hellaswag(self, stop: Stopping) -> None:
+    def hellaswag(self, stop: stopping.Stopping) -> None:
         return None
 
-    def samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+    def samples(self, decoder: decode.Decoder, stop: stopping.Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
         return []
 
-    def close(self, loop: Loop, result: Result, texts: list[str], elapsed: Callable[[], float]) -> None:
+    def close(self, loop: Loop, result: validation.Result, texts: list[str], elapsed: Callable[[], float]) -> None:
         pass

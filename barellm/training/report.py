@@ -1,7 +1,5 @@
 """The summary of a run on the screen: before its first step and after its last one."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,8 +10,7 @@ from typing import Any
 from barellm import __version__, models
 from barellm.assembly.build import CompiledModel
 from barellm.config import Config, OptimConfig
-from barellm.data.examples import Packed
-from barellm.data.sources import Dataset
+from barellm.data import examples, sources
 from barellm.models.training_schedule import model_schedule
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import duration, in_words, short
@@ -23,7 +20,7 @@ LONG_S = 30 * 86400.0  # a run of a month is rarely meant
 MIB = 1 << 20
 
 
-def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
+def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list[str]:
     """A few lines that say what is trained, on what, with what, and where it goes. config.json has every setting."""
     config, found = compiled.config, compiled.meta()
     model, train = config.model, config.train
@@ -143,7 +140,7 @@ def perplexity(nats: float) -> str:
     return f"{exp(min(nats, 700)):,.4g}"
 
 
-def packing(packed: Packed) -> list[str]:
+def packing(packed: examples.Packed) -> list[str]:
     """Sequence packing: how examples fill their rows, and which of them do not."""
     held = sum(last - first for row in packed.rows for first, last in row)
     share = held / (len(packed.rows) * (packed.seq + 1))

@@ -1,7 +1,5 @@
 """Which run is resumed, from which checkpoint, and what a command line may change in it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

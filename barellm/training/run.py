@@ -1,7 +1,5 @@
 """A training run from its configuration to its report: what it trains on, the machine, the loop, the last evaluation."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The checkpoints of a run: written by a thread while steps go on, and the last one before the run ends."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """Learning rates and number of steps."""
 
-from __future__ import annotations
-
 from math import cos, pi
 
 from barellm.config import OptimConfig

@@ -1,7 +1,5 @@
 """Steps that are skipped because their loss or their gradient's norm is far above those of the steps before, as llm.c does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import fsum, isfinite, sqrt
 from typing import Any

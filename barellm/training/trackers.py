@@ -1,10 +1,7 @@
 """The rows of metrics.jsonl in other programs too: TensorBoard, Weights & Biases, trackio.
 
 They get the same numbers under the names KIND/KEY ("train/loss", "eval/val_nats") at the row's step. Each has a thread that talks
-to it, so that a slow one does not slow the training, and one that fails is dropped with a line. Their packages are extras.
-"""
-
-from __future__ import annotations
+to it, so that a slow one does not slow the training, and one that fails is dropped with a line. Their packages are extras."""
 
 import contextlib
 import queue

@@ -1,7 +1,5 @@
 """The training schedule of a run: that of its architecture, or a constant one, in which only the learning rates change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -102,7 +102,7 @@ def test_beside_a_product_they_are_those_of_what_it_stores(isa, N, K, mode, accu
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_beside_a_product_in_chunks_and_parts_of_tokens_the_last_counts(isa, part, chunk, accumulate, monkeypatch):
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
-    changed(monkeypatch, amx, PART=part)
+    changed(monkeypatch, amx, KC=part)
     for seq in (59, 5):
         scalars = {"batch": 2, "seq": seq, "accumulate": accumulate}
         found = with_squares(isa, 67, 40, "start", scalars, normal(67, 40, seed=9).astype(np.float32))

@@ -70,7 +70,7 @@ def test_long_depths(isa, depth, panels):
 @pytest.mark.parametrize("N, K", [(213, 139), (131, 224)])
 def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
     """Parts of 32: five and seven of them in turns of any length; claims of one panel and of several, of one tile and of more."""
-    changed(monkeypatch, amx, PART=32)
+    changed(monkeypatch, amx, KC=32)
     changed(monkeypatch, gemm_mainloop, AMX_K_GROUP=turn)
     check_products(isa, (1, 77, N, K), panels, rows, threads=(2,))
 
@@ -78,7 +78,7 @@ def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
 @each_tiles
 @pytest.mark.parametrize("part", [32, 64, 256])
 def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
-    changed(monkeypatch, amx, PART=part)
+    changed(monkeypatch, amx, KC=part)
     x, dy, weight = operands((1, 70, 131, 301), "bf16")
     cases = [
         (ops.Matmul, "y", {"x": x, "weight": weight}), (ops.MatmulDx, "dx", {"dy": dy, "weight": weight}),
@@ -114,7 +114,7 @@ def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None, config=None) 
 def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, rows, monkeypatch):
     """Several chunks of tokens, of several parts each; claims of one tile and of more."""
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: chunk})
-    changed(monkeypatch, amx, PART=part)
+    changed(monkeypatch, amx, KC=part)
     for tokens, accumulate in ((170, 0), (97, 1)):
         shape = (1, tokens, 131, 100)
         config = work_items(isa, shape, panels, rows)
@@ -125,7 +125,7 @@ def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, ro
 @pytest.mark.parametrize("actual", [(1, 1), (2, 33), (3, 70)])
 def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch):
     changed(monkeypatch, gemm_config, TOKEN_CHUNKS={32: 100})
-    changed(monkeypatch, amx, PART=32)
+    changed(monkeypatch, amx, KC=32)
     check_gradient(isa, (*actual, 40, 70), {"accumulate": 0}, plan=(3, 70))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.pointwise import transpose
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
@@ -35,7 +36,7 @@ def test_a_sum_is_added_to_what_is_there(isa, dtype):
 @each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16_i16"])
 def test_several_tiles_and_results_past_the_caches(isa, dtype, monkeypatch):
-    changed(monkeypatch, transpose, STREAM_BYTES=0)
+    changed(monkeypatch, loops, STREAM_BYTES=0)
     changed(monkeypatch, transpose, STRIPS=1, WIDTH=128)
     for shape in ((64, 131), (33, 64)):
         check_op(ops.Transpose, isa, {"x": persistent(normal(*shape), dtype)}, modes={"y": "store"}, bounds={"y": 0.0})

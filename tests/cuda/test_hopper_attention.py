@@ -217,14 +217,14 @@ def test_it_is_no_choice_where_it_does_not_fit():
 
 
 def test_triton_s_kernel_has_what_is_not_causal_or_scaled_and_all_where_it_is_forced():
-    for module, causal, scale, matmul in (
-        ("hopper_attention", True, None, "barellm"), ("attention", False, None, "barellm"),
-        ("attention", True, "softmax_scale", "barellm"), ("attention", True, None, "triton"),
+    for module, causal, scale, plain in (
+        ("hopper_attention", True, None, False), ("attention", False, None, False),
+        ("attention", True, "softmax_scale", False), ("attention", True, None, True),
     ):  # fmt: skip
         p = Program(Store(), compute="bf16")
         q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
         p.output("out", p.attention(q, q, q, heads=2, causal=causal, scale=scale))
-        (spec,) = lower_and_plan({"op": p}, Target(arch=90, matmul=matmul)).specs
+        (spec,) = lower_and_plan({"op": p}, Target(arch=90, plain_attention=plain)).specs
         assert spec.function.module.endswith(f".{module}")
 
 

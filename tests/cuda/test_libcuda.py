@@ -151,7 +151,7 @@ def test_auto_is_the_gpu_with_tritons_gemm_where_hoppers_fails(start, tmp_path, 
     """And the CPU where Triton's does; the second process believes the first."""
     own = {"BARELLM_SELF_CHECK": "1", "BARELLM_CACHE": str(tmp_path / "cache")}
     for name, device, words in (
-        ("Hopper", "cuda", "Triton's kernels take the place of Hopper's"),
+        ("Hopper", "cuda", "Triton's GEMM takes its place"),
         ("Triton", "cpu", "note: the CPU is used, and not the GPU: Triton GEMM"),
     ):  # fmt: skip
         for again in (False, True):

@@ -97,8 +97,7 @@ def test_tritons_kernel_takes_the_place_of_hoppers(check, monkeypatch, fault, ca
     assert found == ({"matmul": "triton"} if gemm else {"matmul": "barellm", "plain_attention": True})
     _, warning = lines.splitlines()
     assert f"warning: {case} fails on Mock GPU: " in warning and why in warning
-    instead = "kernels take the place of Hopper's" if gemm else "attention takes its place"
-    assert warning.endswith(f"Triton's {instead}; {self_check.REPORT}")
+    assert warning.endswith(f"Triton's {'GEMM' if gemm else 'attention'} takes its place; {self_check.REPORT}")
     monkeypatch.setattr(self_check, "Worker", None)
     assert check() == (found, warning + "\n")
 
@@ -169,7 +168,7 @@ def test_cases_are_all_gemms_and_attention_of_the_card(monkeypatch):
     }  # fmt: skip
     names = [*self_check._cases(config, {}, replace(target, arch=89))[0]]
     assert len(names) == 6 and all(name.startswith("Triton") for name in names)
-    assert not [n for n in self_check._cases(config, {}, replace(target, matmul="triton"))[0] if "Hopper" in n]
+    assert not [n for n in self_check._cases(config, {}, replace(target, matmul="triton"))[0] if "Hopper GEMM" in n]
 
 
 def test_plain_attention_is_tritons(monkeypatch):

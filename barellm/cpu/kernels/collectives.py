@@ -1,8 +1,5 @@
 """Collectives between ranks: reduce-scatter, all-gather and all-reduce. Messages are sent by a call out of the step, on one thread;
-received gradients are added by a kernel.
-"""
-
-from __future__ import annotations
+received gradients are added by a kernel."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,14 +7,10 @@ from operator import add
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import elementwise_map, foreach_vector, new_accumulators, tree_reduce
-from barellm.cpu.kernels.reductions import CHAINS
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernels import loops, reductions
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 
 Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
@@ -35,7 +28,7 @@ def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
             total = total + term
         return total
 
-    elementwise_map(k, n, y, vector)
+    loops.elementwise_map(k, n, y, vector)
 
 
 @lowering("sum_over_ranks", floats="fp32 bf16", spans="own y")
@@ -104,7 +97,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
         for j in range(others):
             remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
             read_process(k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize)
-        sums = new_accumulators(k, CHAINS)
+        sums = loops.new_accumulators(k, reductions.CHAINS)
 
         def body(i, mask, chain):
             terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
@@ -115,8 +108,8 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             y.store(total, i, mask)
             sums[chain].value = k.fma(total, total, sums[chain].value)
 
-        foreach_vector(k, begin, end, body, unroll=CHAINS)
-        partials.put(k.sum(tree_reduce(sums, add)), chunk)
+        loops.foreach_vector(k, begin, end, body, unroll=reductions.CHAINS)
+        partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 
 def read_process(k: KernelBuilder, table, process: Value, remote: Value, received, nbytes: Value) -> None:

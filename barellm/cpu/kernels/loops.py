@@ -2,18 +2,12 @@
 
 Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (the first micro-batch stores, later ones add; see
 `KernelBuilder.keep`). A `mask` (i1 lanes) limits a vector at the end of a row; None: all lanes. `nontemporal` is a run-time
-condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements.
-"""
-
-from __future__ import annotations
+condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements."""
 
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, dims_of
-from barellm.cpu.lang import Pointer, Value, Var
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Tensor, Value, Var, dims_of
 
 GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally

@@ -1,7 +1,5 @@
 """Roofline microbenchmarks: kernels that only compute (peak FLOP/s) or only move bytes (peak bandwidth)."""
 
-from __future__ import annotations
-
 from barellm.cpu.kernels.gemm import amx
 
 ACCUMULATORS = 12  # enough to hide a multiply-add's latency on two ports; 8 with 16 registers

@@ -1,11 +1,8 @@
 """Numbers that a call carries beside its addresses: a constant of an op that many ops with the same code do not share."""
 
-from __future__ import annotations
-
 import struct
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Value
+from barellm.cpu.kernel import KernelBuilder, Value
 
 
 def bits(value: float) -> int:

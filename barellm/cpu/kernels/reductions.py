@@ -1,33 +1,18 @@
 """Deterministic reductions: column sums over tokens, the sum of squares of a gradient.
 
 Split reductions: rows form chunks whose number depends on the row count alone; each chunk is summed by one thread into its row of
-partials, then the partials are added in order. So the bits do not depend on the threads.
-"""
-
-from __future__ import annotations
+partials, then the partials are added in order. So the bits do not depend on the threads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import (
-    accumulate,
-    accumulate_scalar,
-    foreach_column,
-    foreach_vector,
-    new_accumulators,
-    shape_of,
-    tree_reduce,
-)
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Region, Tensor, Value, lowering, part
+from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.loss.loss_scale import scale_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import Region, part
 
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 
@@ -49,7 +34,7 @@ def chunks_of_rows(
     with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
         if dst is not None:
-            foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
+            loops.foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
         begin = chunk * chunk_rows
         yield dst, begin, k.min(begin + chunk_rows, rows)
 
@@ -65,7 +50,7 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
             for t, value in enumerate(vectors(c, mask)):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
 
-        foreach_column(k, C, body)
+        loops.foreach_column(k, C, body)
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
@@ -82,10 +67,10 @@ def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value,
         total = k.var(k.to(0.0, k.vec))
         with k.loop(0, chunks) as chunk:
             total.value = total.value + partials.load(chunk * stride + c, mask)
-        out.store(accumulate(k, out, c, mask, total.value, mode), c, mask)
+        out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
 
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
-        foreach_vector(k, begin, end, body, unroll=1)
+        loops.foreach_vector(k, begin, end, body, unroll=1)
 
 
 def lower_column_sums(
@@ -99,7 +84,7 @@ def lower_column_sums(
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
     partials = c.workspace("partials", chunks * stride * 4) if outputs else None
-    shape = shape_of(like)
+    shape = loops.shape_of(like)
     c.call(
         emit,
         {"partials": partials and (part(partials), "fp32"), **operands},
@@ -127,7 +112,7 @@ def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes
         with k.loop(0, k.ceil_div(rows, rows_per_chunk(k, rows))) as chunk:
             total.value = total.value + partials.load(chunk * count, mask)
         for i, (out, mode) in enumerate(zip((out0, out1, out2, out3), modes, strict=False)):
-            accumulate_scalar(k, out, 0, k.lane(total.value, i), mode)
+            loops.accumulate_scalar(k, out, 0, k.lane(total.value, i), mode)
 
 
 def lower_scalars(
@@ -138,7 +123,7 @@ def lower_scalars(
         return
     outs: dict[str, Any] = dict.fromkeys(f"out{i}" for i in range(4))
     outs |= {f"out{i}": t for i, t in enumerate(outputs.values())}
-    constants = {"modes": tuple(modes[name] for name in outputs), **shape_of(like)}
+    constants = {"modes": tuple(modes[name] for name in outputs), **loops.shape_of(like)}
     c.call(combine_scalars, {"partials": partials, **outs}, constants, writes=" ".join(outs))
 
 
@@ -163,14 +148,14 @@ CHAINS = 8
 def sum_squares(k: KernelBuilder, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = sums of squares of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = new_accumulators(k, CHAINS)
+        sums = loops.new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             v = x.load(i, mask)
             sums[j].value = k.fma(v, v, sums[j].value)
 
-        foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
-        partials.put(k.sum(tree_reduce(sums, add)), chunk)
+        loops.foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 
 @lowering("sum_squares", floats="fp32 bf16", spans="x partials")

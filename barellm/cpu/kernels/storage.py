@@ -5,22 +5,17 @@ has no
 sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
 `program.moments`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.dtypes import format_of
-from barellm.program.moments import FORMATS, REBIAS
-from barellm.program.tensor import Tensor
+from barellm.cpu.kernel import KernelBuilder, Pointer, Tensor, Value
+from barellm.program import dtypes, moments
 from barellm.runtime.lowering import part, plane
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     """Operands `name` and `name_lo` of a call: the hi and lo planes, or the fp32 tensor and None."""
-    if format_of(t.dtype).planes:
+    if dtypes.format_of(t.dtype).planes:
         return {name: plane(t, 0), f"{name}_lo": plane(t, 1)}
     return {name: t, f"{name}_lo": None}
 
@@ -82,7 +77,7 @@ class Weight:
 
 def moment_operand(t: Tensor) -> Any:
     """Operand of a call: the fp32 tensor, or its codes."""
-    return (part(t), "i16") if t.dtype in FORMATS else t
+    return (part(t), "i16") if t.dtype in moments.FORMATS else t
 
 
 @dataclass(frozen=True)
@@ -96,14 +91,14 @@ class Moment:
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
         if self.p.dtype == "fp32":
             return self.p.load(index, mask)
-        k, f = self.k, FORMATS[self.dtype]
+        k, f = self.k, moments.FORMATS[self.dtype]
         codes = k.op(k.ivec, f"{'sext' if f.signed else 'zext'} {self.p.load_raw(index, mask).typed} to {k.ivec}")
         # A code's sign was extended, so the shift leaves three copies: the lower two go, so that the sum below cannot carry into
         # the sign.
         bits, magnitude = codes << f.shift, codes
         if f.signed:
             bits, magnitude = bits & ~(3 << 29), codes & 0x7FFF
-        return k.bitcast(k.select(magnitude.equals(0), 0, bits + REBIAS), k.vec)
+        return k.bitcast(k.select(magnitude.equals(0), 0, bits + moments.REBIAS), k.vec)
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None, *, dither: list[Value] | None) -> None:
         """Store one or two adjacent vectors of fp32 lanes from element `index` on; a mask only with one. `dither`: random i32 lanes
@@ -118,10 +113,10 @@ class Moment:
     def _code(self, value: Value, dither: Value | None) -> Value:
         """The code of each lane as `moments.encode` defines it, in the lane's high half, where the sign is already. Numbers below
         the least (f.least) become 0, or with `dither` the least by chance."""
-        k, f = self.k, FORMATS[self.dtype]
+        k, f = self.k, moments.FORMATS[self.dtype]
         magnitude = k.min_magnitude(value, f.most)
         inside = magnitude >= f.least
-        code = magnitude - REBIAS
+        code = magnitude - moments.REBIAS
         if dither is None:
             code = k.select(inside, code + (1 << (f.shift - 1)), 0)
         else:

@@ -1,8 +1,7 @@
 """The builder of one function: Python calls that append LLVM IR, with loops and branches as context managers.
 
 Types are LLVM's, as text. A vector has `isa.lanes` lanes: `k.vec` of fp32, `k.ivec` of i32. Numbers (Python's) are accepted for
-operands everywhere and become constants of the other operand's type.
-"""
+operands everywhere and become constants of the other operand's type."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 bits of exponent and 3 of fraction, E5M2 5 and 2. E4M3 has no infinity, and of its codes only 0x7f and 0xff are NaN. A code is the 8
 bits of a number. `k` is a Builder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

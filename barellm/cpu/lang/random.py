@@ -1,7 +1,5 @@
 """Threefry2x32-20 on i32 lanes or scalars, bit for bit what `program/ops/pointwise/random.py` defines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,10 +9,7 @@ A wait spins for about 2000 pauses and then sleeps: in the kernel's futex on Lin
 alone loses a whole time slice when two threads share a core; sleeping at once costs microseconds when they do not.
 
 Where `stamps` is not null, a walk is traced: each thread writes the processor's steady counter to stamps[thread][entry], three i64:
-before the call, after it, and after the barrier, if one follows.
-"""
-
-from __future__ import annotations
+before the call, after it, and after the barrier, if one follows."""
 
 SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512

@@ -1,9 +1,6 @@
 """Functions on fp32 lanes: polynomials, because llvm.exp and its like become scalar calls.
 
-Errors are measured in tests/cpu/test_vector.py against float64 over the whole range.
-"""
-
-from __future__ import annotations
+Errors are measured in tests/cpu/test_vector.py against float64 over the whole range."""
 
 from functools import cache
 from itertools import pairwise
@@ -243,8 +240,7 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     """A square of `lanes` vectors of 32-bit elements, transposed: 4 x 4 elements inside each group of 128 bits, then the groups.
 
     Each shuffle is one instruction without an index vector. LLVM spends two thirds of a kernel's compile time on selecting
-    general two-vector shuffles; these cost it a third less.
-    """
+    general two-vector shuffles; these cost it a third less."""
     n = len(rows)
 
     def gather(vectors: list[Value]) -> list[Value]:

@@ -3,33 +3,16 @@
 The model counts cycles of one core for the whole GEMM: multiply-adds, packing, bytes from beyond the L2, and the load imbalance
 of work items over threads. It need not be exact: it only skips what it puts far behind its best.
 
-KC and the overlap, which the model does not know, are tried with the best of those.
-"""
-
-from __future__ import annotations
+KC and the overlap, which the model does not know, are tried with the best of those."""
 
 from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from barellm.cpu import processor
-from barellm.cpu.gemm_config import (
-    ITEMS_PER_THREAD,
-    ORDERS,
-    OVERLAPS,
-    GemmConfig,
-    Tile,
-    default_kc,
-    default_nc,
-    even_kc,
-    packed_itemsize,
-    tiles,
-    token_chunk,
-)
+from barellm.cpu import gemm_config, processor
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels.gemm import amx
+from barellm.cpu.kernels.gemm import amx, skinny_gemm
 from barellm.cpu.kernels.gemm.packing import can_overlap_packing, panel_bytes, uses_vnni
-from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs
 from barellm.cpu.tuner.problem import GemmProblem
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up
@@ -47,7 +30,7 @@ BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 def candidates(problem: GemmProblem, isa: ISA, threads: int) -> list[Any]:
     """The default first, then the others by the model's cost. Of a skinny GEMM all are tried."""
     if problem.skinny:
-        return skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
+        return skinny_gemm.skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
     first = problem.default(isa)
     if _on_tiles(problem, isa):
         return [first, *(c for c in possible(problem, isa) if c != first)]
@@ -62,10 +45,10 @@ def _on_tiles(problem: GemmProblem, isa: ISA) -> bool:
     return amx.uses_tiles(isa, problem.dtype) and problem.operation != "weight_gradient"
 
 
-def possible(problem: GemmProblem, isa: ISA) -> list[GemmConfig]:
+def possible(problem: GemmProblem, isa: ISA) -> list[gemm_config.GemmConfig]:
     """Every tile, MC, NC and order that differ for this problem."""
-    found: dict[GemmConfig, None] = {}
-    for tile in tiles(isa, problem.dtype):
+    found: dict[gemm_config.GemmConfig, None] = {}
+    for tile in gemm_config.tiles(isa, problem.dtype):
         nr = tile.nr(isa)
         whole = -(-problem.cols // nr) * nr
         if problem.operation == "weight_gradient":
@@ -76,13 +59,13 @@ def possible(problem: GemmProblem, isa: ISA) -> list[GemmConfig]:
             widths = {round_up(min(n * nr, whole), nr) for n in AMX_PANELS}
         else:
             heights = {round_up(ceil(problem.rows / n), tile.mr) for n in SPLITS}
-            several_kc = default_kc(isa, problem.depth, packed_itemsize(isa, problem.dtype)) < problem.depth
-            widths = {nr, min(default_nc(isa, tile, several_kc=several_kc), whole)}
+            several_kc = gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype)) < problem.depth
+            widths = {nr, min(gemm_config.default_nc(isa, tile, several_kc=several_kc), whole)}
         for rows in sorted(heights):
             for columns in sorted(widths):
                 one = rows >= problem.rows or columns >= whole
-                for order in ORDERS[:1] if one else ORDERS:
-                    found[GemmConfig(tile, rows, rows, columns, order)] = None
+                for order in gemm_config.ORDERS[:1] if one else gemm_config.ORDERS:
+                    found[gemm_config.GemmConfig(tile, rows, rows, columns, order)] = None
     return list(found)
 
 
@@ -92,44 +75,48 @@ def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
     if problem.skinny or amx.uses_tiles(isa, problem.dtype):
         return []
     if problem.operation == "weight_gradient":
-        return [replace(best, overlap=overlap) for overlap in OVERLAPS if overlap != best.overlap]
-    found: dict[GemmConfig, None] = {}
-    overlaps = OVERLAPS if can_overlap_packing(isa, problem.dtype) else (OVERLAPS[0], OVERLAPS[-1])
-    for tile in {best.tile: None} | {t: None for t in tiles(isa, problem.dtype) if t.vectors > 1}:
+        return [replace(best, overlap=overlap) for overlap in gemm_config.OVERLAPS if overlap != best.overlap]
+    found: dict[gemm_config.GemmConfig, None] = {}
+    overlaps = (
+        gemm_config.OVERLAPS if can_overlap_packing(isa, problem.dtype) else (gemm_config.OVERLAPS[0], gemm_config.OVERLAPS[-1])
+    )
+    for tile in {best.tile: None} | {t: None for t in gemm_config.tiles(isa, problem.dtype) if t.vectors > 1}:
         for part in _parts(problem, tile, isa):
             for overlap in overlaps:
                 found[_with(problem, best, tile, part, overlap, isa)] = None
     return [c for c in found if c != best]
 
 
-def _with(problem: GemmProblem, best: GemmConfig, tile: Tile, part: int | None, overlap: str, isa: ISA) -> GemmConfig:
+def _with(
+    problem: GemmProblem, best: gemm_config.GemmConfig, tile: gemm_config.Tile, part: int | None, overlap: str, isa: ISA
+) -> gemm_config.GemmConfig:
     """The `best` config with another tile, KC and overlap; NC such that sums kept between two KC blocks fit."""
     if (tile, part) == (best.tile, best.kc):
         return replace(best, overlap=overlap)
-    deep = part or default_kc(isa, problem.depth, packed_itemsize(isa, problem.dtype))
+    deep = part or gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype))
     whole = round_up(problem.cols, tile.nr(isa))
-    columns = min(default_nc(isa, tile, several_kc=deep < problem.depth), whole)
+    columns = min(gemm_config.default_nc(isa, tile, several_kc=deep < problem.depth), whole)
     rows, long_rows = (round_up(n, tile.mr) for n in (best.mc, best.long_mc))
-    return GemmConfig(tile, rows, long_rows, columns, best.order, part, overlap)
+    return gemm_config.GemmConfig(tile, rows, long_rows, columns, best.order, part, overlap)
 
 
-def _parts(problem: GemmProblem, tile: Tile, isa: ISA) -> list[int | None]:
+def _parts(problem: GemmProblem, tile: gemm_config.Tile, isa: ISA) -> list[int | None]:
     """Values of KC: None for the default, then others of which two B panels fit the L2."""
-    size = packed_itemsize(isa, problem.dtype)
+    size = gemm_config.packed_itemsize(isa, problem.dtype)
     fits = processor.caches().get(2, processor.TYPICAL[2]) // 2
-    depths = {even_kc(problem.depth, size, nbytes): None for nbytes in KC_BYTES} | {problem.depth: None}
-    depths.pop(default_kc(isa, problem.depth, size), None)
+    depths = {gemm_config.even_kc(problem.depth, size, nbytes): None for nbytes in KC_BYTES} | {problem.depth: None}
+    depths.pop(gemm_config.default_kc(isa, problem.depth, size), None)
     return [None, *(d for d in depths if panel_bytes(isa, problem.dtype, d, tile.nr(isa)) <= fits)]
 
 
-def cost(problem: GemmProblem, config: GemmConfig, isa: ISA, threads: int) -> float:
+def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads: int) -> float:
     """Cycles of one core, by the model."""
     M, N, K = problem.rows, problem.cols, problem.depth
     tile, nr, size = config.tile, config.tile.nr(isa), itemsize(problem.dtype)
     gradient = problem.operation == "weight_gradient"
     units = K / (2 if uses_vnni(isa, problem.dtype) else 1)  # vectors of a panel's column of vectors
     panels = ceil(N / nr)
-    few = ceil(M / config.long_mc) * panels < ITEMS_PER_THREAD * threads
+    few = ceil(M / config.long_mc) * panels < gemm_config.ITEMS_PER_THREAD * threads
     block = config.mc if few or gradient else config.long_mc
     row_blocks, column_blocks = ceil(M / block), ceil(panels * nr / config.nc)
     rows = row_blocks * round_up(min(block, M), tile.mr)
@@ -143,7 +130,7 @@ def cost(problem: GemmProblem, config: GemmConfig, isa: ISA, threads: int) -> fl
     if gradient:
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
         beyond += column_blocks * K * M * size
-        resident = (round_up(config.mc, isa.lanes) + nr) * min(K, token_chunk(isa)) * size
+        resident = (round_up(config.mc, isa.lanes) + nr) * min(K, gemm_config.token_chunk(isa)) * size
     if resident > processor.caches().get(2, processor.TYPICAL[2]):
         beyond += panels * M * K * size
     items = row_blocks * column_blocks

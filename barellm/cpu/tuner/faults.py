@@ -1,7 +1,5 @@
 """Faulty GEMMs (input gradients in fp32) for the self-test: the tuner must reject each."""
 
-from __future__ import annotations
-
 from barellm.cpu.isa import arm
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.gemm import gemm

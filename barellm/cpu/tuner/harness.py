@@ -1,7 +1,5 @@
 """The tuner's harness on the CPU: operands with guards, and a table of calls to time."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,8 +9,7 @@ import xxhash
 
 from barellm.cpu import jit
 from barellm.cpu.isa import host
-from barellm.cpu.kernels.gemm import gemm, weight_gradient
-from barellm.cpu.kernels.gemm.skinny_gemm import skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.gemm import gemm, skinny_gemm, weight_gradient
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
 from barellm.cpu.tuner import faults
@@ -85,7 +82,7 @@ class Harness(harness.Harness):
         libraries = [jit.Library([jit.compile_object(spec.ir(self.isa), self.isa)], self.isa) for spec in specs]
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
         if problem.skinny:
-            nbytes = skinny_gemm_scratch_bytes(self.isa, problem.depth)
+            nbytes = skinny_gemm.skinny_gemm_scratch_bytes(self.isa, problem.depth)
         elif problem.operation == "weight_gradient":
             nbytes = weight_gradient.wgrad_scratch_bytes(self.isa, problem.dtype, problem.depth, config)
         else:

@@ -1,7 +1,5 @@
 """GEMM problems to tune: their sizes, the specialisations that programs call, and their operands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,8 +9,7 @@ from barellm.cpu import tuning
 from barellm.cpu.gemm_config import SKINNY_KIND, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
-from barellm.cpu.kernels.gemm import gemm, weight_gradient
-from barellm.cpu.kernels.gemm.linear import gemm_kind, skinny_kind, tokens_of
+from barellm.cpu.kernels.gemm import gemm, linear, weight_gradient
 from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs, skinny_gemm
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
@@ -109,7 +106,7 @@ def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
     skinny = call.spec.emit is skinny_gemm
     limit, inputs = FEW if skinny else given["row_limit"], call.op.inputs
     assert isinstance(limit, int)
-    tokens = FEW if skinny else tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
+    tokens = FEW if skinny else linear.tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
     if call.spec.emit is weight_gradient.weight_gradient:
         N, K = constants["N"], constants["K"]
         sizes = Gemm("weight_gradient", dtypes["dy"], N, K, tokens)
@@ -117,7 +114,7 @@ def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
         shapes["squares"] = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     else:
         cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
-        kind = skinny_kind(constants["epilogues"]) if skinny else gemm_kind(transposed, constants["epilogues"])
+        kind = linear.skinny_kind(constants["epilogues"]) if skinny else linear.gemm_kind(transposed, constants["epilogues"])
         sizes = Gemm(kind, dtypes["a"], tokens, cols, depth)
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}

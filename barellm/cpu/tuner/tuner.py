@@ -1,14 +1,10 @@
 """Autotuning on the CPU: candidate configs, the child process, the database; and the self-test."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from barellm.cpu import tuning
+from barellm.cpu import step, tuning
 from barellm.cpu.isa import ISA, host
-from barellm.cpu.step import lower_and_plan
-from barellm.cpu.tuner import candidates
-from barellm.cpu.tuner.faults import FAULTS
+from barellm.cpu.tuner import candidates, faults
 from barellm.cpu.tuner.problem import GemmProblem, problems_of
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -51,7 +47,7 @@ def small_problem(isa: ISA, threads: int) -> GemmProblem:
     p = Program(Store())
     dy = p.input("dy", (Dim("batch", 1), Dim("seq", 61), 75), "fp32")
     p.output("dx", p.apply(ops.MatmulDx, dy=dy, weight=p.parameter("weight", (75, 83))).dx)
-    (problem,) = problems_of(lower_and_plan({"op": p}, isa=isa, threads=threads).calls["op"])
+    (problem,) = problems_of(step.lower_and_plan({"op": p}, isa=isa, threads=threads).calls["op"])
     return problem
 
 
@@ -61,4 +57,4 @@ def self_test(*, threads: int, limit: float = SELF_TEST_LIMIT) -> list[decision.
     default = problem.default(isa)
     right = next(c for c in candidates.possible(problem, isa) if c.tile != default.tile)
     worker = CpuTuner(isa, threads, footprint=1 << 20).worker(limit)
-    return decision.self_test(worker, problem, Candidate(default), Candidate(right), FAULTS)
+    return decision.self_test(worker, problem, Candidate(default), Candidate(right), faults.FAULTS)

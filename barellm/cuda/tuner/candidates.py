@@ -9,15 +9,16 @@ from barellm.cuda import gemm_config, tuning
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Call, Launch, Specialisation, Target
 from barellm.cuda.kernels.gemm.matmul import gemm
-from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES
+from barellm.cuda.kernels.pointwise.activations import IN_EPILOGUES
 from barellm.cuda.step import LoweredPrograms, lower_and_plan
 from barellm.cuda.tuner.cases import Case, case_of
 from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
 from barellm.program.builder import Program
 from barellm.runtime.tuner.problem import Candidate
 
+SLOPES = tuple(f"{name}_backward" for name in IN_EPILOGUES)
 EPILOGUES_BY_KIND = {
-    "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
+    "nt": ("", *IN_EPILOGUES, "residual", *SLOPES),
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
 }  # epilogues that the harness has

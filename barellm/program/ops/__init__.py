@@ -1,4 +1,5 @@
-"""Primitive ops, the large families in folders. Each op of these modules is a name of this package: `ops.Matmul`."""
+"""Primitive ops, the large families in folders. Each op of these modules is a name of this package: `ops.Matmul`. A module's class
+`Calls` has the methods of Program that append its ops."""
 
 from importlib import import_module
 from pkgutil import walk_packages

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from barellm.program.dtypes import FORMATS
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Span, Tensor, View, describe
 
-if TYPE_CHECKING:
-    import numpy as np
+__all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "describe", "operand_bytes"]  # all that files of ops need
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
 
@@ -46,17 +47,17 @@ class Op:
     `infer(**inputs) -> {output: (shape, dtype)}`   the shape rule; ValueError with the offending shapes
     `reference(**arrays) -> {output: array}`         the meaning, in NumPy float64 on the arrays' actual sizes
     `gradient(g, **douts)`                            appends the backward ops (`douts`: one tensor or None per output)
-    `flops()`                                         operations at the planned maximum sizes
+    `flops()`                                         operations at the planned maximum sizes, or `flops_per_element`
 
     Inputs, outputs and attrs are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional one is None.
     `scalars` names the run-time scalars that the reference gets as further keywords. Targets and tokens stay integers.
-    An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
-    """
+    An output that is also an input (`inplace`) is the same tensor: optimizer state, caches."""
 
     name: str
     optional: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
+    flops_per_element: ClassVar[tuple[int, str]] = (0, "")  # operations for each element of an input or output
     rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
     product: ClassVar[bool] = False  # multiplies and adds operands of one dtype, at the peak of that dtype
     observer: ClassVar[bool] = False  # looks at what is there anyway: fusions are made as if it was not (`program.fusion`)
@@ -107,7 +108,8 @@ class Op:
         return {}
 
     def flops(self) -> int:
-        return 0
+        count, name = self.flops_per_element
+        return count * getattr(self, name).size if count else 0
 
     def adds(self, output: str, scalars: dict[str, Any]) -> bool:
         """Whether this run adds to what `output` holds."""

@@ -3,8 +3,7 @@ whole model and a shard of the optimizer state.
 
 With message passing a reduce-scatter is an all-to-all (`AllToAll`; `StartAllToAll` and `WaitAllToAll` where it overlaps the
 backward pass), then a local sum in rank order (`SumOverRanks`), so that the bits of the sum depend on nothing else. Ranks that
-read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`).
-"""
+read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`)."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op, Spec, operand_bytes
+from barellm.program.ops.base import Op, Spec, Tensor, describe, operand_bytes
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor, describe
 
 # By the operand's name the arrays that a tensor consists of: one, or one for each of its planes that travel.
 Arrays = Mapping[str, Sequence[np.ndarray]]
@@ -145,6 +143,7 @@ class SumOverRanks(Op):
     """y = the sum over ranks, in rank order: `own` is this rank's term, and `others` (ranks - 1, n) has the rest."""
 
     name = "sum_over_ranks"
+    flops_per_element = (1, "others")
 
     def infer(self, own: Tensor, others: Tensor) -> dict[str, Spec]:
         if len(others.shape) != 2 or others.shape[1] != own.size or not 0 <= self.attrs["rank"] <= others.shape[0]:
@@ -153,9 +152,6 @@ class SumOverRanks(Op):
 
     def reference(self, own, others):
         return {"y": _sum_in_rank_order(own, others, self.attrs["rank"])}
-
-    def flops(self) -> int:
-        return self.others.size
 
 
 class ReduceScatter(Transfer):

@@ -1,15 +1,15 @@
 """Convolution over the pixels of images, and its two gradients.
 
-Shapes: x (N, C, H, W), w (K, C / groups, R, S), y (N, K, P, Q). N may be a Dim; the other sizes are constants of the code.
-"""
+Shapes: x (N, C, H, W), w (K, C / groups, R, S), y (N, K, P, Q). N may be a Dim; the other sizes are constants of the code."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 ALGORITHMS = ("auto", "direct", "winograd2", "winograd4", "fft")
 FFT_MOST = 24  # rows and columns of a filter that a Fourier transform of 32 x 32 pixels takes
@@ -41,8 +41,6 @@ class Convolution(Op):
     def sources(self, size: int, axis: int, offset: int, count: int) -> tuple[Any, Any]:
         """For the outputs 0 to `count` - 1 of an axis: the pixels that a filter's element at `offset` multiplies, and whether there
         are such. A reflected pixel is one of the image."""
-        import numpy as np
-
         at = np.arange(count) * self.stride[axis] + offset
         if self.reflect:
             at = np.abs(at)
@@ -110,8 +108,6 @@ class Conv2d(Convolution):
         return {"y": ((x.shape[0], w.shape[0], *self.output_size(*pixels(x), *pixels(w))), x.dtype)}
 
     def reference(self, x, w):
-        import numpy as np
-
         N, _, H, W = x.shape
         K, _, R, S = w.shape
         x, filters = grouped(x, self.groups, 1), grouped(w, self.groups, 0)
@@ -143,8 +139,6 @@ class Conv2dDx(Convolution):
         return {"dx": (x, dy.dtype)}
 
     def reference(self, dy, w):
-        import numpy as np
-
         _, C, R, S = w.shape
         dy, filters = grouped(dy, self.groups, 1), grouped(w, self.groups, 0)
         dx = np.zeros((dy.shape[0], self.groups, C, *self.size), dy.dtype)
@@ -172,8 +166,6 @@ class Conv2dDw(Convolution):
         return {"dw": (w, "fp32")}
 
     def reference(self, dy, x):
-        import numpy as np
-
         K = dy.shape[1]
         _, C, H, W = x.shape
         x, dy = grouped(x, self.groups, 1), grouped(dy, self.groups, 1)
@@ -209,8 +201,6 @@ def pair(value: int | Pair) -> Pair:
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def conv2d(
         self, x: Tensor, w: Tensor, *, stride: int | Pair = 1, padding: int | Pair = 0, dilation: int | Pair = 1, groups: int = 1,
         padding_mode: str = "zeros", flip_kernel: bool = False, algorithm: str = "auto", **old_names: bool,

@@ -1,8 +1,7 @@
 """The classifier's loss. Shapes: logits (B, T, Vp), targets (B, T) i32, lse, losses and margins (B, T) fp32, loss (1,) fp32.
 
 Columns from `valid_vocab` on are padding: no part of the softmax, gradient zero. Target -1 is ignored.
-The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches).
-"""
+The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches)."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Matmul
 from barellm.program.ops.pointwise.elementwise import operand
-from barellm.program.tensor import Tensor, describe
 
 
 class CrossEntropy(Op):
@@ -22,6 +20,7 @@ class CrossEntropy(Op):
 
     name = "cross_entropy"
     scalars = ("inv_targets",)
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
@@ -46,9 +45,6 @@ class CrossEntropy(Op):
         operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
         g.write(CrossEntropyBackward, {"dlogits": self.logits}, **operands, valid_vocab=self.valid_vocab)
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class CrossEntropyBackward(Op):
     """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns. With a `loss_scale`
@@ -57,6 +53,7 @@ class CrossEntropyBackward(Op):
     name = "cross_entropy_backward"
     optional = ("loss_scale",)
     scalars = ("inv_targets",)
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
         return {"dlogits": (logits.shape, logits.dtype)}
@@ -71,15 +68,13 @@ class CrossEntropyBackward(Op):
         np.put_along_axis(dlogits, at_target, np.take_along_axis(dlogits, at_target, -1) - 1, -1)
         return {"dlogits": np.where(targets[..., None] >= 0, dlogits * inv_targets, 0)}
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class TokenLosses(Op):
     """losses = lse - logits[target], in nats, and margins = max(logits) - logits[target]: 0 where no id is more likely than the
     target. Both are 0 where the target is -1. It has no gradient: it scores, and does not train."""
 
     name = "token_losses"
+    flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
@@ -96,13 +91,8 @@ class TokenLosses(Op):
         found = {"losses": log_sum_exp(logits), "margins": logits.max(-1)}
         return {name: np.where(targets >= 0, top - at_target, 0) for name, top in found.items()}
 
-    def flops(self) -> int:
-        return 4 * self.logits.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def classifier(self, x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int) -> Tensor:
         """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
         logits = self.apply(Matmul, x=operand(self, x), weight=weight).y

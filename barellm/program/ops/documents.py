@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 HASH = 36313, 27191  # what a token and the one before are multiplied with
 
@@ -19,6 +18,7 @@ class BigramIds(Op):
     (36313 tokens[1] xor 27191 (buckets - 1)) mod (buckets - 1), as in modded-nanogpt, which hashes in place."""
 
     name = "bigram_ids"
+    flops_per_element = (4, "tokens")
 
     def infer(self, tokens: Tensor) -> dict[str, Spec]:
         if len(tokens.shape) != 2 or tokens.dtype != "i32":
@@ -36,15 +36,13 @@ class BigramIds(Op):
         ids[:, 1:] = (np.int32(HASH[0]) * own[:, 1:] ^ np.int32(HASH[1]) * before[:, :-1]) % np.int32(self.buckets - 1)
         return {"ids": ids}
 
-    def flops(self) -> int:
-        return 4 * self.tokens.size
-
 
 class CuSeqlens(Op):
     """cu_seqlens has 0, then the positions of `separator` beyond 0 in their order, then T as often as there is room: documents
     without a token. A row has `slots` entries, one more than the most tokens, so that every row has room for its documents."""
 
     name = "cu_seqlens"
+    flops_per_element = (1, "tokens")
 
     def infer(self, tokens: Tensor) -> dict[str, Spec]:
         if len(tokens.shape) != 2 or tokens.dtype != "i32":
@@ -59,15 +57,13 @@ class CuSeqlens(Op):
             row[0], row[1 : 1 + len(at)] = 0, at
         return {"cu_seqlens": found}
 
-    def flops(self) -> int:
-        return self.tokens.size
-
 
 class DocumentStarts(Op):
     """starts[t] = the position at which the document of token t begins. cu_seqlens has these positions in order, the first is 0;
     entries that are not needed are T. Documents may be empty. `tokens` tells the shape and is not read."""
 
     name = "document_starts"
+    flops_per_element = (1, "starts")
 
     def infer(self, cu_seqlens: Tensor, tokens: Tensor) -> dict[str, Spec]:
         fits = len(cu_seqlens.shape) == 2 and len(tokens.shape) >= 2 and cu_seqlens.shape[0] == tokens.shape[0]
@@ -83,16 +79,11 @@ class DocumentStarts(Op):
         begun = cu_seqlens[:, None, :] <= np.arange(tokens.shape[1])[None, :, None]
         return {"starts": np.where(begun, cu_seqlens[:, None, :], 0).max(-1).astype(np.int32)}
 
-    def flops(self) -> int:
-        return self.starts.size
-
     def bytes(self) -> int:
         return self.cu_seqlens.nbytes + self.starts.nbytes
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def bigram_ids(self, tokens: Tensor, *, buckets: int, reserved: bool = False) -> Tensor:
         """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours. `reserved`: the
         pair of position 1 has the number of the last row for its first token, as in modded-nanogpt."""

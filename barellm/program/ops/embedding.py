@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Matmul
-from barellm.program.tensor import Tensor, describe
 
 
 class Embedding(Op):
@@ -19,6 +18,7 @@ class Embedding(Op):
 
     name = "embedding"
     optional = ("wpe",)
+    flops_per_element = (1, "y")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
@@ -44,9 +44,6 @@ class Embedding(Op):
         if self.wpe is not None:
             g.write(EmbeddingDwpe, {"dweight": self.wpe}, dy=y, rows=self.wpe.shape[0])
 
-    def flops(self) -> int:
-        return self.y.size
-
     def bytes(self) -> int:
         weights = [t for t in (self.wte, self.wpe) if t is not None]
         return self.tokens.nbytes + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in weights)
@@ -56,6 +53,7 @@ class EmbeddingDwte(Op):
     """dweight[v] = sum of dy over the tokens equal to v, in token order. Rows not hit: zero (mode add: untouched)."""
 
     name = "embedding_dwte"
+    flops_per_element = (1, "dy")
 
     def infer(self, tokens: Tensor, dy: Tensor) -> dict[str, Spec]:
         if tokens.shape != dy.shape[:-1]:
@@ -67,9 +65,6 @@ class EmbeddingDwte(Op):
         np.add.at(dweight, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         return {"dweight": dweight}
 
-    def flops(self) -> int:
-        return self.dy.size
-
     def bytes(self) -> int:
         hit = min(self.dweight.nbytes, self.dy.nbytes)
         written = 2 * hit if self.modes["dweight"] == "add" else self.dweight.nbytes
@@ -80,6 +75,7 @@ class EmbeddingDwpe(Op):
     """dweight[t] = sum of dy over the batch; rows beyond the sequence are zero. Training starts at position 0."""
 
     name = "embedding_dwpe"
+    flops_per_element = (1, "dy")
 
     def infer(self, dy: Tensor) -> dict[str, Spec]:
         return {"dweight": ((self.attrs["rows"], dy.shape[-1]), "fp32")}
@@ -88,9 +84,6 @@ class EmbeddingDwpe(Op):
         dweight = np.zeros((self.rows, dy.shape[-1]), dtype=dy.dtype)
         dweight[: dy.shape[1]] = dy.sum(0)
         return {"dweight": dweight}
-
-    def flops(self) -> int:
-        return self.dy.size
 
 
 class LastRow(Op):
@@ -111,8 +104,6 @@ class LastRow(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, *, dtype: str | None = None) -> Tensor:
         """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream, or in `dtype`; with learned positions where there is a wpe
         (maxT, C)."""

@@ -3,8 +3,7 @@ loss and next_loss (1,) fp32.
 
 A logit x counts as z = scale * sigmoid((x + shift) / width), which lies between 0 and `scale`; `cap` is (scale, shift, width), or
 None for z = x. Position t answers for targets t, t + 1 and so on, `predict` of them, as far as its row has them: target t + k has
-the run-time weight `mtp_k`. Target -1 is ignored, and columns from `valid_vocab` on are padding, as in `cross_entropy`.
-"""
+the run-time weight `mtp_k`. Target -1 is ignored, and columns from `valid_vocab` on are padding, as in `cross_entropy`."""
 
 from __future__ import annotations
 
@@ -13,12 +12,10 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.embedding import LastRow
-from barellm.program.ops.gemm.fp8 import Scaling, scaled_matmul
-from barellm.program.ops.gemm.matmul import MatmulDx
+from barellm.program.ops.gemm import fp8, matmul
 from barellm.program.ops.pointwise.elementwise import Cast, operand
-from barellm.program.tensor import Tensor, describe
 
 Cap = tuple[float, float, float]  # scale, shift, width
 
@@ -75,6 +72,7 @@ class SoftcapCrossEntropy(Op):
 
     name = "softcap_cross_entropy"
     scalars = ("inv_targets", *MTP)
+    flops_per_element = (10, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         _check(self, logits, targets)
@@ -101,9 +99,6 @@ class SoftcapCrossEntropy(Op):
         operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
         g.write(SoftcapCrossEntropyBackward, {"dlogits": self.logits}, **operands, **self.attrs)
 
-    def flops(self) -> int:
-        return 10 * self.logits.size
-
 
 class SoftcapCrossEntropyBackward(Op):
     """dlogits = inv_targets * (sum of mtp_k over the targets * softmax(z) - mtp_k at each of them) * dz/dlogits, zero in padded
@@ -112,6 +107,7 @@ class SoftcapCrossEntropyBackward(Op):
     name = "softcap_cross_entropy_backward"
     optional = ("loss_scale",)
     scalars = SoftcapCrossEntropy.scalars
+    flops_per_element = (12, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
         _check(self, logits, targets)
@@ -131,14 +127,12 @@ class SoftcapCrossEntropyBackward(Op):
         dlogits[..., : self.valid_vocab] = dz * slope(x, cap_of(self)) * inv_targets
         return {"dlogits": dlogits}
 
-    def flops(self) -> int:
-        return 12 * self.logits.size
-
 
 class Softcap(Op):
     """y = scale * sigmoid((x + shift) / width), fp32: what a sampler draws from."""
 
     name = "softcap"
+    flops_per_element = (5, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, "fp32")}
@@ -146,16 +140,11 @@ class Softcap(Op):
     def reference(self, x):
         return {"y": capped(x, self.cap)}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
-        predict: int = 3, scaling: Scaling | None = None,
+        predict: int = 3, scaling: fp8.Scaling | None = None,
     ) -> Tensor:  # fmt: skip
         """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
         losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
@@ -164,9 +153,9 @@ class Calls(Graph):
         if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
         if scaling is not None:
-            logits = scaled_matmul(self, x, head, scaling)
+            logits = fp8.scaled_matmul(self, x, head, scaling)
         else:
-            logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
+            logits = self.apply(matmul.MatmulDx, dy=operand(self, x), weight=head).dx
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
         op = self.apply(SoftcapCrossEntropy, **given)
         if predict > 1:
@@ -176,5 +165,5 @@ class Calls(Graph):
     def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""
         last = self.apply(LastRow, x=x).y
-        logits = self.apply(MatmulDx, dy=operand(self, last), weight=head).dx
+        logits = self.apply(matmul.MatmulDx, dy=operand(self, last), weight=head).dx
         return self.apply(Cast, x=logits, dtype="fp32").y if cap is None else self.apply(Softcap, x=logits, cap=cap).y

@@ -1,10 +1,7 @@
 """The tuner's child process: `python -m barellm.runtime.tuner.child FD MODULE`, where MODULE.Harness opens a problem.
 
 Requests are pickles on the connection FD, answers JSON. A candidate is timed only after it was checked here. Whatever a candidate
-does to this process, the parent survives.
-"""
-
-from __future__ import annotations
+does to this process, the parent survives."""
 
 import json
 import os

@@ -2,8 +2,7 @@
 
 One JSON file for each version of the code that was tuned: {"version": ..., "entries": {key: entry}}. A key names the work and
 the machine in words, so the entries of another processor that shares the folder are simply never asked for. What an entry says
-is the backend's matter. Only speed may depend on it: bits do not, so a database can be lost, copied or edited at any time.
-"""
+is the backend's matter. Only speed may depend on it: bits do not, so a database can be lost, copied or edited at any time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The decision: every candidate is verified, then timed against the default in interleaved rounds; only a clear winner is kept."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -2,10 +2,7 @@
 runs here may crash, hang, or write where it should not.
 
 The results of the default are compared with float64, and every byte elsewhere with what was there before. A candidate must leave
-the same bytes as the default, everywhere.
-"""
-
-from __future__ import annotations
+the same bytes as the default, everywhere."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """What is tuned, and with what: a problem (an operation and its sizes), and the candidates for its configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

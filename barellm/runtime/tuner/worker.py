@@ -1,7 +1,5 @@
 """The parent's side of the child process: requests with a time limit, a new child where one crashed or hung."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

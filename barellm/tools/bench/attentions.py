@@ -1,7 +1,5 @@
 """Causal attention over lengths and head sizes, alone or interleaved with PyTorch's scaled_dot_product_attention."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A baseline in a process of its own, whose calls are timed in interleaved rounds with ours (benchmarks/peers/serving.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

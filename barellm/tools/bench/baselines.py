@@ -1,7 +1,5 @@
 """Our step beside others', interleaved: PyTorch in two environments, and llm.c."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -17,11 +15,9 @@ from typing import Any
 
 from barellm import models
 from barellm.config import Config, overrides
-from barellm.cpu import isa
-from barellm.cpu.threads import logical_cpus
+from barellm.cpu import isa, threads
 from barellm.errors import UserError, nearest
-from barellm.models import gpt2
-from barellm.models.training_schedule import runs_per_step
+from barellm.models import gpt2, training_schedule
 from barellm.runtime.backend import backend
 from barellm.tools.bench.interleaved import Variant, interleave
 from barellm.tools.plan.devices import device_bytes
@@ -37,8 +33,7 @@ LLMC_README = {"OMP_NUM_THREADS": "8"}  # what its README starts it with, on any
 def chosen(asked: str) -> dict[str, str]:
     """`--baselines` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
 
-    UserError for others, and where one that is named cannot run here or "all" finds none.
-    """
+    UserError for others, and where one that is named cannot run here or "all" finds none."""
     if sys.platform != "linux":
         raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
     names: dict[str, str] = {}
@@ -84,7 +79,7 @@ def baseline_script(name: str) -> Path:
 def environments() -> dict[str, dict[str, Any]]:
     """The baseline's environments by name, with this process's processors filled in."""
     found = json.loads((FOLDER / "peers" / "environments.json").read_text())
-    cpus = ",".join(map(str, logical_cpus()))
+    cpus = ",".join(map(str, threads.logical_cpus()))
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
 
 
@@ -188,7 +183,7 @@ def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: 
     ceiling = measured_ceiling(device=device)
     ceiling.again()
     programs = build_programs(config)
-    bound = step_bound(programs, config.train.dtype, ceiling, runs_per_step(one_micro_batch(config)))
+    bound = step_bound(programs, config.train.dtype, ceiling, training_schedule.runs_per_step(one_micro_batch(config)))
     ours = median(all_variants[0].samples)
     baselines = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(baselines, key=lambda name: baselines[name])
@@ -231,7 +226,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return {
         **described, **({"gpu": described["processor"]} if device == "cuda" else {}),
         "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
-        "cores": len(logical_cpus()), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": len(threads.logical_cpus()), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(), "python": platform.python_version(),
         "huge_pages": huge.read_text().strip() if huge.exists() else None,
     }  # fmt: skip

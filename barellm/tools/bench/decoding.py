@@ -1,7 +1,5 @@
 """How fast text is written beside what memory allows: a token costs at least the time of reading each weight once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from time import perf_counter
 

@@ -1,10 +1,7 @@
 """Every matmul of a model's training step, by itself, as a share of the peak measured in the same run.
 
 A matmul is timed with its operands in the caches, the same ones again and again ("warm"), and with operands that were not
-touched for longer than the last-level cache remembers ("cold"). Inside a step weights are cold and activations partly warm.
-"""
-
-from __future__ import annotations
+touched for longer than the last-level cache remembers ("cold"). Inside a step weights are cold and activations partly warm."""
 
 import contextlib
 import itertools

@@ -1,10 +1,7 @@
 """Interleaved rounds: every variant of a step in a process of its own, all but one stopped, every sample kept.
 
 A variant's process prints a JSON line after its first step ("first_step_s" since its start), then answers each line "N" of its
-standard input with a JSON line about N steps ("step_s", "cpu_s", "minor_faults", "peak_rss_bytes"), until the input ends.
-"""
-
-from __future__ import annotations
+standard input with a JSON line about N steps ("step_s", "cpu_s", "minor_faults", "peak_rss_bytes"), until the input ends."""
 
 import contextlib
 import json
@@ -134,8 +131,7 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
     """Every variant started once, then `rounds` interleaved rounds, each round in another order. Returns the steps of a round.
     `device_bytes`: of the GPU that the variants share, which must hold those that wait for their turn too.
 
-    No process is left when this returns or raises.
-    """
+    No process is left when this returns or raises."""
     limits = {"peak_rss_bytes": SHARE * free_bytes()}
     limits |= {"peak_device_bytes": SHARE * device_bytes} if device_bytes else {}
     with _ended(variants), tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,5 @@
 """Every op of a step against its roofline, where it runs: in the step, with the caches as the ops before it left them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 from typing import Any

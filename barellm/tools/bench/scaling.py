@@ -1,7 +1,5 @@
 """The step on one thread, two, four ... and all; with contention for one of the cores; and with two threads on one core."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

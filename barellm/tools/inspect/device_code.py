@@ -2,10 +2,7 @@
 
 It is read from what cuobjdump and nvdisasm print about a cubin; Triton brings these tools along. (Its own disassembly drops half
 of a kernel whose warps have roles.) Spilled registers live in local memory, so every load and store of it (LDL, STL) counts as a
-spill.
-"""
-
-from __future__ import annotations
+spill."""
 
 import re
 import subprocess

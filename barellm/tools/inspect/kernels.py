@@ -1,12 +1,9 @@
 """The kernels that a preset's programs use, for looking at them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
-from barellm.assembly.build import build_programs, gemm_options
-from barellm.assembly.quantized import quantize_programs
+from barellm.assembly import build, quantized
 from barellm.config import Config
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
@@ -81,11 +78,11 @@ def arch_named(name: str | None) -> Target:
 def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list[Used]:
     """Every kernel instance of a training run's programs, in the order in which they first run; with quantized `weights` those of
     decoding and evaluating."""
-    options = gemm_options(config.train, "cuda" if isinstance(machine, Target) else "cpu")
-    programs = build_programs(config, training=not weights)
+    options = build.gemm_options(config.train, "cuda" if isinstance(machine, Target) else "cpu")
+    programs = build.build_programs(config, training=not weights)
     if weights:
         programs = {name: programs[name] for name in ("decode", "eval")}
-        quantize_programs(programs, weights)
+        quantized.quantize_programs(programs, weights)
     built = lower(programs, machine, **options)
     found: dict[Specialisation | DeviceSpec, Used] = {}
     for calls in built.calls.values():

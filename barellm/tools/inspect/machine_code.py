@@ -1,10 +1,7 @@
 """The machine code of a CPU kernel: the loops of its assembly, and in them multiply-adds, loads, stores and stack references.
 
 It is read from what LLVM prints for x86-64 (AT&T) and aarch64. A stack reference in an inner loop is a spill: kernels keep
-everything there in registers, and reach buffers on the stack through a register of their own.
-"""
-
-from __future__ import annotations
+everything there in registers, and reach buffers on the stack through a register of their own."""
 
 import re
 from collections import Counter

@@ -1,8 +1,7 @@
 """The backends as the tools see them: programs as a device runs them, and the machine in words.
 
 What `lower` gives has on every backend `lowered` (program -> its ops after fusion), `calls` (program -> calls of kernels in order,
-each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is for.
-"""
+each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is for."""
 
 from __future__ import annotations
 

@@ -10,15 +10,13 @@ from barellm.assembly.build import build_programs, gemm_options, model_flops
 from barellm.config import Config
 from barellm.models import hidden
 from barellm.models.training_schedule import runs_per_step
-from barellm.optim.recipes import rules_for
-from barellm.optim.rules import assign_rules
+from barellm.optim import recipes, rules
 from barellm.program.ops.base import Op
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import PLURAL, memory_limit
 from barellm.runtime.ranks import ALONE, Planned
-from barellm.tools.plan.devices import device_bytes, lower
-from barellm.tools.plan.roofline import Ceiling, primitives
+from barellm.tools.plan import devices, roofline
 
 if TYPE_CHECKING:
     from barellm.tools.plan.devices import Built
@@ -39,12 +37,12 @@ def memory(built: Built) -> dict[str, int]:
 
 
 def report(
-    config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE
+    config: Config, *, ceiling: roofline.Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE
 ) -> tuple[dict[str, Any], Built]:
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
     op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one."""
     programs = build_programs(config, ranks=ranks)
-    built = lower(programs, device, **gemm_options(config.train, device))
+    built = devices.lower(programs, device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     step = runs_per_step(config)
@@ -74,7 +72,7 @@ def of_each_rank(config: Config, count: int) -> list[dict[str, int]]:
     """The bytes that each of so many ranks holds of the optimizer's state, and of its whole arena."""
     found = []
     for rank in range(count):
-        built = lower(build_programs(config, ranks=Planned(rank, count)), "cpu")
+        built = devices.lower(build_programs(config, ranks=Planned(rank, count)), "cpu")
         found.append({"optimizer_state": memory(built)["optimizer_state"], "arena_bytes": built.plan.arena_bytes})
     return found
 
@@ -83,18 +81,18 @@ def device_memory(device: str) -> tuple[int | None, str]:
     """The limit of memory in bytes, and what sets it; None if there is no such device here."""
     if device == "cpu":
         return memory_limit()
-    found = device_bytes(device)
+    found = devices.device_bytes(device)
     return found, "no GPU here" if found is None else "this GPU's memory"
 
 
 def _fused(op: Op) -> bool:
-    return len(primitives(op)) > 1
+    return len(roofline.primitives(op)) > 1
 
 
 def _program(built: Built, name: str) -> dict[str, int]:
     low = built.lowered[name]
     return {
-        "ops": sum(len(primitives(op)) for op in low.ops),
+        "ops": sum(len(roofline.primitives(op)) for op in low.ops),
         "fused_ops": len(low.ops),
         "calls": len(built.calls[name]),
         "live_peak_bytes": built.plan.peaks[name][0],
@@ -106,7 +104,7 @@ def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float
     fused."""
     rows: dict[str, dict[str, float]] = {}
     for name in step:
-        for op in (p for fused in built.lowered[name].ops for p in primitives(fused)):
+        for op in (p for fused in built.lowered[name].ops for p in roofline.primitives(fused)):
             row = rows.setdefault(type(op).__module__.rpartition(".")[2], {"count": 0, "flops": 0, "bytes": 0})
             row["count"] += 1
             row["flops"] += op.flops()
@@ -114,7 +112,7 @@ def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float
     return rows
 
 
-def _ops(built: Built, step: dict[str, float], ceiling: Ceiling | None) -> list[dict[str, Any]]:
+def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None) -> list[dict[str, Any]]:
     """A row for each kind of op of an optimizer step, after fusion: the mean over a cycle of steps, all micro-batches counted."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, times in step.items():
@@ -133,7 +131,7 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     parameters = [t for t in built.plan.persistent if t.role == "parameter"]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     highest = config.optim.rates(lambda high, low: high)
-    for param, rule in assign_rules(rules_for(config.optim, hidden(config.model)), parameters):
+    for param, rule in rules.assign_rules(recipes.rules_for(config.optim, hidden(config.model)), parameters):
         names = re.sub(r"\b\d+\b", "*", param.name)
         shape, optimizer = [int(n) for n in param.shape], rule.optimizer
         row = rows.setdefault((names, *shape, optimizer), {"names": names, "shape": shape, "count": 0})

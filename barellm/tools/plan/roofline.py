@@ -1,8 +1,6 @@
 """The roofline of an op: the time that it takes by the measured rates of this machine. An estimate: an op whose tensors stay in
 caches may be faster than memory's bandwidth allows, and a rate that was measured beside other work is too low."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -10,8 +8,7 @@ from typing import Any, Protocol
 
 from barellm.program.builder import Program
 from barellm.program.dtypes import LARGEST
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Tensor
 from barellm.runtime import rates
 
 Mix = tuple[int, int, int]  # of eight vectors that an op moves: how many it reads, writes, updates in place

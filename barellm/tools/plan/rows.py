@@ -4,8 +4,6 @@
 `lowered` (the ops of a program after fusion) and `calls` (its calls in order, each with `spec` and `op`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

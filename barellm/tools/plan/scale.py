@@ -8,10 +8,7 @@ collective, of n bytes on each of W ranks; an all-reduce is two of them:
     tree     log2 W steps, halving or doubling what goes to a rank twice as far away (Rabenseifner 2004)
 
 All move n (W - 1) / W bytes each way; what differs is how often latency counts, and for how many messages. The network is one
-in which nobody stands in another's way.
-"""
-
-from __future__ import annotations
+in which nobody stands in another's way."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -142,18 +139,17 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
 
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     """What the ranks exchange in a step: bytes by rank, and what may hide them."""
-    from barellm.optim.powersgd import TRAVELS, Compression
-    from barellm.optim.sharding import BUCKET_ELEMENTS
+    from barellm.optim import powersgd, sharding
     from barellm.program.dtypes import FORMATS, itemsize
     from barellm.program.ops.optim.optimizer import CHUNK
 
     params = store.of_role("parameter")
     elements = sum(t.size for t in params)
     if config.optim.powersgd:
-        how = Compression(config.optim.powersgd, None)
+        how = powersgd.Compression(config.optim.powersgd, None)
         sides = [sorted(int(n) for n in t.shape) for t in params if how.compresses(t)]
         rest = 4 * sum(t.size for t in params if not how.compresses(t))
-        short, long = (itemsize(TRAVELS) * how.rank * sum(found) for found in zip(*sides, strict=True))
+        short, long = (itemsize(powersgd.TRAVELS) * how.rank * sum(found) for found in zip(*sides, strict=True))
         return [
             *(Collective(f"factors P and vectors, {half}", short + rest) for half in ("summed", "given")),
             *(Collective(f"factors Q, {half}", long) for half in ("summed", "given")),
@@ -162,7 +158,7 @@ def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     for t in params:
         planes = FORMATS[t.dtype].planes
         weights += t.nbytes if t in store.exact or not planes else FORMATS[planes[0]].nbytes(t.size)
-    rounds = ceil(elements / ranks / BUCKET_ELEMENTS)
+    rounds = ceil(elements / ranks / sharding.BUCKET_ELEMENTS)
     return [
         Collective("gradients", 4 * elements, rounds, early=True),
         Collective("partial sums of the norm", 4 * ceil(elements / CHUNK)),

@@ -2,8 +2,7 @@
 
 A multiprocessor runs as many blocks at a time as its registers and shared memory hold (occupancy); all blocks that run at a time
 are a wave. The last wave is seldom full (wave quantization), and tiles at the edge hang over the result (tile quantization). Only
-another tile size or split-K recovers either.
-"""
+another tile size or split-K recovers either."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from barellm.program.backward import pullback
 from barellm.program.builder import Program, Store
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Dim
-from barellm.tools.plan.devices import Published
-from barellm.tools.plan.roofline import primitives
+from barellm.tools.plan import devices, roofline
 
 if TYPE_CHECKING:
     from barellm.cuda.compile import Code
@@ -99,7 +97,7 @@ class Tiling:
         how many tiles the busiest one does, however many of them at a time."""
         return self.tiles / (self.sms * ceil_div(self.tiles, self.sms)) * (1 - self.padding)
 
-    def roofline_s(self, sheet: Published) -> float:
+    def roofline_s(self, sheet: devices.Published) -> float:
         """The roofline's seconds: every operand read once and the result written once in its own dtype, or all operations at the
         peak."""
         itemsize = 4 if self.dtype == "fp32" else 2
@@ -107,7 +105,7 @@ class Tiling:
         nbytes = itemsize * (self.M + self.N) * self.K + out * self.M * self.N
         return max(2 * self.M * self.N * self.K / sheet.peak(self.dtype), nbytes / sheet.bandwidth((8, 0, 0)))
 
-    def to_json(self, sheet: Published) -> dict[str, Any]:
+    def to_json(self, sheet: devices.Published) -> dict[str, Any]:
         names = ("tiles", "waves", "idle", "padding", "efficiency")
         return asdict(self) | {name: getattr(self, name) for name in names} | {"roofline_s": self.roofline_s(sheet)}
 
@@ -131,7 +129,7 @@ def uncounted(built: Any, programs: Iterable[str]) -> dict[str, int]:
     for low in (built.lowered[name] for name in programs):
         for op in low.ops:
             read = any(call.spec.name in READERS for call in low.of[op].launches)
-            if not read and any(part.product for part in primitives(op)):
+            if not read and any(part.product for part in roofline.primitives(op)):
                 found[op.name] = found.get(op.name, 0) + 1
     return found
 
@@ -217,7 +215,7 @@ def _dtype(kind: str) -> str:
 READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT: _tiled, "skinny_gemm": _few}
 
 
-def table(found: Mapping[Tiling, int], sheet: Published, *, known: bool) -> list[str]:
+def table(found: Mapping[Tiling, int], sheet: devices.Published, *, known: bool) -> list[str]:
     """Lines for people. `known`: occupancies are those of compiled code."""
     head = (
         "M x N x K", "pass", "kernel", "count", "tile", "split-K", "tiles", "blocks/SM", "waves", "idle", "padding", "efficient",

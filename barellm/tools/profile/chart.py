@@ -1,7 +1,5 @@
 """The picture of a profile: each kind of op with its share of the step and its percentage of roofline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Communication that a step of several ranks waits for: that of each segment, on each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,10 +2,7 @@
 
 In the CUDA graph that a timed step replays there are events between the launches: from one to the next is a launch with what it
 waits for. What a usual step takes longer than the sum of launches is the host's time and the copies of inputs; what it takes less,
-launches gained by following each other closely.
-"""
-
-from __future__ import annotations
+launches gained by following each other closely."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Shows where the time of a training step goes, op by op, and on a CPU thread by thread: as a table, a timeline and a picture."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -2,8 +2,6 @@
 schedule ends the step. Where steps differ (a schedule's cycle), those of a cycle are measured together, and their mean counts as
 one step."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -115,8 +113,7 @@ def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iter
 
     first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
     plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's
-    loading of the code.
-    """
+    loading of the code."""
     imported = seconds_since_start()
     before, start = resident_bytes()[0], time.perf_counter()
     counter = CallCounter()

@@ -1,9 +1,6 @@
 """A traced step as a timeline that https://ui.perfetto.dev opens: Chrome's trace format, JSON, times in microseconds.
 
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: "X" are slices, "M" names of tracks.)
-"""
-
-from __future__ import annotations
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: "X" are slices, "M" names of tracks.)"""
 
 from collections.abc import Callable
 from itertools import accumulate

@@ -3,10 +3,7 @@ stamps are summed.
 
 A thread's step is work (inside kernels), barrier (behind a kernel, until the last thread has come) and idle (before, between and
 after the programs: Python, and waking up). The three are measured apart, so their sum may miss the step that Python's clock
-has seen. What it misses is reported, not spread.
-"""
-
-from __future__ import annotations
+has seen. What it misses is reported, not spread."""
 
 import time
 from collections.abc import Iterator

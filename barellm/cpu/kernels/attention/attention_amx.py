@@ -2,17 +2,13 @@
 
 Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that one K step over keys is one tile of probabilities;
 beyond the last key it is zero. Out-of-order execution overlaps AMX and the vector units: while TMUL multiplies one tile, the
-exponentials of the one before run.
-"""
-
-from __future__ import annotations
+exponentials of the one before run."""
 
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import Geometry, round_up, score_tile_amx
-from barellm.cpu.lang import Pointer, Value
 
 LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 ROW_PAIR = 2  # rows of a tile that are one VNNI pair

@@ -13,31 +13,17 @@ The run-time shape and the number of threads decide, so that a single long seque
 have a schedule of their own (attention_backward_windowed.py), of the same tile operations.
 
 With grouped queries, the heads of queries of a head of keys go one after the other, and its dk and dv are the sums over them: in
-one pass those of all its blocks accumulate in scratch.
-"""
-
-from __future__ import annotations
+one pass those of all its blocks accumulate in scratch."""
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering, part
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, scratch_units
 from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
 from barellm.cpu.kernels.attention.attention_mask import dense_constants
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    KEY_BLOCK,
-    Geometry,
-    clear,
-    offsets,
-    pack_left,
-    round_up,
-    runtime_size,
-)
 from barellm.cpu.kernels.attention.attention_single_block import attention_backward_single_block, backward_units, fits_single_block
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
 
 ONE_PASS, TWO_PASSES = 5, 7  # GEMMs a block
 SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK are too few for load balance
@@ -46,7 +32,7 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
     """delta (B, heads, T) = sum(dout * out) over each head's D channels, of out and dout (B, T, heads * D)."""
     C, T = heads * D, mask_spec.length(k, seq)
-    with k.parallel_range(runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
+    with k.parallel_range(micro.runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
         with k.loop(0, heads) as head:
             a, b = out.at(token * C + head * D), dout.at(token * C + head * D)
@@ -71,15 +57,15 @@ def attention_backward_dkdv(
     dk, dv. A work item is a head of keys, or one of its blocks of keys, for all heads of queries that share it: of a group of
     several, dk and dv are cleared by the first and stored by the last."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, count = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch) * kv_heads  # heads of keys
+    T, count = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
-    enough = count * k.ceil_div(T, KEY_BLOCK) >= k.threads * 4
-    step = k.select(is_one_pass | enough, k.int(KEY_BLOCK), SMALL_KEY_BLOCK)
+    enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4
+    step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
     blocks = k.ceil_div(T, step)
     keep = [k.keep(mode) for mode in modes]
     per_head = k.select(is_one_pass, k.int(1), blocks)
     group = heads // kv_heads
-    with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
+    with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
         index, place = item // per_head, item % per_head
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
@@ -92,16 +78,18 @@ def attention_backward_dkdv(
             g, s = h.g, h.s
             first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             with k.when(is_one_pass):
-                clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
+                micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
                 j0 = block * step
-                sums = [s[name] if group == 1 else s[name].at((block - start) * (KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")]
+                sums = [
+                    s[name] if group == 1 else s[name].at((block - start) * (micro.KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")
+                ]
                 packed_keys = h.pack_keys(j0, step)
                 with k.when(is_one_pass):
-                    pack_left(k, g, s["k_rows"], packed_keys, s["k"])
+                    micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])
                 with nullcontext() if first is None else k.when(first):
                     for acc in sums:
-                        clear(k, acc, round_up(k, packed_keys, g.rows) * g.padded_D)
+                        micro.clear(k, acc, micro.round_up(k, packed_keys, g.rows) * g.padded_D)
                 with k.loop(h.first_query(j0), T, g.queries) as t:
                     shift, deltas = h.pack_queries(t, vnni=True)
                     num_keys = h.num_keys(j0, packed_keys, t)
@@ -121,8 +109,8 @@ def attention_backward_dq(
 ) -> None:  # fmt: skip
     """Compute dq, unless one pass did. A work item is a group of queries of a head. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, sequences = shape["mask_spec"].length(k, shape["seq"]), runtime_size(k, batch)
-    geometry = Geometry.of(k.isa, q.dtype, D)
+    T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)
+    geometry = micro.Geometry.of(k.isa, q.dtype, D)
     queries = geometry.queries
     blocks = k.ceil_div(T, queries)
     keep = k.keep(modes[0])
@@ -133,11 +121,11 @@ def attention_backward_dq(
         g, s = h.g, h.s
         t = (blocks - 1 - item % blocks) * queries
         shift, deltas = h.pack_queries(t, vnni=False)
-        clear(k, s["dq"], g.acc_rows * queries)
+        micro.clear(k, s["dq"], g.acc_rows * queries)
         end = k.min(t + queries, T) if h.length is None else h.length
-        with k.loop(0, end, KEY_BLOCK) as j0:
+        with k.loop(0, end, micro.KEY_BLOCK) as j0:
             packed_keys = h.pack_keys(j0)
-            pack_left(k, g, s["k_rows"], packed_keys, s["k"])
+            micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])
             num_keys = h.num_keys(j0, packed_keys, t)
             h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=False)
             h.add_dq(0, num_keys, s["dq"])
@@ -150,7 +138,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
-    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
+    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
     shared = op.heads > op.kv_heads
     delta = c.workspace("delta", op.lse.nbytes)
     of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D", "mask_spec")}
@@ -162,7 +150,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     written = "dq dkeys dvalues"
     if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
         del shape["mask_spec"]
-        c.thread_scratch(offsets(backward_units(g, shared))[1])
+        c.thread_scratch(micro.offsets(backward_units(g, shared))[1])
         c.call(attention_backward_single_block, operands, shape, writes=written)
         return
     operands |= {"starts": op.starts, "stream": op.stream}
@@ -174,6 +162,6 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     else:
         constants["length"] = length
         schedules = (attention_backward_dkdv, attention_backward_dq)
-    c.thread_scratch(offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
+    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
     for emit in schedules:
         c.call(emit, operands, constants, writes=written)

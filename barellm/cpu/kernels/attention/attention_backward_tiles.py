@@ -1,65 +1,37 @@
 """Tile operations of attention's backward pass, which its schedules share: one head of one sequence, with its blocks in scratch.
 
 Shapes and formulas are those of attention_backward.py, and layouts those of attention_microkernels.py: KEY_BLOCK keys x a group of
-g.queries queries.
-"""
-
-from __future__ import annotations
+g.queries queries."""
 
 from collections.abc import Callable
 from math import e as E
 from math import log2
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention.attention_amx import LaneMask, for_each_row_pair, round_to_tiles
-from barellm.cpu.kernels.attention.attention_mask import KeyRange, MaskSpec
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    KEY_BLOCK,
-    Dropout,
-    Geometry,
-    KeyBounds,
-    accumulate_rows,
-    accumulate_transposed,
-    blocks_of,
-    exp2_nonpositive,
-    kv_head_of,
-    lane_mask,
-    needs_mask,
-    pack_tile,
-    pack_units,
-    round_up,
-    score_tile,
-    score_tile_amx,
-    store_units,
-    transpose_accumulator,
-    transpose_tile,
-    unpack_tile,
-    vnni_pack,
-)
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.attention import attention_amx, attention_mask
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 
-def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
+def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
     """The blocks of scratch, in units. `length` is the number of queries whose dq accumulates there. With grouped queries
     (`shared`), it is also the number of keys whose dk and dv do."""
-    kv_length = round_up_to(length, KEY_BLOCK) if shared else KEY_BLOCK
+    kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
         "q_transposed": g.transposed_units,
         "do_transposed": g.transposed_units,
         "q": g.vnni_units(g.queries) + g.lanes,
         "do": g.vnni_units(g.queries) + g.lanes,
-        "k_rows": g.rows_units(KEY_BLOCK),
-        "v_rows": g.rows_units(KEY_BLOCK),
-        "k": g.vnni_units(KEY_BLOCK),
+        "k_rows": g.rows_units(micro.KEY_BLOCK),
+        "v_rows": g.rows_units(micro.KEY_BLOCK),
+        "k": g.vnni_units(micro.KEY_BLOCK),
         "p_tile": g.rows * g.queries,
         "dp_tile": g.rows * g.queries if g.tiles else 0,
-        "p": KEY_BLOCK * g.queries // g.pair,  # (keys, queries) in units along the queries
-        "ds": KEY_BLOCK * g.queries // g.pair,
-        "ds_vnni": KEY_BLOCK * g.queries // g.pair,  # in units along the keys
-        "keep": KEY_BLOCK * g.queries if rate else 0,
+        "p": micro.KEY_BLOCK * g.queries // g.pair,  # (keys, queries) in units along the queries
+        "ds": micro.KEY_BLOCK * g.queries // g.pair,
+        "ds_vnni": micro.KEY_BLOCK * g.queries // g.pair,  # in units along the keys
+        "keep": micro.KEY_BLOCK * g.queries if rate else 0,
         "dk": kv_length * g.padded_D,
         "dv": kv_length * g.padded_D,
         "out": g.queries * g.padded_D,
@@ -80,7 +52,7 @@ class BackwardHead:
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
-        *, seq, heads, kv_heads, D, strides, rate, length, mask_spec: MaskSpec,
+        *, seq, heads, kv_heads, D, strides, rate, length, mask_spec: attention_mask.MaskSpec,
     ) -> None:  # fmt: skip
         """`sequence` and `head` (of queries) select the rows. `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`:
         queries whose dq accumulates in scratch."""
@@ -92,29 +64,29 @@ class BackwardHead:
         self.length = None if mask_spec.causal else self.T  # the keys that every query sees
         token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
         tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
-        rows = [mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
+        rows = [mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
         self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
         self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
-        self.key_range = KeyRange.of(k, mask_spec, self.T, starts, sequence)
+        self.key_range = attention_mask.KeyRange.of(k, mask_spec, self.T, starts, sequence)
         shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None}
-        self.s = blocks_of(k, self.scratch_sizes(rate, length, **shape))
-        self.dropout = Dropout(rate, stream, heads)
+        self.s = micro.blocks_of(k, self.scratch_sizes(rate, length, **shape))
+        self.dropout = micro.Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
 
-    def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
-        return Geometry.of(isa, dtype, D)
+    def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
+        return micro.Geometry.of(isa, dtype, D)
 
     def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
         """Its blocks of scratch."""
         return scratch_units(self.g, rate, length, **shape)
 
-    def pack_keys(self, j0: Value, max_keys: Any = KEY_BLOCK) -> Value:
+    def pack_keys(self, j0: Value, max_keys: Any = micro.KEY_BLOCK) -> Value:
         """Pack K and V from key j0 on as rows; returns how many there are, `max_keys` at most."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - j0, max_keys)
-        pack_tile(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
-        pack_tile(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
+        micro.pack_tile(k, g, self.keys.start(j0), count, micro.round_up(k, count, g.rows), s["k_rows"])
+        micro.pack_tile(k, g, self.values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
         return count
 
     def first_query(self, j0: Value) -> Any:
@@ -124,7 +96,7 @@ class BackwardHead:
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
         """How many of the `count` keys from j0 on the group of queries from t on computes."""
         num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
-        return round_to_tiles(self.k, self.g, num_keys)
+        return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 
     def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
         """Pack Q and dO of the group of queries from t on, transposed and with `vnni` also as VNNI pairs. Returns, a lane a query,
@@ -133,15 +105,15 @@ class BackwardHead:
         count = k.min(self.T - t, g.queries)
         for source, name in ((self.q, "q"), (self.dout, "do")):
             rows = s["rows"] if g.pair == 2 or not vnni else s[name]
-            pack_tile(k, g, source.start(t), count, g.queries, rows)
-            transpose_tile(k, g, rows, s[name + "_transposed"])
+            micro.pack_tile(k, g, source.start(t), count, g.queries, rows)
+            micro.transpose_tile(k, g, rows, s[name + "_transposed"])
             if vnni:
-                vnni_pack(k, g, rows, g.queries, s[name])
+                micro.vnni_pack(k, g, rows, g.queries, s[name])
         masks = [k.mask_first(count - v * g.lanes) for v in range(g.vectors)]
         shift = [self.lse.load(t + v * g.lanes, mask) * -log2(E) for v, mask in enumerate(masks)]
         return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
 
-    def key_bounds(self, t: Value) -> KeyBounds | None:
+    def key_bounds(self, t: Value) -> micro.KeyBounds | None:
         """The key bounds of the queries from t on, where they have any."""
         if self.key_range is None:
             return None
@@ -151,7 +123,7 @@ class BackwardHead:
 
     def probabilities(
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
-        *, for_dkdv: bool, key_bounds: KeyBounds | None = None,
+        *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None,
     ) -> None:  # fmt: skip
         """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
         exp(S - lse) and dS = P (M dP - delta): s["ds_vnni"] = dS in units along the keys; `for_dkdv` also s["p"] = P M and s["ds"]
@@ -165,7 +137,7 @@ class BackwardHead:
             return
         with k.loop(begin, num_keys, g.rows) as j:
             self._probability_tile(j, j0 + j, t, shift, key_bounds)
-            dp = score_tile(k, g, s["v_rows"], j, s["do_transposed"])
+            dp = micro.score_tile(k, g, s["v_rows"], j, s["do_transposed"])
             ds = []
             for r in range(g.rows):
                 p = [s["p_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -176,34 +148,34 @@ class BackwardHead:
                     kept = p
                 ds.append([x * (y - d) for x, y, d in zip(p, dp[r], delta, strict=True)])
                 if for_dkdv:
-                    store_units(k, g, s["p"].at((j + r) * per_row), kept)
+                    micro.store_units(k, g, s["p"].at((j + r) * per_row), kept)
                 if for_dkdv or g.pair == 1:
-                    store_units(k, g, s["ds"].at((j + r) * per_row), ds[r])
+                    micro.store_units(k, g, s["ds"].at((j + r) * per_row), ds[r])
             if g.pair == 2:
                 for r in range(0, g.rows, 2):
                     target = s["ds_vnni"].at(((j + r) >> 1) * g.queries)
                     for v in range(g.vectors):
-                        target.store(pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
+                        target.store(micro.pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
             self.record_ds(j, ds)
 
     def _probabilities_of_tiles(
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
-        *, for_dkdv: bool, key_bounds: KeyBounds | None,
+        *, for_dkdv: bool, key_bounds: micro.KeyBounds | None,
     ) -> None:  # fmt: skip
         """`probabilities` on AMX, whose tiles lie in memory: two rows, a VNNI pair along the keys, at a time."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         with k.loop(begin, num_keys, g.rows) as j:
-            score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
-            score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
+            micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
+            micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
-            def row_pair(r: Value, is_visible: LaneMask | None, j: Value = j) -> None:
+            def row_pair(r: Value, is_visible: attention_amx.LaneMask | None, j: Value = j) -> None:
                 """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
                     at = i * g.queries
                     p = [
-                        exp2_nonpositive(k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v]))
+                        micro.exp2_nonpositive(k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v]))
                         for v in range(g.vectors)
                     ]
                     if is_visible is not None:
@@ -215,19 +187,19 @@ class BackwardHead:
                         kept, dp = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp))
                     ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
                     if for_dkdv:
-                        store_units(k, g, s["p"].at((j + i) * per_row), kept)
-                        store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
+                        micro.store_units(k, g, s["p"].at((j + i) * per_row), kept)
+                        micro.store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
                 for v in range(g.vectors):
-                    vnni = pack_units(k, g, ds[0][v], ds[1][v])
+                    vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
 
-            for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
+            attention_amx.for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
 
-    def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: KeyBounds | None) -> None:
+    def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: micro.KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
-        tile = score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
-        p = [[exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
+        tile = micro.score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
+        p = [[micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
 
         def store_tile(values: list[list[Value]]) -> None:
             for r, row in enumerate(values):
@@ -249,34 +221,36 @@ class BackwardHead:
         """A hook for dS of the tile from row j on."""
 
     def tile_mask(
-        self, key: Value, t: Value, key_bounds: KeyBounds | None
+        self, key: Value, t: Value, key_bounds: micro.KeyBounds | None
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
         length = self.length
-        return needs_mask(self.g, key, t, key_bounds, length), lambda: lane_mask(self.k, self.g, key, t, key_bounds, length)
+        return micro.needs_mask(self.g, key, t, key_bounds, length), lambda: micro.lane_mask(
+            self.k, self.g, key, t, key_bounds, length
+        )
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
         """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's
         queries."""
         k, g, s = self.k, self.g, self.s
-        accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
-        accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
+        micro.accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
+        micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
     def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, keep: tuple[Value | None, ...]) -> None:
         """Write dk and dv of `count` keys from j0 on; `keep`: where they are added to, of dk and of dv."""
         k, g = self.k, self.g
-        unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
-        unpack_tile(k, g, dk, count, self.dk.start(j0), self.softmax_scale, keep[0])
+        micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
+        micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.softmax_scale, keep[0])
 
     def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
         """acc, dQ^T of a group of queries before scaling, += K^T dS^T over the keys [begin, num_keys) of a block."""
         g, s = self.g, self.s
         keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
-        accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
+        micro.accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
 
     def store_dq(self, t: Value, acc: Pointer, keep: Value | None) -> None:
         """Write dq of the group of queries from t on, scaled, or add it where `keep`."""
         k, g, s = self.k, self.g, self.s
         scale = [k.to(self.softmax_scale, k.vec)] * g.vectors
-        transpose_accumulator(k, g, acc, s["out"], scale)
-        unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, keep)
+        micro.transpose_accumulator(k, g, acc, s["out"], scale)
+        micro.unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, keep)

@@ -6,20 +6,16 @@ different chunks do two work items recompute their probability, for three GEMMs 
 that is little, and a document's border costs nothing. dq of the chunk accumulates in the thread's scratch, and a sequence of any
 length occupies every thread.
 
-Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit.
-"""
-
-from __future__ import annotations
+Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit."""
 
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Value
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Value
 
 CHUNK = 2048  # positions at most
 CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidates

@@ -12,50 +12,24 @@ from functools import partial
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    KEY_BLOCK,
-    Dropout,
-    Geometry,
-    KeyBounds,
-    Rows,
-    accumulate_transposed,
-    blocks_of,
-    clear,
-    exp2_nonpositive,
-    kv_head_of,
-    lane_mask,
-    needs_mask,
-    offsets,
-    pack_left,
-    pack_tile,
-    pack_units,
-    round_up,
-    runtime_size,
-    score_tile,
-    size_constants,
-    transpose_accumulator,
-    transpose_tile,
-    unpack_tile,
-)
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
-from barellm.program.ops.base import Op
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
-def groups_per_block(g: Geometry) -> int:
+def groups_per_block(g: micro.Geometry) -> int:
     """Register-wide groups of queries in a work item."""
     return max(1, QUERY_BLOCK // g.queries)
 
 
-def select_query_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[Value, Value]:
+def select_query_block(k: KernelBuilder, g: micro.Geometry, count: Value, T: Value) -> tuple[Value, Value]:
     """(queries of a work item, work items of a head) for `count` heads. No bit of the result depends on it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
@@ -63,17 +37,17 @@ def select_query_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) ->
     return block, (T + block - 1) // block
 
 
-def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
+def scratch_units(g: micro.Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
     """Sizes in units of the blocks of scratch. `rate` of dropout; `bounded`: the mask has windows or documents."""
     n = groups_per_block(g)
     return {
         "q_rows": g.rows_units(g.queries),
         "q": n * g.transposed_units,
-        "k": g.rows_units(KEY_BLOCK),
-        "v_rows": g.rows_units(KEY_BLOCK),
-        "v": g.vnni_units(KEY_BLOCK),
-        "p": KEY_BLOCK * g.queries,
-        "keep": KEY_BLOCK * g.queries if rate else 0,
+        "k": g.rows_units(micro.KEY_BLOCK),
+        "v_rows": g.rows_units(micro.KEY_BLOCK),
+        "v": g.vnni_units(micro.KEY_BLOCK),
+        "p": micro.KEY_BLOCK * g.queries,
+        "keep": micro.KEY_BLOCK * g.queries if rate else 0,
         "acc": n * g.accumulator_units(),
         "stats": n * 2 * g.queries,  # of each query the maximum and the sum
         "alpha": g.queries,
@@ -83,14 +57,14 @@ def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict
 
 
 def attend_queries(
-    k: KernelBuilder, g: Geometry, q: Rows, keys: Rows, values: Rows, out: Rows, lse: Pointer | None, first: Value,
-    last: Value, pos: Value, dropout: Dropout | None = None, head: Value | None = None, sample_key: Any = None,
+    k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: micro.Rows, lse: Pointer | None,
+    first: Value, last: Value, pos: Value, dropout: micro.Dropout | None = None, head: Value | None = None, sample_key: Any = None,
     mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None,
 ) -> None:  # fmt: skip
     """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
     keys, values, out and lse (None: not wanted) begin at token 0. `head`, `sample_key` are for `dropout`; `key_range`: the keys
     that windows or documents leave; `length`: the number of keys of full attention, None: causal."""
-    s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
+    s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys = s["first_keys"].as_dtype("i32")
 
@@ -101,15 +75,15 @@ def attend_queries(
             key_range.store_first_keys(k, g, t, first_keys.at(group * g.queries))
 
     end = pos + last if length is None else length
-    with k.loop(key_range.first_key(k, first) & -KEY_BLOCK if key_range else 0, end, KEY_BLOCK) as j0:
-        count = k.min(end - j0, KEY_BLOCK)
-        pack_tile(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
-        pack_tile(k, g, values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
-        v_block = pack_left(k, g, s["v_rows"], count, s["v"])
+    with k.loop(key_range.first_key(k, first) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
+        count = k.min(end - j0, micro.KEY_BLOCK)
+        micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
+        micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
+        v_block = micro.pack_left(k, g, s["v_rows"], count, s["v"])
         with k.loop(first, last, g.queries) as t:
             # Keys of this block that the group's queries see.
             stop = pos + k.min(t + g.queries, last) if length is None else length
-            num_keys = round_to_tiles(k, g, k.min(stop - j0, KEY_BLOCK))
+            num_keys = round_to_tiles(k, g, k.min(stop - j0, micro.KEY_BLOCK))
             group = (t - first) // g.queries
             key_bounds = key_range.bounds_of(k, g, t, first_keys.at(group * g.queries)) if key_range else None
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
@@ -123,20 +97,20 @@ def attend_queries(
 
 
 def init_softmax(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, group: Value, lowest: float
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], q: micro.Rows, t: Value, last: Value, group: Value, lowest: float
 ) -> None:
     """Pack the group of queries from t on, number `group` of its work item; clear its accumulators and sums, and set the maxima to
     `lowest`. Queries end at `last`."""
-    pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
-    transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
-    clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
+    micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
+    micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
+    micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
     for v in range(g.vectors):
         s["stats"].store(lowest, group * (2 * g.queries) + v * g.lanes)
         s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
 
 
 def online_softmax_step(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
     softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
@@ -147,26 +121,26 @@ def online_softmax_step(
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start)):
         before = stats.load(v * g.lanes)
         highest = k.max(top, before)
-        s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * softmax_scale_log2), v * g.lanes)
+        s["alpha"].store(micro.exp2_nonpositive(k, g, (before - highest) * softmax_scale_log2), v * g.lanes)
         stats.store(highest, v * g.lanes)
     if fill:
         fill()
     probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, fill is not None)
     alpha = [s["alpha"].load(v * g.lanes) for v in range(g.vectors)]
-    accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
+    micro.accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
 
 
 def finish_softmax(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, group: Value,
-    softmax_scale: Any,
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], out: micro.Rows, lse: Pointer | None, t: Value, last: Value, group:
+    Value, softmax_scale: Any,
 ) -> None:  # fmt: skip
     """out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, number `group` of its work
     item, of which those before `last` exist."""
     stats = s["stats"].at(group * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
-    transpose_accumulator(k, g, s["acc"].at(group * g.accumulator_units()), s["out"], [1.0 / x for x in total])
-    unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
+    micro.transpose_accumulator(k, g, s["acc"].at(group * g.accumulator_units()), s["out"], [1.0 / x for x in total])
+    micro.unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
     if lse is not None:
         for v in range(g.vectors):
             value = k.fma(stats.load(v * g.lanes), softmax_scale, ln(k, total[v]))
@@ -179,17 +153,18 @@ Start = Callable[[Value], list[list[Value]]]
 
 
 def causal_tile_mask(
-    k: KernelBuilder, g: Geometry, j0: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None, j: Value,
+    k: KernelBuilder, g: micro.Geometry, j0: Value, position: Value, key_bounds: micro.KeyBounds | None, length: Value | None, j:
+    Value,
 ) -> tuple[Value, Callable[[], LaneMask]]:  # fmt: skip
     """A TileMask of the key block from key j0 on and the group of queries from `position` on: of the tile from row j on. Causal,
     from the keys of `key_bounds` on, or with `length` all keys below it."""
     key = j0 + j
-    return needs_mask(g, key, position, key_bounds, length), lambda: lane_mask(k, g, key, position, key_bounds, length)
+    return micro.needs_mask(g, key, position, key_bounds, length), lambda: micro.lane_mask(k, g, key, position, key_bounds, length)
 
 
 def score_key_block(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask: TileMask,
-    start: Start | None = None,
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask:
+    TileMask, start: Start | None = None,
 ) -> list[Value]:  # fmt: skip
     """s["p"] (keys, queries) = K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not see a key.
     Returns the largest score of each query (g.vectors vectors). `start` as in `online_softmax_step`: None or start(j) is the
@@ -199,7 +174,7 @@ def score_key_block(
         return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask)
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
-        tile = score_tile(k, g, s["k"], j, transposed, start and start(j))
+        tile = micro.score_tile(k, g, s["k"], j, transposed, start and start(j))
         target = s["p"].at(j * g.queries)
 
         def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
@@ -221,7 +196,7 @@ def score_key_block(
 
 
 def probabilities(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
     num_keys: Value, dropout: bool,
 ) -> None:  # fmt: skip
     """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, as units along the keys; with
@@ -236,12 +211,12 @@ def probabilities(
             rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
             target = s["p"].at(j // g.pair * g.queries)
             for v in lanes:
-                p = [exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), softmax_scale_log2, shift[v])) for row in rows]
+                p = [micro.exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), softmax_scale_log2, shift[v])) for row in rows]
                 for x in p:
                     sums[v].value = sums[v].value + x
                 if dropout:
                     p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
-                target.store(pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
+                target.store(micro.pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
         for v in lanes:
             old = stats.load(g.queries + v * g.lanes)
             stats.store(k.fma(old, s["alpha"].load(v * g.lanes), sums[v].value), g.queries + v * g.lanes)
@@ -256,15 +231,15 @@ def attention(
 ) -> None:  # fmt: skip
     """out, lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document), paired
     heads and dropout (`rate`; `stream`: the number of its random stream)."""
-    g, T = Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
-    block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
-    dropout = Dropout(rate, stream, heads) if rate else None
-    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+    g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
+    block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
+    dropout = micro.Dropout(rate, stream, heads) if rate else None
+    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
         q_rows, k_rows, v_rows = (
-            mask_spec.rows(p, token, kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
+            mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         )
         dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
@@ -279,14 +254,14 @@ def attention(
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
     constants = dense_constants(op)
-    g = Geometry.of(c.isa, op.q.dtype, constants["D"])
+    g = micro.Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
     if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
-        c.thread_scratch(offsets(forward_units(g))[1])
-        c.call(attention_single_block, operands, size_constants(op), writes="out lse")
+        c.thread_scratch(micro.offsets(forward_units(g))[1])
+        c.call(attention_single_block, operands, micro.size_constants(op), writes="out lse")
         return
     bounded = op.window is not None or op.starts is not None
-    c.thread_scratch(offsets(scratch_units(g, op.rate, bounded))[1])
+    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, bounded))[1])
     operands |= {"starts": op.starts, "stream": op.stream}
     c.call(attention, operands, constants | {"rate": op.rate}, writes="out lse")
 
@@ -296,8 +271,8 @@ def lower_attention(op: Op, c: Lowering) -> None:
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
     """Rows [pos, pos + T) of the caches (batch, length, C) = keys and values (batch, T, C), whose rows have `strides`."""
-    T, pos = runtime_size(k, seq), k.scalar("pos")
-    with k.parallel_for(runtime_size(k, batch) * T) as token:
+    T, pos = micro.runtime_size(k, seq), k.scalar("pos")
+    with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
         row = (token // T * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
             source, whole = new.at(token * stride), C - C % k.lanes
@@ -311,14 +286,14 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
 def attention_cached(k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
     new keys already. `stride`: of q's rows. One query (decoding) has a code of its own."""
-    g = Geometry.of(k.isa, q.dtype, D)
-    C, T, pos = kv_heads * D, runtime_size(k, seq), k.scalar("pos")
-    block, blocks = select_query_block(k, g, runtime_size(k, batch) * heads, T)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+    g = micro.Geometry.of(k.isa, q.dtype, D)
+    C, T, pos = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos")
+    block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
-        first, kv_head = item % blocks * block, kv_head_of(head, heads, kv_heads)
-        queries, dst = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
-        cached = [Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
+        queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        cached = [micro.Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
             attend_one_query(k, D, queries.pointer, *cached, dst.pointer, pos + 1)
@@ -326,13 +301,15 @@ def attention_cached(k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, 
             attend_queries(k, g, queries, *cached, dst, None, first, k.min(first + block, T), pos)
 
 
-def attend_one_query(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
+def attend_one_query(
+    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value
+) -> None:
     """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
     lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
     query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
-    g = Geometry.of(k.isa, "fp32", D)
+    g = micro.Geometry.of(k.isa, "fp32", D)
     top = k.var_vec(float("-inf"))
     with k.loop(0, count, k.lanes) as j:
         partial = []
@@ -348,7 +325,7 @@ def attend_one_query(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: R
     highest = k.splat(k.maximum(top.value))
     total = k.var_vec(0.0)
     with k.loop(0, count, k.lanes) as j:
-        p = exp2_nonpositive(k, g, scratch.load(j) - highest)
+        p = micro.exp2_nonpositive(k, g, scratch.load(j) - highest)
         total.value = total.value + p
         scratch.store(p, j)
     acc = [k.var_vec(0.0) for _ in columns]
@@ -373,10 +350,10 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
     """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
-    shape, length = size_constants(op), int(op.k_cache.shape[1])
+    shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
-    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
-    c.thread_scratch(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
+    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
+    c.thread_scratch(max(micro.offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")

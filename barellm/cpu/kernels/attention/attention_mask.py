@@ -11,10 +11,8 @@ from math import e as E
 from math import log2, sqrt
 from typing import Any, NamedTuple
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import Geometry, KeyBounds, Rows, runtime_size, size_constants
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 
 
 class MaskSpec(NamedTuple):

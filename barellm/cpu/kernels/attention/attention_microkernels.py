@@ -23,14 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.packing import uses_vnni
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Op, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, packing
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 from barellm.program.tensor import Dim
 
@@ -56,7 +52,7 @@ class Geometry:
         """`tiles` False: in vector registers even where there is AMX."""
         if tiles and amx.uses_tiles(isa, dtype):
             return cls(D, 2, isa.lanes, amx.MR, TILE_VECTORS, True)
-        return cls(D, 2 if uses_vnni(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
+        return cls(D, 2 if packing.uses_vnni(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
 
     @property
     def queries(self) -> int:

@@ -5,34 +5,14 @@ tokens. Blocked attention of a head of 64 tokens would spend more on clearing, a
 GEMMs. Here all operands of a head stay in L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the
 probabilities need no repacking), and the causal half is skipped by vectors of queries and tiles of keys.
 
-Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention.
-"""
-
-from __future__ import annotations
+Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention."""
 
 from contextlib import nullcontext
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    Geometry,
-    Left,
-    Right,
-    Rows,
-    blocks_of,
-    clear,
-    exp2_nonpositive,
-    kv_head_of,
-    micro_kernel,
-    pack_units,
-    round_up,
-    runtime_size,
-    store_units,
-    unpack_tile,
-)
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.lang.vector import ln, transpose
 
 MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
@@ -40,12 +20,12 @@ MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
 
 def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
     """Whether sequences of up to `length` tokens are supported: bf16 dot products, rows of whole cache lines, no dropout."""
-    g = Geometry.of(isa, dtype, D)
+    g = micro.Geometry.of(isa, dtype, D)
     units = g.pair == 2 and not g.tiles and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
     return length <= MAX_SEQ and not rate and units
 
 
-def forward_units(g: Geometry) -> dict[str, int]:
+def forward_units(g: micro.Geometry) -> dict[str, int]:
     return {
         "q_transposed": g.d_steps * MAX_SEQ,
         "k_rows": MAX_SEQ * g.row_units,
@@ -56,7 +36,7 @@ def forward_units(g: Geometry) -> dict[str, int]:
     }
 
 
-def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
+def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
     """The blocks of scratch of the backward pass, in units. With grouped queries (`shared`), dk and dv are sums over several heads,
     kept as fp32 rows."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
@@ -72,12 +52,12 @@ def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
 
 
 def load_rows(
-    k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer | None = None,
-    vnni: Pointer | None = None,
+    k: KernelBuilder, g: micro.Geometry, source: micro.Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer |
+    None = None, vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
     """Pack `count` bf16 rows of `source`, read once, in those layouts for which a block is given (attention_microkernels.py; of
     `transposed` [g.d_steps][MAX_SEQ]), with zeros up to a multiple of g.queries rows."""
-    with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
+    with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
             whole = (t + g.lanes) <= count
@@ -106,7 +86,8 @@ def load_rows(
 
 
 def store_rows(
-    k: KernelBuilder, g: Geometry, tile: list[list[Value]], dst: Rows, first: Value, c: Any, count: Value, factors: list[Any]
+    k: KernelBuilder, g: micro.Geometry, tile: list[list[Value]], dst: micro.Rows, first: Value, c: Any, count: Value, factors:
+    list[Any]
 ) -> None:  # fmt: skip
     """dst[first + r] from column c on = row r of a register tile times factors[r], for rows below `count`."""
 
@@ -126,18 +107,18 @@ def store_rows(
 
 
 def gemm_rows(
-    k: KernelBuilder, g: Geometry, left: Left, vnni: Pointer, steps: Value, dst: Rows, first: Value, count: Value,
+    k: KernelBuilder, g: micro.Geometry, left: micro.Left, vnni: Pointer, steps: Value, dst: micro.Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
     """dst rows [first, first + g.rows), below `count`, = L @ X times factors[r], or with `add` dst + L @ X (factors are then 1). L
     (g.rows, tokens) is broadcast, X (tokens, D) a `vnni` block; both from the first of `steps` pairs of tokens on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
-        tile = micro_kernel(k, g, left, Right(vnni.at(c), g.padded_D), steps, start)
+        tile = micro.micro_kernel(k, g, left, micro.Right(vnni.at(c), g.padded_D), steps, start)
         store_rows(k, g, tile, dst, first, c, count, factors)
 
 
-def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
+def for_each_causal_tile(k: KernelBuilder, g: micro.Geometry, t: Value, tile: Any) -> None:
     """tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
     sees. A tile has both vectors and g.rows keys, or the second vector and twice as many; `needs_mask`: its first vector has
     queries before its last key."""
@@ -148,23 +129,23 @@ def for_each_causal_tile(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> 
     tile(t + g.lanes, 2 * g.rows, 1, True)
 
 
-def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
+def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
     """x, whose lanes are queries from `query` on, but `otherwise` where the query is before `key`."""
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
 def attention_single_block(k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides) -> None:
     """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
-    g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
-    s = blocks_of(k, forward_units(g))
+    g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
+    s = micro.blocks_of(k, forward_units(g))
     softmax_scale_log2 = log2(e) / sqrt(D)
-    with k.parallel_for(runtime_size(k, batch) * heads) as item:
+    with k.parallel_for(micro.runtime_size(k, batch) * heads) as item:
         sequence, head = item // heads, item % heads
-        token, kv_head = sequence * T, kv_head_of(head, heads, kv_heads)
-        dst = Rows.of(out, token, head, D=D, stride=heads * D)
-        load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
-        load_rows(k, g, Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
-        load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
+        token, kv_head = sequence * T, micro.kv_head_of(head, heads, kv_heads)
+        dst = micro.Rows.of(out, token, head, D=D, stride=heads * D)
+        load_rows(k, g, micro.Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
+        load_rows(k, g, micro.Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
+        load_rows(k, g, micro.Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
         with k.loop(0, T, g.queries) as t:
             highest = single_block_scores(k, g, s, t)
             totals = single_block_probabilities(k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2)
@@ -175,19 +156,19 @@ def attention_single_block(k: KernelBuilder, out, lse, q, keys, values, *, batch
             with k.loop(0, g.queries, g.rows) as i:
                 pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
                 factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
-                gemm_rows(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
+                gemm_rows(k, g, micro.Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
 
-def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
+def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
     """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns the
     largest score of each query."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
         """`rows` keys from j on; of the queries, those of the vectors from `first` on."""
-        right = Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
-        left = Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
-        scores = micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
+        right = micro.Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
+        left = micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
+        scores = micro.micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
         target = s["scores"].at(j * g.queries)
         for v in range(first, g.vectors):
             best = top[v].value
@@ -204,7 +185,7 @@ def single_block_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t:
 
 
 def single_block_probabilities(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
 ) -> list[Value]:
     """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, in units along the keys. Returns the
     sum of each query."""
@@ -213,10 +194,10 @@ def single_block_probabilities(
     def pair(j: Value, first: int) -> None:
         for v in range(first, g.vectors):
             rows = [s["scores"].at((j + i) * g.queries).load(v * g.lanes) for i in range(2)]
-            p = [exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for x in rows]
+            p = [micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for x in rows]
             for x in p:
                 sums[v].value = sums[v].value + x
-            s["p"].at((j >> 1) * g.queries).store(pack_units(k, g, *p), v * g.lanes)
+            s["p"].at((j >> 1) * g.queries).store(micro.pack_units(k, g, *p), v * g.lanes)
 
     with k.loop(0, t + g.lanes, 2) as j:
         pair(j, 0)
@@ -232,30 +213,30 @@ def attention_backward_single_block(
 ) -> None:  # fmt: skip
     """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
     group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv."""
-    g, T = Geometry.of(k.isa, q.dtype, D), runtime_size(k, seq)
+    g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     group = heads // kv_heads
-    s = blocks_of(k, backward_units(g, group > 1))
+    s = micro.blocks_of(k, backward_units(g, group > 1))
     scale, ones = [1 / sqrt(D)] * g.rows, [1.0] * g.rows
     half = MAX_SEQ // 2
-    with k.parallel_for(runtime_size(k, batch) * kv_heads) as item:
+    with k.parallel_for(micro.runtime_size(k, batch) * kv_heads) as item:
         sequence, kv_head = item // kv_heads, item % kv_heads
         token = sequence * T
         tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)
-        key_rows, value_rows, dk, dv = (Rows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
+        key_rows, value_rows, dk, dv = (micro.Rows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
         load_rows(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
         load_rows(k, g, value_rows, T, rows=s["v_rows"])
         sums = [(dv, ones), (dk, scale)]
         # Several query heads add to dv and dk: their sums are fp32, and scaled and rounded at the end.
         if group > 1:
-            sums = [(Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
+            sums = [(micro.Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
             for dst, _ in sums:
-                clear(k, dst.pointer, MAX_SEQ * g.padded_D)
+                micro.clear(k, dst.pointer, MAX_SEQ * g.padded_D)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             head = kv_head * group + member
-            load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
-            load_rows(k, g, Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"])
+            load_rows(k, g, micro.Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
+            load_rows(k, g, micro.Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"])
             of_head = (sequence * heads + head) * T
-            with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
+            with k.loop(0, micro.round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)
                 s["shift"].store(lse.at(of_head).load(t, mask) * -log2(e), t)
                 s["delta"].store(delta.at(of_head).load(t, mask), t)
@@ -266,19 +247,19 @@ def attention_backward_single_block(
             with k.loop(0, T, g.rows) as j:
                 u = j >> 1
                 for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
-                    left, right = Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
+                    left, right = micro.Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
                     gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
             # dQ = dS K, for g.rows queries at a time, which see no key behind their last one.
-            to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
+            to_dq = micro.Rows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
-                gemm_rows(k, g, Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, to_dq, i, T, scale)
+                gemm_rows(k, g, micro.Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, to_dq, i, T, scale)
         if group > 1:
-            unpack_tile(k, g, s["dv"], T, dv, 1.0)
-            unpack_tile(k, g, s["dk"], T, dk, 1 / sqrt(D))
+            micro.unpack_tile(k, g, s["dv"], T, dv, 1.0)
+            micro.unpack_tile(k, g, s["dk"], T, dk, 1 / sqrt(D))
 
 
-def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:
+def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value) -> None:
     """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] in units along the queries,
     s["ds_vnni"] = dS in units along the keys."""
     softmax_scale_log2 = log2(e) / sqrt(g.D)
@@ -288,19 +269,19 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         at = t + first * g.lanes
-        found = micro_kernel(
-            k, g, Left(s["k_rows"].at(j * g.row_units), g.row_units, 1), Right(s["q_transposed"].at(at), MAX_SEQ),
+        found = micro.micro_kernel(
+            k, g, micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1), micro.Right(s["q_transposed"].at(at), MAX_SEQ),
             g.d_steps, **shape,
         )  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
             for r, row in enumerate(found):
-                p = exp2_nonpositive(k, g, k.fma(row[n], softmax_scale_log2, shift))
+                p = micro.exp2_nonpositive(k, g, k.fma(row[n], softmax_scale_log2, shift))
                 if needs_mask and v == first:
                     p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
-        found = micro_kernel(
-            k, g, Left(s["v_rows"].at(j * g.row_units), g.row_units, 1), Right(s["do_transposed"].at(at), MAX_SEQ),
+        found = micro.micro_kernel(
+            k, g, micro.Left(s["v_rows"].at(j * g.row_units), g.row_units, 1), micro.Right(s["do_transposed"].at(at), MAX_SEQ),
             g.d_steps, **shape,
         )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
@@ -310,9 +291,9 @@ def single_block_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer],
                 p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
                 ds.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
                 unit = (j + i) * (MAX_SEQ // 2) + (at >> 1)
-                store_units(k, g, s["p"].at(unit), p)
-                store_units(k, g, s["ds"].at(unit), ds[-1])
+                micro.store_units(k, g, s["p"].at(unit), p)
+                micro.store_units(k, g, s["ds"].at(unit), ds[-1])
             for n, (even, odd) in enumerate(zip(*ds, strict=True)):
-                s["ds_vnni"].store(pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
+                s["ds_vnni"].store(micro.pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
 
     for_each_causal_tile(k, g, t, tile)

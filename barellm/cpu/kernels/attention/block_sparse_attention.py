@@ -5,48 +5,31 @@ are gathered into one packed tile of at most KEY_BLOCK rows, and are then keys l
 they are not contiguous in memory. Only tiles of partly masked blocks read mask bits. The relative position bias
 (relative_position_bias.py) is the initial accumulator of the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_forward import LOWEST, finish_softmax, init_softmax, online_softmax_step
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    KEY_BLOCK,
-    Geometry,
-    Rows,
-    blocks_of,
-    kv_head_of,
-    offsets,
-    pack_left,
-    pack_tile,
-    runtime_size,
-    size_constants,
-)
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.dtypes import PLANES
-from barellm.program.layouts import WORD
-from barellm.program.ops.base import Op
+from barellm.program import dtypes, layouts
 from barellm.runtime.lowering import weight_operand
 
 
-def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> Geometry:
+def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> micro.Geometry:
     """Groups of queries that divide a block. AMX tiles must lie in one block, and a position bias, the scores' initial accumulator,
     needs them in vector registers."""
-    g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.TILE_K == 0)
+    g = micro.Geometry.of(isa, dtype, D, tiles=tiles and block % amx.TILE_K == 0)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 
 def blocks_per_pack(block: int) -> int:
     """Blocks of keys in a packed tile."""
-    return max(1, KEY_BLOCK // block)
+    return max(1, micro.KEY_BLOCK // block)
 
 
 @dataclass(frozen=True)
@@ -73,11 +56,11 @@ class Table:
         return self.table.get(entry + (self.lists + 1 + self.entries))
 
     def tile_mask(
-        self, g: Geometry, entry: Value, query: Value, j: Value
+        self, g: micro.Geometry, entry: Value, query: Value, j: Value
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """Whether the tile from row j on of packed blocks, of which `entry` is the first, is partly masked for the group from
         position `query` of its block on; and a function that makes the mask."""
-        k, words = self.k, -(-self.block // WORD)
+        k, words = self.k, -(-self.block // layouts.WORD)
         kind = self.kind(entry + j // self.block)
 
         def make_mask() -> Callable[[int, int], Value]:
@@ -87,8 +70,8 @@ class Table:
             bit = Value(k, k.ivec, "<" + ", ".join(f"i32 {1 << i}" for i in range(k.lanes)) + ">")
 
             def is_visible(r: int, v: int) -> Value:
-                word = self.masks.get(first + r * words + bit_numbers[v] // WORD)
-                return (k.splat(word >> (bit_numbers[v] % WORD)) & bit).differs(0)
+                word = self.masks.get(first + r * words + bit_numbers[v] // layouts.WORD)
+                return (k.splat(word >> (bit_numbers[v] % layouts.WORD)) & bit).differs(0)
 
             return is_visible
 
@@ -96,18 +79,18 @@ class Table:
 
 
 def gather(
-    k: KernelBuilder, g: Geometry, table: Table, tensors: tuple[tuple[Rows, Pointer], ...], entry: Value, num_blocks: Value,
-    T: Value
+    k: KernelBuilder, g: micro.Geometry, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], entry: Value, num_blocks:
+    Value, T: Value
 ) -> None:  # fmt: skip
     """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, block of
     scratch) of `tensors`. A sequence has T tokens, and rows behind them are zero."""
     with k.loop(0, num_blocks) as i:
         j0 = table.block_of(entry + i) * table.block
         for rows, dst in tensors:
-            pack_tile(k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units)))
+            micro.pack_tile(k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units)))
 
 
-def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
+def scratch_units(g: micro.Geometry, block: int, distances: Distances | None) -> dict[str, int]:
     """Sizes in units of the blocks of scratch; `distances`: those that have a relative position bias, None: no bias."""
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
@@ -119,13 +102,13 @@ def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[
 
 
 def relative_bias_of(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
     distances: Distances | None,
 ) -> RelativePositionBias | None:  # fmt: skip
     """The relative position bias of a head, if there is any."""
     if relative is None or distances is None:
         return None
-    return RelativePositionBias(k, g, s, block, Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
+    return RelativePositionBias(k, g, s, block, micro.Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
 
 
 def block_sparse_attention(
@@ -136,22 +119,22 @@ def block_sparse_attention(
     of partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`,
     `entries`: sizes of the table. Per work item: pack the queries; pack as many listed blocks as fit into KEY_BLOCK rows; one step
     of the online softmax for each group of queries."""
-    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), runtime_size(k, seq)
-    s = blocks_of(k, scratch_units(g, block, distances))
+    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), micro.runtime_size(k, seq)
+    s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(runtime_size(k, batch) * heads * blocks) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         row = blocks - 1 - item % blocks  # longest first in a causal layout
         first = row * block
         last = k.min(first + block, T)
         token = sequence * T
         q_rows, k_rows, v_rows = (
-            Rows.of(p, token, kv_head_of(head, heads, n), D=D, stride=stride)
+            micro.Rows.of(p, token, micro.kv_head_of(head, heads, n), D=D, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         )
-        dst = Rows.of(out, token, head, D=D, stride=heads * D)
+        dst = micro.Rows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             init_softmax(k, g, s, q_rows, t, last, (t - first) // g.queries, LOWEST)
@@ -159,7 +142,7 @@ def block_sparse_attention(
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, table, ((k_rows, s["k"]), (v_rows, s["v_rows"])), entry, num_blocks, T)
-            v_block = pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
+            v_block = micro.pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
 
             def block_distance(i: Value, entry: Value = entry) -> Value:
                 return row - table.block_of(entry + i)
@@ -187,7 +170,7 @@ def shape_of(op: Op) -> dict[str, Any]:
     """Constants of the kernels: sizes, and those of the layout's tables."""
     layout = op.layout
     lists = {"block": layout.block, "lists": layout.heads * layout.rows, "entries": len(layout.keys)}
-    return size_constants(op) | lists | {"distances": op.distances if op.relative is not None else None}
+    return micro.size_constants(op) | lists | {"distances": op.distances if op.relative is not None else None}
 
 
 def vectors_of(op: Op) -> Any:
@@ -195,13 +178,13 @@ def vectors_of(op: Op) -> Any:
     return None if op.relative is None else weight_operand(op.relative)
 
 
-TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
+TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": dtypes.PLANES}
 
 
 @lowering("layout_attention", views="q k v", also=TABLES)
 def lower_block_sparse_attention(op: Op, c: Lowering) -> None:
     constants = shape_of(op)
     g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)
-    c.thread_scratch(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
+    c.thread_scratch(micro.offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v, "relative": vectors_of(op)}
     c.call(block_sparse_attention, operands | {"rows": op.rows, "masks": op.masks}, constants, writes="out lse")

@@ -10,31 +10,18 @@ The run-time shape and the number of threads decide. A row has its blocks of key
 column has one block of keys and loops over the rows that list it.
 
 The gradient of the position bias is a sum over all queries. Rows of a layout form parts, whose number follows from the sequences
-and the heads; each part of each sequence has a partial sum, and these are added in order.
-"""
-
-from __future__ import annotations
+and the heads; each part of each sequence has a partial sum, and these are added in order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import sqrt
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    Geometry,
-    KeyBounds,
-    Rows,
-    clear,
-    offsets,
-    pack_left,
-    pack_tile,
-    runtime_size,
-)
 from barellm.cpu.kernels.attention.block_sparse_attention import (
     TABLES,
     Table,
@@ -48,15 +35,12 @@ from barellm.cpu.kernels.attention.block_sparse_attention import (
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, backward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.reductions import add_chunks
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
 
 PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: enough for any number of threads
 
 
-def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
+def scratch_units(g: micro.Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
     """The blocks of scratch, in units; dk and dv of all `rows` of keys may accumulate there."""
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
@@ -86,7 +70,7 @@ class BlockSparseHead(BackwardHead):
         self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, size_constants["heads"], distances)
         self.sums = self.bias if sums else None
 
-    def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
+    def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
         return geometry(isa, dtype, D, self.table.block, tiles=self.distances is None)
 
     def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
@@ -114,7 +98,7 @@ class BlockSparseHead(BackwardHead):
                 self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
 
     def tile_mask(
-        self, key: Value, t: Value, key_bounds: KeyBounds | None
+        self, key: Value, t: Value, key_bounds: micro.KeyBounds | None
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
@@ -124,11 +108,11 @@ class BlockSparseHead(BackwardHead):
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
-        clear(k, s["dq"], block * g.acc_rows)
+        micro.clear(k, s["dq"], block * g.acc_rows)
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, num_blocks, self.T)
-            pack_left(k, g, s["k_rows"], num_blocks * block, s["k"])
+            micro.pack_left(k, g, s["k_rows"], num_blocks * block, s["k"])
             self.block_distance = lambda i, entry=entry: row - self.table.block_of(entry + i)
             self.pack_bias(num_blocks)
             with k.loop(first, last, g.queries) as t:
@@ -155,7 +139,7 @@ class BlockSparseHead(BackwardHead):
 
 def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
     """How many rows of a layout of `blocks` rows share a partial sum of the position bias's gradient."""
-    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), runtime_size(k, batch) * kv_heads))
+    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), micro.runtime_size(k, batch) * kv_heads))
 
 
 @contextmanager
@@ -173,8 +157,8 @@ def block_sparse_attention_backward_rows(
     dk, dv. partials (sequences, parts, distances, heads * D): sums of the relative bias's gradient. A work item is a head of keys
     (one pass) or a part of its rows, for all heads of queries that share it."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, rows, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
-    shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = Table(k, rows, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
     keep = [k.keep(mode) for mode in modes]
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
@@ -192,7 +176,7 @@ def block_sparse_attention_backward_rows(
             )  # fmt: skip
             with k.when(is_one_pass & member.equals(0)):
                 for name in ("dk", "dv"):
-                    clear(k, h.s[name], blocks * (block * g.padded_D))
+                    micro.clear(k, h.s[name], blocks * (block * g.padded_D))
             if h.sums:
                 h.sums.clear_padding(blocks_per_pack(block))
             with k.loop(start, stop) as place:
@@ -204,7 +188,7 @@ def block_sparse_attention_backward_rows(
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
                     dst = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
-                    h.sums.store(Rows(dst, C), 1 / sqrt(h.g.D))
+                    h.sums.store(micro.Rows(dst, C), 1 / sqrt(h.g.D))
             with k.when(is_one_pass & member.equals(group - 1)):
                 h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (keep[1], keep[2]))
 
@@ -216,8 +200,8 @@ def block_sparse_attention_backward_columns(
     """Compute dk and dv, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout, whose table
     `columns` lists blocks of queries. Parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, columns, masks, block, lists, entries), runtime_size(k, shape["seq"]), heads // kv_heads
-    shared, blocks = runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = Table(k, columns, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     keep = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
@@ -235,9 +219,9 @@ def block_sparse_attention_backward_columns(
             # The first query head of the group packs the keys, and the last one stores the sums of all.
             with k.when(member.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
-                    pack_tile(k, g, source.start(j0), count, block, s[name])
+                    micro.pack_tile(k, g, source.start(j0), count, block, s[name])
                 for name in ("dk", "dv"):
-                    clear(k, s[name], block * g.padded_D)
+                    micro.clear(k, s[name], block * g.padded_D)
             begin, end = table.entries_of(head * (lists // heads) + column)
             with k.loop(begin, end) as entry:
                 first = table.block_of(entry) * block
@@ -255,9 +239,9 @@ def block_sparse_attention_backward_columns(
 
 def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
     """drelative (size) = the sum over sequences and parts, in order."""
-    blocks = k.ceil_div(runtime_size(k, seq), block)
+    blocks = k.ceil_div(micro.runtime_size(k, seq), block)
     parts = k.ceil_div(blocks, rows_per_part(k, batch, kv_heads, blocks))
-    add_chunks(k, drelative, partials, runtime_size(k, batch) * parts, size, size, mode)
+    add_chunks(k, drelative, partials, micro.runtime_size(k, batch) * parts, size, size, mode)
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
@@ -281,7 +265,7 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
         max_parts = int(op.out.shape[0]) + ceil_div(PARTIAL_SUMS, op.kv_heads)
         sums = c.workspace("partials", 4 * max_parts * op.relative.size)
         operands["partials"] = (part(sums), "fp32")
-    c.thread_scratch(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
+    c.thread_scratch(micro.offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
     for emit in (block_sparse_attention_backward_rows, block_sparse_attention_backward_columns):
         c.call(emit, operands, shape | {"modes": modes}, writes="dq dkeys dvalues partials")
     if op.relative is not None:

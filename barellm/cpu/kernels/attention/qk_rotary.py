@@ -2,18 +2,14 @@
 dx each their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns rotate: D /
 2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, accumulate, new_accumulators, row_grain, store_all, tree_reduce
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 
 CHAINS = 4  # independent accumulation chains of a sum
 PREFETCH_VIEW_ROWS = 32  # of a strided view: the hardware prefetcher does not follow rows with gaps

@@ -7,41 +7,24 @@ block has no such key. So both directions need one operation, and nothing of que
 packed blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of neighbouring
 registers make a vector along a diagonal.
 
-Blocks beyond all distances of R cost a comparison.
-"""
-
-from __future__ import annotations
+Blocks beyond all distances of R cost a comparison."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention.attention_microkernels import (
-    Geometry,
-    Rows,
-    accumulate_rows,
-    accumulate_transposed,
-    clear,
-    pack_tile,
-    pack_units,
-    round_up,
-    score_tile,
-    store_units,
-    unpack_tile,
-    vnni_pack,
-)
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 Distances = tuple[int, int]  # first and last that have a vector
 
 
-def forward_units(g: Geometry, block: int, packed: int) -> dict[str, int]:
+def forward_units(g: micro.Geometry, block: int, packed: int) -> dict[str, int]:
     """The blocks of scratch, in units, for `packed` blocks of keys."""
     return {"r_rows": g.rows_units(packed * 2 * block), "bias": packed * (block + g.queries) * g.queries}
 
 
-def backward_units(g: Geometry, block: int, packed: int, distances: Distances) -> dict[str, int]:
+def backward_units(g: micro.Geometry, block: int, packed: int, distances: Distances) -> dict[str, int]:
     window, rows = block + g.queries, distances[1] - distances[0] + 1
     return forward_units(g, block, packed) | {
         "r": g.vnni_units(packed * 2 * block),
@@ -59,10 +42,10 @@ class RelativePositionBias:
     query in its block."""
 
     k: KernelBuilder
-    g: Geometry
+    g: micro.Geometry
     s: dict[str, Pointer]
     block: int
-    table: Rows
+    table: micro.Rows
     distances: Distances
 
     def near(self, block_distance: Value) -> Value:
@@ -88,15 +71,15 @@ class RelativePositionBias:
         before = k.min(k.max(-number, 0), rows)  # rows before the table's first
         behind = k.max(k.min(k.int(last - first + 1) - number, rows), before)
         dst = self.s["r_rows"].at(i * (rows * g.row_units))
-        pack_tile(k, g, self.table, k.int(0), before, dst)
-        pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, dst.at(before * g.row_units))
+        micro.pack_tile(k, g, self.table, k.int(0), before, dst)
+        micro.pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, dst.at(before * g.row_units))
 
     def vnni_pack(self, i: Value) -> None:
         """The packed vectors in VNNI layout, for `backward`."""
         rows = 2 * self.block
         if self.g.pair == 2:
             dst = self.s["r"].at(i * self.g.vnni_units(rows))
-            vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
+            micro.vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
     def window(self, block_distance: Value, at: Value) -> tuple[Value, Value, Value]:
         """Of the tile of distances of a group of queries: (distance of its row 0, begin, end), where rows [begin, end), rounded out
@@ -105,7 +88,7 @@ class RelativePositionBias:
         rows, (first, last) = self.block + g.queries, self.distances
         zero = block_distance * self.block - (self.block - 1) + at
         begin, end = (k.min(k.max(k.int(n) - zero, 0), rows) for n in (first, last + 1))
-        return zero, begin & -g.rows, round_up(k, end, g.rows)
+        return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
     def multiply(self, block_distance: Value, i: Value, at: Value, transposed: Pointer) -> None:
         """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero where there is no
@@ -113,12 +96,12 @@ class RelativePositionBias:
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, at)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
-        clear(k, dst, begin * g.queries)
+        micro.clear(k, dst, begin * g.queries)
         with k.loop(begin, end, g.rows) as w:
-            for r, row in enumerate(score_tile(k, g, vectors, at + w, transposed)):
+            for r, row in enumerate(micro.score_tile(k, g, vectors, at + w, transposed)):
                 for v, x in enumerate(row):
                     dst.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
-        clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
+        micro.clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
     def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
         """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
@@ -136,10 +119,10 @@ class RelativePositionBias:
 
     def clear(self) -> None:
         """Begin a sum of gradients."""
-        clear(self.k, self.s["dr"], (self.distances[1] - self.distances[0] + 1 + 2 * self.g.rows) * self.g.padded_D)
+        micro.clear(self.k, self.s["dr"], (self.distances[1] - self.distances[0] + 1 + 2 * self.g.rows) * self.g.padded_D)
 
     def clear_padding(self, packed: int) -> None:
-        clear(self.k, self.s["ds_padded"], packed * (self.block + 2 * self.g.queries) * self.g.queries)
+        micro.clear(self.k, self.s["ds_padded"], packed * (self.block + 2 * self.g.queries) * self.g.queries)
 
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         """Store dS of the tile of keys from packed row j on, for `backward`."""
@@ -159,23 +142,23 @@ class RelativePositionBias:
         with k.loop(begin, end, g.rows) as w:
             tile = load_diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
             for r, row in enumerate(tile):
-                store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
+                micro.store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
             for r in range(0, g.rows, 2) if g.pair == 2 else ():
                 dst = vnni.at(((w + r) >> 1) * g.queries)
                 for v in range(g.vectors):
-                    dst.store(pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
+                    dst.store(micro.pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
         vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
-        accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
+        micro.accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
         dst = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
-        accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
+        micro.accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
 
-    def store(self, dst: Rows, softmax_scale: float) -> None:
+    def store(self, dst: micro.Rows, softmax_scale: float) -> None:
         """Write the sum of gradients."""
         count = self.k.int(self.distances[1] - self.distances[0] + 1)
-        unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
+        micro.unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
 
 
-def load_diagonals(k: KernelBuilder, g: Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
+def load_diagonals(k: KernelBuilder, g: micro.Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
     """A register tile of diagonals of `rows` [row][g.queries]: tile[r] has in lane l of the group element (top - r + l, l). Each
     step blends rows 1, 2, 4, ... apart by the next bit of the lane's number, so that lane l ends up l rows further."""
     tile: list[list[Value]] = [[] for _ in range(g.rows)]

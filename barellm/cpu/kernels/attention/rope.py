@@ -1,14 +1,10 @@
 """Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:

@@ -18,10 +18,7 @@ The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 with 1 and 16 i
 (benchmarks/results/xeon-amx/convolution-fp32.json), by least squares of the relative error. docs/convolution.md says how the
 selection does on layers that it was not fitted to. Where the processor has bf16 dot products and no AMX, the direct algorithm is
 twice as fast in bf16 as in fp32, and Winograd's in fp32 is still faster with many channels and pixels. Those costs are fitted to
-the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere.
-"""
-
-from __future__ import annotations
+the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,18 +5,14 @@ channel; the thread copies the input lines that these see to its scratch (L1) wi
 pixels of a line. A vector of them is loaded once for all output lines of a register tile that see it, and sums stay in registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, LineBuffer
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 MAX_FILTERS = 3  # of a channel: an implicit GEMM is faster with more of them

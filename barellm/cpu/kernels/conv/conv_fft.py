@@ -9,30 +9,15 @@ F / 2 + 1 columns. A complex product u v = (c + i d)(a + i b) takes three real o
 so three real GEMMs for each frequency sum over channels. They are planes as Winograd's positions are, and computed by the same
 batched GEMM (winograd.py): plane 3 f + i is operand i of frequency f. Lanes are tiles; of filters, channels. A "vector" below is
 one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; frequency (row i, column j) has number i half(F) +
-j.
-"""
-
-from __future__ import annotations
+j."""
 
 from math import cos, pi, sin
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
+from barellm.cpu.kernels.conv import winograd
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided, panel_nbytes
-from barellm.cpu.kernels.conv.winograd import (
-    M_BYTES,
-    V_BYTES,
-    WinogradConv,
-    batched_gemm,
-    for_each_channel,
-    gemm_tile,
-    run_shape,
-    store_tile_rows,
-)
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
-from barellm.runtime.lowering import part
 
 RUN = 64  # tiles of a work item of the input transform, at most: they see F^2 pixels each
 MIN_FILTER, MAX_FILTER = 5, 23  # rows and columns of filters for which "auto" considers FFTs
@@ -156,7 +141,7 @@ def fft_input(
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
     buffer = k.thread_scratch().bytes(input_nbytes(k.isa, geometry, tile_n))
     sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with for_each_channel(k, x, first, limit, **sizes) as r:
+    with winograd.for_each_channel(k, x, first, limit, **sizes) as r:
         r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
         with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
             dst = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
@@ -174,11 +159,11 @@ def fft_input(
 
 def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
     """Bytes of the panel of a work item of the input transform."""
-    _, lines, pitch = run_shape(geometry, tile_n, isa.lanes, RUN)
+    _, lines, pitch = winograd.run_shape(geometry, tile_n, isa.lanes, RUN)
     return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
 
 
-def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: WinogradConv, F: int, mode: str) -> None:
+def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: winograd.WinogradConv, F: int, mode: str) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
     u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
     re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
@@ -205,9 +190,9 @@ def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv:
             x = load_hermitian(k, at, F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
                 output_row.store(re * (1.0 / (F * F)), j * k.lanes)
-            store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
+            winograd.store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
-    batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
+    winograd.batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
 
 
 def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
@@ -232,18 +217,18 @@ def append_fft(
         tuple(min(geometry.row_offsets) + i for i in range(F)), tuple(min(geometry.column_offsets) + i for i in range(F)),
         geometry.reflect,
     )  # fmt: skip
-    tile = gemm_tile(c.isa)
+    tile = winograd.gemm_tile(c.isa)
     tile_n = tile.nr(c.isa)
-    filters = max(1, 2 * M_BYTES // (4 * planes * tile_n) // tile.mr) * tile.mr
+    filters = max(1, 2 * winograd.M_BYTES // (4 * planes * tile_n) // tile.mr) * tile.mr
     filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
-    conv = WinogradConv(m, of_x, size, groups, rows, tile, 1, filters)
+    conv = winograd.WinogradConv(m, of_x, size, groups, rows, tile, 1, filters)
     u = part(c.workspace("filters", 4 * planes * groups * rows * C + 64)), "fp32"
     steps = {"step": R * S * rows, "row_step": R * S} if transposed else {"step": R * S, "row_step": R * S * C}
     constants = {"count": groups, "rows": rows, "depth": C, "flip": flip, "F": F, "R": R, "S": S, **steps}
     c.call(fft_filters, {"u": u, "w": w}, constants, writes="u")
     blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
     block_bytes = 4 * groups * planes * C * tile_n
-    limit = max(1, min(blocks, V_BYTES // block_bytes))
+    limit = max(1, min(blocks, winograd.V_BYTES // block_bytes))
     v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
     c.thread_scratch(max(input_nbytes(c.isa, of_x, tile_n), 4 * planes * filters * tile_n) + rows_bytes + 4 * F * c.isa.lanes)
@@ -269,7 +254,7 @@ def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, imag
         return False
     F = fft_size(R, S)
     m, C = F + 1 - max(R, S), geometry.channels
-    tile_n = gemm_tile(isa).nr(isa)
+    tile_n = winograd.gemm_tile(isa).nr(isa)
     count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)
     matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)
     per_matmul, per_tile, per_filter = COSTS[result]

@@ -1,17 +1,12 @@
 """Packing of convolution filters for the bf16 implicit GEMM: VNNI layout [column block][chunk][tap][pairs][tile_n][2].
 
 A column is an output channel, a pair is of two input channels. In filters (K, C, R, S) a channel's taps are adjacent, so vectors of
-as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels.
-"""
-
-from __future__ import annotations
+as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 

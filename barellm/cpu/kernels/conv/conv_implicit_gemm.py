@@ -8,20 +8,15 @@ micro-kernel, an outer product per depth. Each tap is a shift of the same lines,
 Partial sums of several K blocks are kept in scratch; a result is the sum of its K blocks' sums, whatever the other blocking is.
 
 Names: a `line` is a row of P x Q outputs of some image, counted over all images; `row` is an output channel of the group; `j` is a
-pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels.
-"""
-
-from __future__ import annotations
+pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 KC = 288  # depth of a K block: with the pixels of a register tile it stays in L1

@@ -10,25 +10,17 @@ then runs the micro-kernel over all positions. For a chunk (32 channels and 9 ta
 and stay in L1 meanwhile. A result is one accumulation chain over chunks, taps and channels, whatever the blocking is, and is
 rounded once.
 
-Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n.
-"""
-
-from __future__ import annotations
+Names: `n` is an image of the work item, `p` a position of it; `column` is an output channel of the group, in blocks of tile_n."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
-from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
-from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.microkernel import rank1_update
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.conv import conv_implicit_gemm, conv_polyphase, im2col
+from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
@@ -51,13 +43,13 @@ class Blocking:
     images: int
     columns: int
 
-    def layout(self, geometry: ConvGeometry) -> PolyphaseLayout:
+    def layout(self, geometry: im2col.ConvGeometry) -> conv_polyphase.PolyphaseLayout:
         """Positions of a block of lines, padded to tiles."""
-        return PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
+        return conv_polyphase.PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
 
 
 def select_blocking(
-    isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, columns: int, images: int, groups: int, threads: int
+    isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, columns: int, images: int, groups: int, threads: int
 ) -> Blocking:
     """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles; `columns`: output channels
     of a group."""
@@ -69,7 +61,7 @@ def select_blocking(
     chunks = ceil_div(geometry.channels, 2 * pairs)
     chunks_per_block = max(1, min(chunks, KC // max(2 * pairs * geometry.taps, 1)))
     chunks_per_block = ceil_div(chunks, ceil_div(chunks, chunks_per_block))
-    pitch, column_tiles = PolyphaseLayout(geometry, P, 1).pitch, ceil_div(columns, tile_n)
+    pitch, column_tiles = conv_polyphase.PolyphaseLayout(geometry, P, 1).pitch, ceil_div(columns, tile_n)
     max_lines = max(1, min(P, MAX_POSITIONS // pitch))
     depth = chunks * 2 * pairs
 
@@ -94,7 +86,7 @@ def select_blocking(
     return min(options, key=cost)
 
 
-def pack_height(layout: PolyphaseLayout) -> int:
+def pack_height(layout: conv_polyphase.PolyphaseLayout) -> int:
     """Lines of a plane that are packed at a time."""
     return min(layout.height, max(1, PACK_POSITIONS // layout.pitch))
 
@@ -102,7 +94,7 @@ def pack_height(layout: PolyphaseLayout) -> int:
 class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
-    def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking, *, dense: bool) -> None:
+    def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking, *, dense: bool) -> None:
         """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
         `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only where outputs are not
         `dense`."""
@@ -127,15 +119,15 @@ class ImplicitGemm:
 
     def __init__(
         self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, columns: int,
-        geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
+        geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
         """Operands as in `conv_implicit_gemm_bf16`; `columns`: output channels of a group. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
-        self.dense = target == OutputMap(geometry.output_size)
+        self.dense = target == conv_implicit_gemm.OutputMap(geometry.output_size)
         self.layout, at = blocking.layout(geometry), k.thread_scratch()
         self.scratch = ScratchLayout(k.isa, geometry, blocking, dense=self.dense)
-        self.input = PolyphaseBuffer(
+        self.input = conv_polyphase.PolyphaseBuffer(
             k, self.layout, x, at, channels=2 * blocking.pairs, groups=groups, height=pack_height(self.layout)
         )
         s = self.scratch
@@ -261,7 +253,7 @@ class ImplicitGemm:
                 return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
 
             with k.loop(0, self.blocking.pairs) as u:
-                rank1_update(k, acc, pair, right, u, True)
+                microkernel.rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, targets, strict=True):
             p.store(var.value)
 
@@ -332,8 +324,8 @@ class ImplicitGemm:
 
 
 def conv_implicit_gemm_bf16(
-    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, columns: int, geometry: ConvGeometry,
-    target: OutputMap, blocking: Blocking, mode: str,
+    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, columns: int, geometry: im2col.ConvGeometry,
+    target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
 ) -> None:  # fmt: skip
     """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
     bf16. `count` images for each of the run-time sizes `dims`."""

@@ -4,19 +4,14 @@ The output pixels of some lines are numbered as *positions*, lines of `pitch` po
 pixel are computed and thrown away. For each phase (remainder by the stride) of row offsets and of column offsets that a tap has,
 there is a plane of the input pixels of that phase. In it output position p meets position p + shift, a constant of the tap, so a
 GEMM may take any run of positions, whether they are of one line or of several. The padding is filled in: zeros or the mirror
-image. The zeros behind a line serve the next line as those before it.
-"""
-
-from __future__ import annotations
+image. The zeros behind a line serve the next line as those before it."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, reflect_index
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
 
 UNROLLED = 16  # vectors of a line that are copied without a loop

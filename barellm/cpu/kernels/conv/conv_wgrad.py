@@ -6,20 +6,15 @@ vector of partial sums for each element of dw, and lanes are added at the very e
 some depths of dw, whose partial sums stay in its scratch (L2), and goes through the pixels of all images in order, a K block of
 some lines at a time: it packs dy and the im2col panel of these lines, then runs the micro-kernel over its tiles.
 
-Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter.
-"""
-
-from __future__ import annotations
+Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.loops import accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 KC = 448  # pixels of a K block, about: enough to pay for loading and storing the partial sums

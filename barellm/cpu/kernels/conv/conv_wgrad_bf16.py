@@ -8,19 +8,13 @@ of positions][channels]; a second copy has the pairs that begin at odd positions
 rows x columns of dw for all taps, whose fp32 sums stay in L2, and goes through all images in order, a K block of positions at a
 time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseBuffer, PolyphaseLayout
-from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.microkernel import rank1_update
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.conv import conv_polyphase, im2col
+from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
@@ -40,21 +34,21 @@ class Blocking:
     lines: int
     images: int
 
-    def layouts(self, geometry: ConvGeometry) -> tuple[PolyphaseLayout, PolyphaseLayout]:
+    def layouts(self, geometry: im2col.ConvGeometry) -> tuple[conv_polyphase.PolyphaseLayout, conv_polyphase.PolyphaseLayout]:
         """The polyphase layouts of x and of dy, whose lines have the same pitch: a position is the same in both."""
         step = amx.TILE_K if self.use_amx else 2
-        x = PolyphaseLayout(geometry, self.lines, step)
-        dy = ConvGeometry(geometry.output_size, geometry.channels, geometry.output_size, (1, 1), (0,), (0,))
-        return x, PolyphaseLayout(dy, self.lines, step, x.pitch)
+        x = conv_polyphase.PolyphaseLayout(geometry, self.lines, step)
+        dy = im2col.ConvGeometry(geometry.output_size, geometry.channels, geometry.output_size, (1, 1), (0,), (0,))
+        return x, conv_polyphase.PolyphaseLayout(dy, self.lines, step, x.pitch)
 
 
 def select_blocking(
-    isa: ISA, tile: Tile, use_amx: bool, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int
+    isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, rows: int, images: int, groups: int, threads: int
 ) -> Blocking:
     """The work items that take the least estimated time, packing counted, for `rows` output channels of a group. Lines and images
     of a K block depend on the shape alone: they are the order in which sums are added."""
     P, _ = geometry.output_size
-    pitch, tile_n = PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
+    pitch, tile_n = conv_polyphase.PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
     lines = ceil_div(P, ceil_div(P, max(1, min(P, KC // pitch))))
     num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1
 
@@ -77,7 +71,7 @@ def select_blocking(
 class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
-    def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
+    def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking) -> None:
         """In this order: planes of dy, planes of x, packed x [column block][image][parity], sums [tile][tap][tile.mr][tile_n].
         `parities`: of the taps' shifts; pairs of positions begin at even ones or at odd ones."""
         x, dy = b.layouts(geometry)
@@ -97,7 +91,7 @@ class WeightGradient:
 
     def __init__(
         self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
-        geometry: ConvGeometry, blocking: Blocking, mode: str,
+        geometry: im2col.ConvGeometry, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
         """Operands as in `conv_wgrad_bf16`; `rows`: output channels of a group. Scratch as `ScratchLayout` has it."""
         self.k, self.dw, self.images, self.groups, self.rows, self.geometry = k, dw, images, groups, rows, geometry
@@ -106,8 +100,8 @@ class WeightGradient:
         self.tile_n = blocking.tile.nr(k.isa)
         self.layout, dy_layout = blocking.layouts(geometry)
         self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
-        self.dy = PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows, groups=groups, group_channels=rows)
-        self.x = PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n, groups=groups)
+        self.dy = conv_polyphase.PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows, groups=groups, group_channels=rows)
+        self.x = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n, groups=groups)
         self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
 
     def run(self) -> None:
@@ -194,7 +188,7 @@ class WeightGradient:
                 return k.splat(k.op("i32", f"load i32, ptr {src.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:
-                rank1_update(k, acc, pair, right, u, True)
+                microkernel.rank1_update(k, acc, pair, right, u, True)
         for var, p in zip(flat, targets, strict=True):
             p.store(var.value)
 
@@ -217,7 +211,7 @@ class WeightGradient:
 
 
 def conv_wgrad_bf16(
-    k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: ConvGeometry,
+    k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: im2col.ConvGeometry,
     blocking: Blocking, mode: str
 ) -> None:  # fmt: skip
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `count`

@@ -1,13 +1,10 @@
 """Lowering of conv2d and its gradients (cuDNN's fprop, dgrad and wgrad) to calls of the algorithms' kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Value, dims_of, lowering, part
 from barellm.cpu.kernels.conv import conv_algorithm, conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad_bf16
 from barellm.cpu.kernels.conv.conv_algorithm import Bf16MicroKernel
 from barellm.cpu.kernels.conv.conv_fft import append_fft, fft_is_faster
@@ -19,10 +16,8 @@ from barellm.cpu.kernels.conv.im2col import ConvGeometry
 from barellm.cpu.kernels.conv.winograd import append_winograd, gemm_tile
 from barellm.cpu.kernels.conv.winograd_wgrad import append_winograd_wgrad
 from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
-from barellm.cpu.lang import Value
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.lowering import part
 
 
 def images_of(t: Tensor) -> dict[str, Any]:

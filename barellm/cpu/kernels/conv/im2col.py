@@ -6,18 +6,13 @@ in, so every filter tap is a shift of the line: output j of a tap reads element 
     `Im2colTiles`   the columns of one register tile, when it needs them: they stay in L1, and the im2col matrix is in no memory
     `Im2colPanel`   the im2col matrix of some output lines and some channels, for kernels whose lanes are pixels
 
-The depth is (channel, filter row, filter column).
-"""
-
-from __future__ import annotations
+The depth is (channel, filter row, filter column)."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.program.integers import round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops

@@ -1,16 +1,11 @@
 """Global average pooling of images, and its gradient. Shapes: x (N, C, H, W), y (N, C)."""
 
-from __future__ import annotations
-
 from math import prod
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import dims_of, kernel
+from barellm.cpu.kernel import Op, Tensor, Value, dims_of, kernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 
 
 def planes_of(images: Tensor) -> dict[str, Any]:

@@ -10,10 +10,7 @@ The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + 
 
 Lanes are tiles (of filters: channels), so that a transform is arithmetic between whole vectors. Tiles go in blocks as wide as a
 register tile; a work item multiplies a group of blocks with some of the filters, and their M stays in L2 until the output
-transform.
-"""
-
-from __future__ import annotations
+transform."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,16 +19,13 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, load_strided, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.conv.winograd_transform import both_ways
 from barellm.cpu.kernels.loops import accumulate_scalar
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.winograd import Matrix, filter_matrix, input_matrix, output_matrix
-from barellm.runtime.lowering import part
 
 KC = 128  # channels of a K block: with a block of tiles it takes a quarter of L1
 GROUP_BYTES = 6 << 20  # of V that the work items of a group share in L3

@@ -1,11 +1,8 @@
 """Products of vectors with small constant matrices, as Winograd's transforms are: few operations, between whole vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Value
+from barellm.cpu.kernel import KernelBuilder, Value
 
 
 def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) -> list[Value]:

@@ -2,23 +2,15 @@
 
 Both operands are transformed as the forward pass transforms its tiles (winograd.py), lanes along tiles. For each position the
 gradient is then a GEMM whose K dimension is all tiles; its sums stay in registers until their lanes are added. The K blocks, tiles
-that are transformed at a time, are accumulated in order.
-"""
-
-from __future__ import annotations
+that are transformed at a time, are accumulated in order."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering
-from barellm.cpu.kernels.conv.conv_wgrad import tile_shape
-from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.conv.winograd import append_input_transform, gemm_tile
-from barellm.cpu.kernels.conv.winograd_transform import both_ways
+from barellm.cpu.kernel import KernelBuilder, Lowering, Value, part
+from barellm.cpu.kernels.conv import conv_wgrad, im2col, winograd, winograd_transform
 from barellm.cpu.kernels.loops import accumulate_scalar
-from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
-from barellm.runtime.lowering import part
 
 KC = 48  # blocks of tiles of a K block: they are the order of summation
 MC, NC = 48, 64  # rows and columns of a work item at a position: what it reads of a K block stays in L2
@@ -34,7 +26,7 @@ def winograd_wgrad_gemm(
     total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
     add_previous = k.int(first) > 0
-    tile_m, columns_of_tile = tile_shape(k.isa)
+    tile_m, columns_of_tile = conv_wgrad.tile_shape(k.isa)
     row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
 
     with k.parallel_for(groups * positions * (row_blocks * column_blocks)) as item:
@@ -78,7 +70,7 @@ def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, 
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
         square = [[products.load((i * n + j) * size + first, mask) for j in range(n)] for i in range(n)]
-        taps = [v for row in both_ways(k, A, square) for v in row]
+        taps = [v for row in winograd_transform.both_ways(k, A, square) for v in row]
         for t, v in enumerate(reversed(taps) if flip else taps):
             for lane in range(k.lanes):
                 with k.when(first + lane < size):
@@ -86,7 +78,7 @@ def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, 
 
 
 def append_winograd_wgrad(
-    c: Lowering, *, m: int, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
+    c: Lowering, *, m: int, dw: Any, dy: Any, x: Any, geometry: im2col.ConvGeometry, groups: int, mode: str, dims: tuple[str, ...],
     count: int,
 ) -> None:  # fmt: skip
     """Append the calls of F(3 x 3, m x m): for each K block of tiles both input transforms and the GEMMs, then the output
@@ -95,12 +87,12 @@ def append_winograd_wgrad(
     P, Q = geometry.output_size
     outputs = ceil_div(P, m), ceil_div(Q, m)
     offset = min(geometry.row_offsets), min(geometry.column_offsets)
-    of_x = ConvGeometry(
+    of_x = im2col.ConvGeometry(
         geometry.input_size, columns, outputs, (m, m), tuple(offset[0] + i for i in range(n)),
         tuple(offset[1] + i for i in range(n)), geometry.reflect,
     )  # fmt: skip
-    of_dy = ConvGeometry((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
-    tile_n = gemm_tile(c.isa).nr(c.isa)
+    of_dy = im2col.ConvGeometry((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
+    tile_n = winograd.gemm_tile(c.isa).nr(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
     limit = min(blocks, KC)
     transformed = {
@@ -111,8 +103,10 @@ def append_winograd_wgrad(
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        append_input_transform(c, transformed["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where)
-        append_input_transform(c, transformed["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
+        winograd.append_input_transform(
+            c, transformed["dy tiles"], dy, geometry=of_dy, matrix=filter_matrix(3, m), **images, **where
+        )
+        winograd.append_input_transform(c, transformed["x tiles"], x, geometry=of_x, matrix=input_matrix(n), **images, **where)
         sizes = {"rows": rows, "columns": columns, "positions": n * n, "outputs": outputs, **images}
         operands = {"products": products, "dy": transformed["dy tiles"], "x": transformed["x tiles"], **where}
         c.call(winograd_wgrad_gemm, operands, sizes, writes="products")

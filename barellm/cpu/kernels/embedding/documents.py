@@ -1,8 +1,6 @@
 """Bigram hash ids, and document boundaries of packed sequences. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch,
 slots), all i32."""
 
-from __future__ import annotations
-
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.loops import GRAIN, foreach_vector
 from barellm.program.ops.documents import HASH

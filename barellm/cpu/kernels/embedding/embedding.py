@@ -1,23 +1,9 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
 (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
 
-from __future__ import annotations
-
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import (
-    LINE,
-    accumulate,
-    elementwise_map,
-    exceeds_caches,
-    foreach_column,
-    foreach_vector,
-    row_grain,
-    write_row,
-)
-from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels import loops, storage
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 
 ID_RANGES = 64  # work items: each scans all tokens for its ids
 GROUP_BYTES = 65536  # of the sums over the batch of a work item
@@ -28,10 +14,10 @@ PREFETCH_ROWS = 4  # of the token table, into L2
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
     """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]. Weights are read in any storage format (`_lo`: their low plane)."""
     seq, pos = k.scalar("seq"), None if wpe is None else k.scalar("pos")
-    token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
+    token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
-    nontemporal = exceeds_caches(k, rows, C, y)
-    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    nontemporal = loops.exceeds_caches(k, rows, C, y)
+    with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
 
         def vector(c, mask, src=src, at=at):
@@ -40,15 +26,15 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
 
         following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
-            with k.loop(0, C, LINE // table.itemsize) as c:
+            with k.loop(0, C, loops.LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
-        write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
+        loops.write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
 
 
 @lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Op, c: Lowering) -> None:
-    operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte)}
-    operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
+    operands = {"y": op.y, "tokens": op.tokens, **storage.weight_operands("wte", op.wte)}
+    operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else storage.weight_operands("wpe", op.wpe)
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 
@@ -56,7 +42,7 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     """out (size) = 0 where `mode` is to store in this run."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
-    elementwise_map(k, n, out, lambda i, mask: k.to(0.0, k.vec))
+    loops.elementwise_map(k, n, out, lambda i, mask: k.to(0.0, k.vec))
 
 
 def sort_by_id(
@@ -134,7 +120,7 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
                 for p in ahead:
                     k.prefetch(p.at(c), near=False)
 
-            foreach_column(k, C, add, unroll=2)
+            loops.foreach_column(k, C, add, unroll=2)
 
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
@@ -173,11 +159,11 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
                 total = total + p.load(i, mask)
             sums.store(total, i, mask)
 
-        foreach_vector(k, 0, size, body, unroll=4)
+        loops.foreach_vector(k, 0, size, body, unroll=4)
 
     with k.parallel_range(positions, _positions_per_group(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
-        foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
+        loops.foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
         full = batch & -UNROLL
         with k.loop(0, full, UNROLL) as b:
             add_samples(b, UNROLL, begin, inside)
@@ -186,9 +172,9 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
         dst = dweight.at(begin * C)
 
         def store_sums(i, mask, j):
-            dst.store(accumulate(k, dst, i, mask, sums.load(i, mask), mode_dweight), i, mask)
+            dst.store(loops.accumulate(k, dst, i, mask, sums.load(i, mask), mode_dweight), i, mask)
 
-        foreach_vector(k, 0, n, store_sums)
+        loops.foreach_vector(k, 0, n, store_sums)
 
 
 def _positions_per_group(C: int, positions: int) -> int:

@@ -7,19 +7,14 @@ B is packing.py's panel in VNNI layout, [depth / 2][32][2]. A are rows of an act
 tile and rows of a partial tile are first copied into a zero-padded block, so that nothing out of bounds is read. A weight gradient
 has no operand with pairs along the depth in its rows: its A is transposed and VNNI-packed once and used with every panel.
 
-It ran on an Intel Xeon with AMX. On processors without, tests emulate its instructions (tests/simulators/amx_emulator.py).
-"""
-
-from __future__ import annotations
+It ran on an Intel Xeon with AMX. On processors without, tests emulate its instructions (tests/simulators/amx_emulator.py)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 

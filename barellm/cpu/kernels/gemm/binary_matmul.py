@@ -10,20 +10,15 @@ popcount is done, depends on the ISA:
     bytes     8 bits a step, a byte for each column: xor with the row's byte, a count for each byte (cnt on Arm), add
 
 The nibbles need no xor: it is in the table. So AVX2 multiplies 128 pairs of signs by two instructions. b is first packed into
-panels of columns, in the order in which the steps read them; a is read where it lies.
-"""
+panels of columns, in the order in which the steps read them; a is read where it lies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, Var, lowering
 from barellm.cpu.kernels.loops import accumulate, shape_of
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 
 TABLES = 256  # bytes: a table of 16 for each nibble
 FLUSH = 7  # words after which bytes are added to wider sums: 7 words of 32 ones make 224

@@ -5,20 +5,15 @@ each block of x is used by every block of its row. So CHUNK tokens of both are p
 item is one block. Items follow the blocks' Morton order, so the next one finds strips in the caches. One accumulation chain per
 element goes through the tokens, from chunk to chunk through dweight."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
 from barellm.cpu.kernels.gemm.packing import pack_b
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 512  # tokens that are in strips at a time: 4 MB if x and dy have 1024 columns each, so that strips stay in the L3

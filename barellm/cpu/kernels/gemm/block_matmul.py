@@ -3,27 +3,18 @@
 Protocol: the blocks of the weight are packed first, once, as B panels. A work item is a tile of tokens and a few segments: block
 columns of the layout in fprop, block rows in dgrad. A segment's blocks form one accumulation chain per element, so nothing is added
 to memory twice. The item's tokens, all of their depth, are copied into the thread's scratch (A), and stay in the L2 from segment to
-segment. Long segments are split (split-K), and their partial sums added in order.
-"""
-
-from __future__ import annotations
+segment. Long segments are split (split-K), and their partial sums added in order."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
-from barellm.cpu.kernels.gemm.microkernel import prefetch_row
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.block_layouts import Lists
-from barellm.program.dtypes import PLANES
+from barellm.program import block_layouts, dtypes
 from barellm.program.integers import ceil_div, round_up
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, weight_operand
 
 TILE_BYTES = 1 << 18  # of an item's tokens, which its segments share
@@ -44,8 +35,8 @@ class BlockShape:
 
 def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -> None:
     """Pack each block of the weight as B panels of its columns, or where `transposed` of its rows."""
-    k.use(isa_of(k.isa, block))
-    tiling = Tiling.of(k.isa, weight.dtype, block)
+    k.use(block_tile.isa_of(k.isa, block))
+    tiling = block_tile.Tiling.of(k.isa, weight.dtype, block)
     strip = block // tiling.pair * tiling.nr
     with k.parallel_for(count) as number:
         source = weight.at(number * (block * block))
@@ -59,12 +50,12 @@ def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -
             packing.run()
 
 
-def tile_tokens(tiling: Tiling, width: int) -> int:
+def tile_tokens(tiling: block_tile.Tiling, width: int) -> int:
     """MC: tokens of a work item, a multiple of MR."""
     return max(LEAST, min(MOST, TILE_BYTES // (4 * width))) // tiling.rows * tiling.rows
 
 
-def own_stride(tiling: Tiling, width: int) -> int:
+def own_stride(tiling: block_tile.Tiling, width: int) -> int:
     """Row stride of A in scratch: one cache line of padding, for at a power of two the rows of a tile would conflict in the L1."""
     return round_up(width, 16 * tiling.pair) + 16 * tiling.pair
 
@@ -76,8 +67,8 @@ def block_sparse_gemm(
     """out (tokens, K) = x (tokens, C) @ the blocks that the table lists for each segment. In the table `skipped` numbers lie
     between `segments` and `entries`. Partial sums of split segments go to `partials` (tokens, slots * block)."""
     C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
-    k.use(isa_of(k.isa, block))
-    tiling = Tiling.of(k.isa, x.dtype, block)
+    k.use(block_tile.isa_of(k.isa, block))
+    tiling = block_tile.Tiling.of(k.isa, x.dtype, block)
     rows = tiling.rows
     others = segments * 4 + skipped
     height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
@@ -109,8 +100,8 @@ def block_sparse_gemm(
         with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
             dst = out.at((row + t) * K + target * block + i * tiling.nr)
             for r in range(rows):
-                prefetch_row(k, dst.at(r * K), tiling.nr, write=True)
-            acc = [] if tiling.tiles else new_tile(k, rows, tiling.vectors)
+                microkernel.prefetch_row(k, dst.at(r * K), tiling.nr, write=True)
+            acc = [] if tiling.tiles else block_tile.new_tile(k, rows, tiling.vectors)
             if tiling.tiles:
                 amx.load_accumulators(k, sums, None, row=SUMS_ROW)
             with k.loop(first, last) as entry:
@@ -120,8 +111,8 @@ def block_sparse_gemm(
                 if tiling.tiles:
                     amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
-                    operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
-                    multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
+                    operand = block_tile.broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
+                    block_tile.multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
 
             def finish(r: Any, values: list[Value], dst: Pointer = dst, t: Value = t, i: Value = i) -> None:
                 """Row r of the tile goes to out, or as a partial sum to the segment's slot."""
@@ -154,10 +145,10 @@ def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims
             dst.store(accumulate(k, dst, c, mask, total.value, mode), c, mask)
 
 
-def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: block_layouts.Lists, *, transposed: bool) -> None:
     """Append the calls for the output `out` = `given` times the block-sparse weight, or its transpose: pack the blocks, multiply
     along `lists` (whose `table` the kernel reads), and sum the partial results of the lists that are cut."""
-    layout, tiling = op.layout, Tiling.of(c.isa, given.dtype, op.layout.block)
+    layout, tiling = op.layout, block_tile.Tiling.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
     packed = c.workspace("packed", len(layout) * tiling.strips * block // tiling.pair * tiling.nr * 4)
     c.thread_scratch(4 // tiling.pair * own_stride(tiling, C) * tile_tokens(tiling, C) + amx.MR * SUMS_ROW)
@@ -177,11 +168,11 @@ def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: 
         c.call(add_partials, operands, constants, writes="out")
 
 
-@lowering("block_matmul", starts="y", also={"weight": PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
+@lowering("block_matmul", starts="y", also={"weight": dtypes.PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
 def lower_block_matmul(op: Op, c: Lowering) -> None:
     _append(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
 
 
-@lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
+@lowering("block_matmul_dx", starts="dx", also={"weight": dtypes.PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Op, c: Lowering) -> None:
     _append(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)

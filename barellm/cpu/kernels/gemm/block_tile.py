@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.cpu.gemm_config import vector_tiles
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import BroadcastA, rank1_update
 from barellm.cpu.kernels.gemm.packing import uses_vnni
-from barellm.cpu.lang import Pointer, Value, Var
 
 UNROLL = 8  # of the loop over the depth
 

@@ -8,14 +8,11 @@ shift makes the first an fp32, and a mask the second. Processors that multiply b
 For four vectors of bytes and their halves this takes two instructions to split them, 8 look-ups, 8 to interleave and 16 to widen.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.program.quantization import BLOCK, TILE, Scheme
 
 LOOK_UPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes; of 4 lanes NEON alone has one

@@ -1,17 +1,14 @@
 """GEMM epilogues: bias, activation, residual and scaling, applied to the accumulators before they are stored."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm.microkernel import prefetch_row
 from barellm.cpu.kernels.loops import store_all
 from barellm.cpu.kernels.pointwise.activations import emitter_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
 
@@ -20,8 +17,7 @@ class Epilogue:
 
     `epilogues` apply in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
     `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
-    with an activation's slope at `other`.
-    """
+    with an activation's slope at `other`."""
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,

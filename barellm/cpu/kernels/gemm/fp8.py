@@ -1,26 +1,17 @@
 """FP8 GEMMs (E4M3, E5M2), emulated: operands are converted to the shortest float that this processor multiplies, then the usual
 GEMMs run. Exact: both formats are subsets of bf16, and accumulation is in fp32 as on FP8 hardware.
 
-Shapes: x (..., K), weight (K, N), y (..., N), scales (1,).
-"""
-
-from __future__ import annotations
+Shapes: x (..., K), weight (K, N), y (..., N), scales (1,)."""
 
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import amx, gemm, weight_gradient
-from barellm.cpu.kernels.gemm.linear import gemm_kind, tokens_of
-from barellm.cpu.kernels.gemm.packing import uses_vnni
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernels.gemm import amx, gemm, linear, packing, weight_gradient
 from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.pointwise.elementwise import cast
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
 
@@ -62,7 +53,7 @@ def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how
 
 def emulation_dtype(isa: ISA) -> str:
     """The dtype of the emulated GEMM's operands: bf16 where the ISA multiplies it."""
-    return "bf16" if uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
+    return "bf16" if packing.uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
 
 
 def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
@@ -82,7 +73,7 @@ def append_gemm(
     x, w = append_decode(c, "x", a), append_decode(c, "weight", weight)
     N, K = (int(n) for n in w.shape)
     cols, depth = (N, K) if transposed else (K, N)
-    config = select_config(c, gemm_kind(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)))
+    config = select_config(c, linear.gemm_kind(transposed, ()), x.dtype, cols, depth, linear.tokens_of(x, (0, ALL_ROWS)))
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, x.dtype, depth, config))
     constants: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "mode": mode}
     constants |= {"config": config, "per_target": transposed, **shape_of(x)}
@@ -105,7 +96,7 @@ def scaled_matmul_dx(op: Op, c: Lowering) -> None:
 def scaled_matmul_dw(op: Op, c: Lowering) -> None:
     x, dy = append_decode(c, "x", op.x), append_decode(c, "dy", op.dy)
     N, K = (int(n) for n in op.dweight.shape)
-    tokens = tokens_of(x, (0, ALL_ROWS))
+    tokens = linear.tokens_of(x, (0, ALL_ROWS))
     config = select_config(c, "weight_gradient", x.dtype, K, tokens, N)
     c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, x.dtype, tokens, config))
     constants = {"N": N, "K": K, "mode": op.modes["dweight"], "config": config, **shape_of(x)}

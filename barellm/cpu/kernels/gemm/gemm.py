@@ -5,10 +5,7 @@ Shapes: a (rows, depth) row-major activations; weight (cols, depth) for fprop, (
 The loops are gemm_mainloop.py's. Between the multiply-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
 thread prefetches the lines of C that the epilogue will touch and packs a piece of the next B panel. An epilogue with GELU's slope
 is deferred: that of the tile before runs between them too, for its loads and table look-ups use other ports. GELU itself is slower
-so: its division stalls the multiplier wherever it stands.
-"""
-
-from __future__ import annotations
+so: its division stalls the multiplier wherever it stands."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -16,22 +13,17 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsize
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.gemm_mainloop import GemmMainloop
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, epilogue, gemm_mainloop, packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
-from barellm.cpu.kernels.gemm.packing import LINE, can_overlap_packing, panel_bytes, uses_vnni
 from barellm.cpu.kernels.pointwise.activations import emitter_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
 NONTEMPORAL_BYTES = 1 << 20  # larger results of AMX tiles leave the caches: they are stored non-temporally
 DEFER_DEPTH = 512  # depth from which a micro-kernel is long enough to overlap another tile's epilogue
 
 
-class VectorGemm(GemmMainloop):
+class VectorGemm(gemm_mainloop.GemmMainloop):
     """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
     where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
 
@@ -39,8 +31,8 @@ class VectorGemm(GemmMainloop):
         """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
-        self.vnni, self.prefetch = uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
-        self.overlap_packing = overlapped != "none" and can_overlap_packing(k.isa, a.dtype)
+        self.vnni, self.prefetch = packing.uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
+        self.overlap_packing = overlapped != "none" and packing.can_overlap_packing(k.isa, a.dtype)
         self.accumulators: Pointer | None = None
         if self.k_blocks > 1:
             self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")
@@ -110,7 +102,7 @@ class VectorGemm(GemmMainloop):
                     self._epilogue_of_row(row - self.tile.mr, r)
         if self.prefetch and self.k_blocks > 1:
             # The next tile's rows of A, each a stream too short for the hardware prefetcher.
-            for line in range(0, self.kc * self.a.itemsize, LINE):
+            for line in range(0, self.kc * self.a.itemsize, packing.LINE):
                 k.prefetch(self.a_rows.at((row + self.tile.mr + r) * self.stride).bytes(line), near=False)
         if self.overlap_packing:
             self.b_panels.step()
@@ -157,7 +149,7 @@ class VectorGemm(GemmMainloop):
                 put(v)
 
 
-class AmxGemm(GemmMainloop):
+class AmxGemm(gemm_mainloop.GemmMainloop):
     """GEMM on AMX tile registers (amx.MR x amx.NR a tile). A (KC, NR) panel of B stays in the L1 while all rows of the item pass;
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
@@ -242,7 +234,7 @@ def gemm(
     if least:
         rows = k.select(planned < least, 0, rows)
 
-    def run(kind: type[GemmMainloop], *operands: Any, **sizes: Any) -> None:
+    def run(kind: type[gemm_mainloop.GemmMainloop], *operands: Any, **sizes: Any) -> None:
         kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
 
     multiply(
@@ -269,8 +261,8 @@ def multiply(
         if not results.keys() & strides.keys():
             nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
 
-    def make_epilogue(col: Value) -> Epilogue:
-        return Epilogue(
+    def make_epilogue(col: Value) -> epilogue.Epilogue:
+        return epilogue.Epilogue(
             k, col, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale, strides=strides,
             bias_in_registers=not use_amx and not through_memory and kc == depth, factor=factor, nontemporal=nontemporal,
         )  # fmt: skip
@@ -297,4 +289,4 @@ def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> 
     kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
     use_amx = amx.uses_tiles(isa, dtype)
     sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0
-    return 2 * panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)
+    return 2 * packing.panel_bytes(isa, dtype, kc, nr) + sums + (amx.padded_a_bytes(kc) if use_amx else 0)

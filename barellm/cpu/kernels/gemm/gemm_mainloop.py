@@ -7,10 +7,7 @@
             for each tile of MR rows                 micro-kernel; between its steps the thread packs the next B panel
 
 Who packs: each thread its own B panels, in two buffers of its scratch (double-buffered, no barrier). Resident: a B panel in the
-L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch.
-"""
-
-from __future__ import annotations
+L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait in fp32 in the thread's scratch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,12 +16,8 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.microkernel import block_of_item
-from barellm.cpu.kernels.gemm.packing import LINE, PackTask, PanelBuffers, pack_b, pack_b_transposed, panel_bytes
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, epilogue, microkernel, packing
 from barellm.program.integers import ceil_div
 
 
@@ -33,11 +26,10 @@ class GemmMainloop(ABC):
 
     State of the loops: an item's rows are [row_begin, row_end), of which [row_begin, full_end) are full tiles; `panel_index` and
     its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
-    number of KC blocks that one panel passes before the next panel does; there are `k_groups`.
-    """
+    number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], Epilogue],
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], epilogue.Epilogue],
         *, cols: int, depth: int, stride: int, kc: int, transposed: bool, config: GemmConfig,
     ) -> None:  # fmt: skip
         """`stride`: lda, elements from a row of a to the next; `kc`: depth of a block; `transposed`: weight is (cols, depth)."""
@@ -56,7 +48,7 @@ class GemmMainloop(ABC):
         self.k_groups = ceil_div(self.k_blocks, self.k_group)
         min_items = AMX_ITEMS_PER_THREAD if self.use_amx else ITEMS_PER_THREAD // 2
         self.n_groups = panel_groups(k, self.panels, config.nc // self.nr, self.m_blocks, min_items)
-        self.scratch, self.panel_nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, a.dtype, kc, self.nr)
+        self.scratch, self.panel_nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, a.dtype, kc, self.nr)
 
     @abstractmethod
     def multiply_panel(self, panel: Pointer) -> None:
@@ -65,7 +57,7 @@ class GemmMainloop(ABC):
     def run(self) -> None:
         """The loops of the module's docstring. The context managers of loops that run once are left out (`nullcontext`)."""
         k = self.k
-        self.b_panels = PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
+        self.b_panels = packing.PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
         with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
             row_block, group = self._block_of(self.item)
             self.first_panel = group * self.panels // self.n_groups
@@ -115,14 +107,14 @@ class GemmMainloop(ABC):
 
     def _block_of(self, item: Value) -> tuple[Value, Value]:
         """(block of MC rows, group of panels) of a work item."""
-        return block_of_item(item, self.config, self.m_blocks, self.n_groups)
+        return microkernel.block_of_item(item, self.config, self.m_blocks, self.n_groups)
 
     def _kc_of(self, is_last_k: Value | None) -> Any:
         """The depth of a KC block; the last may be shorter."""
         last_kc = self.depth - (self.k_blocks - 1) * self.kc
         return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
-    def _pack(self, into: Pointer, panel_id: Value) -> PackTask:
+    def _pack(self, into: Pointer, panel_id: Value) -> packing.PackTask:
         """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks from the weight."""
         k, k_blocks, kc = self.k, self.k_blocks, self.kc
         col, k_block = panel_id // k_blocks * self.nr, panel_id % k_blocks
@@ -131,20 +123,20 @@ class GemmMainloop(ABC):
             even = kc % 8 == 0 and self.depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
             sizes = {"cols": self.cols, "stride": self.depth, "depth": depth, "even": even, "nr": self.nr}
             fetch = partial(self._prefetch, col + self.nr, k_block) if self.use_amx else None
-            return pack_b_transposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
+            return packing.pack_b_transposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.nr else None
         w = self.weight.at(k_block * (kc * self.cols))
-        return pack_b(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
+        return packing.pack_b(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
     def _prefetch(self, col: Value, k_block: Value, i: Value) -> None:
         """With chunk i of the packing of KC block `k_block`: prefetch into the L2 four lines of the next panel, from column `col`
         on, packed a group later. In memory order, so that the hardware prefetcher sees a stream."""
-        k, row_lines = self.k, self.k_group * self.kc * self.weight.itemsize // LINE  # of a group, of one column
+        k, row_lines = self.k, self.k_group * self.kc * self.weight.itemsize // packing.LINE  # of a group, of one column
         # Which line of the group's panel, counted column after column.
-        at = (k_block % self.k_group) * (self.kc * self.nr * self.weight.itemsize // LINE) + i * 4
+        at = (k_block % self.k_group) * (self.kc * self.nr * self.weight.itemsize // packing.LINE) + i * 4
         piece = self.weight.at((col + at // row_lines) * self.depth + k_block // self.k_group * (self.k_group * self.kc))
         for line in range(4):
-            k.prefetch(piece.bytes((at % row_lines + line) * LINE), near=False)
+            k.prefetch(piece.bytes((at % row_lines + line) * packing.LINE), near=False)
 
 
 def panel_groups(k: KernelBuilder, panels: int, max_panels: int, m_blocks: Value, min_items: int) -> Value:

@@ -2,20 +2,13 @@
 
 Protocol: for each chunk of tokens an item's MC columns of dy are packed as A tiles once (transposed, VNNI pairs of tokens) and stay
 in the L2. Columns of x pass in panels of NR, in KC blocks of tokens: one (KC, NR) block stays in the L1 while all A tiles pass, and
-the thread packs the next one (VNNI) between the tile instructions. Sums wait in scratch from one KC block to the next.
-"""
-
-from __future__ import annotations
+the thread packs the next one (VNNI) between the tile instructions. Sums wait in scratch from one KC block to the next."""
 
 from collections.abc import Callable
 
 from barellm.cpu.gemm_config import GemmConfig, token_chunk
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.microkernel import block_of_item
-from barellm.cpu.kernels.gemm.packing import PackTask, PanelBuffers, pack_b, panel_bytes
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, microkernel, packing
 from barellm.program.integers import ceil_div, round_up
 
 
@@ -27,7 +20,7 @@ def multiply(
     epilogue `store(t, row, count, col, sums)` gets the sums (count, amx.NR) of rows `row`... and columns `col`... of the result, of
     the chunk of tokens that starts at t; chunks come in order."""
     mc, nc, nr, mr, chunk = config.mc, config.nc, amx.NR, amx.MR, token_chunk(k.isa)
-    nbytes = panel_bytes(k.isa, dy.dtype, amx.KC, nr)
+    nbytes = packing.panel_bytes(k.isa, dy.dtype, amx.KC, nr)
     scratch = k.thread_scratch("i32")
     sums_at = scratch.bytes(2 * nbytes).as_dtype("fp32")
     a_at = scratch.bytes(2 * nbytes + _sums_bytes(config))
@@ -36,20 +29,20 @@ def multiply(
     ragged_n = N if N % mc or width != mc else None
     packed = k.var(-1)
 
-    def pack(into: Pointer, number: Value) -> PackTask:
+    def pack(into: Pointer, number: Value) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + NR) of x, KC tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None
         depth = k.min(tokens - t, amx.KC)
-        return pack_b(k, into, x.at(t * x_row), col, depth, stride=x_row, width=nr, cols=ragged)
+        return packing.pack_b(k, into, x.at(t * x_row), col, depth, stride=x_row, width=nr, cols=ragged)
 
-    b_panels = PanelBuffers(k, scratch, nbytes, pack)
+    b_panels = packing.PanelBuffers(k, scratch, nbytes, pack)
     amx.configure(k)
     with k.when(tokens > 0), k.parallel_for(m_blocks * n_blocks) as item:
-        m_block, n_block = block_of_item(item, config, m_blocks, n_blocks)
+        m_block, n_block = microkernel.block_of_item(item, config, m_blocks, n_blocks)
         n0, k0 = m_block * mc, n_block * nc
         n1, k1 = k.min(n0 + mc, N), k.min(k0 + nc, K)
-        _, next_n = block_of_item(item + 1, config, m_blocks, n_blocks)
+        _, next_n = microkernel.block_of_item(item + 1, config, m_blocks, n_blocks)
         with k.loop(0, tokens, chunk) as t:
             end = k.min(tokens, t + chunk)
             with k.when(packed.value.differs(t * m_blocks + m_block)):
@@ -87,5 +80,5 @@ def _sums_bytes(config: GemmConfig) -> int:
 
 def thread_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -> int:
     """Scratch bytes of a thread: two (KC, NR) panels, the sums of an item's rows, its packed A."""
-    left = panel_bytes(isa, dtype, min(tokens, token_chunk(isa)), round_up(config.mc, amx.MR))
-    return 2 * panel_bytes(isa, dtype, amx.KC, amx.NR) + _sums_bytes(config) + left
+    left = packing.panel_bytes(isa, dtype, min(tokens, token_chunk(isa)), round_up(config.mc, amx.MR))
+    return 2 * packing.panel_bytes(isa, dtype, amx.KC, amx.NR) + _sums_bytes(config) + left

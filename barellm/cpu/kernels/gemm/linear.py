@@ -1,19 +1,15 @@
 """Lowering of linear layers to GEMM calls, fprop, dgrad and wgrad, with fused epilogues."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cpu.gemm_config import SKINNY_KIND
-from barellm.cpu.kernel import Lowering, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
 from barellm.cpu.kernels.gemm import gemm, weight_gradient
 from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_gemm, skinny_gemm_scratch_bytes
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.tuning import select_config, select_skinny_config
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import view_stride, weight_operand
 
 CHEAP = ("bias", "rescale")  # epilogues that no config depends on

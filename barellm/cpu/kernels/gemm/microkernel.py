@@ -2,19 +2,15 @@
 
 In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packing.py, in the L1), one broadcast element of A. With
 VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
-blocking (gemm_config.py).
-"""
-
-from __future__ import annotations
+blocking (gemm_config.py)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm.packing import LINE
-from barellm.cpu.lang import Pointer, Value, Var
 
 OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
 BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the depth) -> that element of A in all lanes

@@ -1,19 +1,14 @@
 """Packing of GEMM operands into the order in which the micro-kernel reads them, in a thread's scratch (BLIS's packm).
 
 A B panel of NR columns is [depth][NR]. With a bf16 dot-product instruction it is in VNNI layout, [depth / 2][NR][2]: pairs of rows
-interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does.
-"""
-
-from __future__ import annotations
+interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up

@@ -4,30 +4,19 @@ Skinny GEMMs (decoding) are bound by reading the weights: their kernels (quantiz
 scales once and dequantize in registers, with a group's sum multiplied by its scale. With more rows (prefill) the usual GEMM runs,
 and its B panels are dequantized while packing.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols).
-"""
-
-from __future__ import annotations
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols)."""
 
 from itertools import islice
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import gemm
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels.gemm import epilogue, gemm, linear, packing, quantized_digits, quantized_few
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
-from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.linear import gemm_kind, tokens_of, views_of
-from barellm.cpu.kernels.gemm.packing import PackTask, uses_vnni
-from barellm.cpu.kernels.gemm.quantized_digits import IntegerSkinnyGemm, digits_scratch_bytes, uses_integer_dot
-from barellm.cpu.kernels.gemm.quantized_few import FEW, QuantizedSkinnyGemm
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.tuning import select_config
 from barellm.program.integers import ceil_div, round_up
-from barellm.program.ops.base import Op
 from barellm.program.quantization import BLOCK, TILE, scheme
 
 
@@ -39,15 +28,19 @@ def quantized_skinny_gemm(
     `weights`: the name of the quantization scheme; other parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
 
-    def make_epilogue(col: Value) -> Epilogue:
-        return Epilogue(
+    def make_epilogue(col: Value) -> epilogue.Epilogue:
+        return epilogue.Epilogue(
             k, col, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
             bias_in_registers=False, strides=row_strides,
         )  # fmt: skip
 
-    with k.when(rows <= FEW):
+    with k.when(rows <= quantized_few.FEW):
         sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": row_strides.get("a", depth)}
-        kernel = IntegerSkinnyGemm if uses_integer_dot(k.isa, weights) else QuantizedSkinnyGemm
+        kernel = (
+            quantized_digits.IntegerSkinnyGemm
+            if quantized_digits.uses_integer_dot(k.isa, weights)
+            else quantized_few.QuantizedSkinnyGemm
+        )
         kernel(k, x, codes, scales, rows, **sizes).run(make_epilogue)
 
 
@@ -56,10 +49,10 @@ class DequantizingPack:
 
     quantized: tuple[Codes, Scales]
 
-    def _pack(self: Any, into: Pointer, panel_id: Value) -> PackTask:
+    def _pack(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
         """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR). A
         chunk is BLOCK elements of the depth of a vector of columns."""
-        k, nr, pair = self.k, self.nr, uses_vnni(self.k.isa, self.a.dtype)
+        k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
         last_tile, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
         col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
@@ -85,7 +78,7 @@ class DequantizingPack:
                 with k.when(is_last_k), k.loop(0, vectors) as v:
                     dequantize(blocks, v, self.depth % BLOCK)
 
-        return PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
+        return packing.PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
 
 
 def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
@@ -138,28 +131,28 @@ def append_quantized_gemm(
     dtype = x[1] if isinstance(x, tuple) else x.dtype
     constants = {
         "cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),
-        **views_of(out=out, second=second, a=x, other=other),
+        **linear.views_of(out=out, second=second, a=x, other=other),
     }  # fmt: skip
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
         c.thread_scratch(_skinny_scratch_bytes(c.isa, weights, dtype, depth))
         c.call(quantized_skinny_gemm, operands, constants, writes="out second")
-    max_rows = tokens_of(like, rows or (0, ALL_ROWS))
-    if rows is None and max_rows <= FEW:
+    max_rows = linear.tokens_of(like, rows or (0, ALL_ROWS))
+    if rows is None and max_rows <= quantized_few.FEW:
         return
-    config = select_config(c, gemm_kind(True, epilogues), dtype, cols, depth, max_rows)
+    config = select_config(c, linear.gemm_kind(True, epilogues), dtype, cols, depth, max_rows)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
-    constants |= {"config": config, "least": 0 if rows else FEW + 1}
+    constants |= {"config": config, "least": 0 if rows else quantized_few.FEW + 1}
     c.call(quantized_gemm, operands, constants, writes="out second")
 
 
 def _skinny_scratch_bytes(isa: ISA, weights: str, dtype: str, depth: int) -> int:
     """Scratch bytes of a thread of the skinny GEMM, for x: as digits, or zero-padded fp32."""
-    if uses_integer_dot(isa, weights):
-        return digits_scratch_bytes(scheme(weights), dtype, depth)
-    return FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
+    if quantized_digits.uses_integer_dot(isa, weights):
+        return quantized_digits.digits_scratch_bytes(scheme(weights), dtype, depth)
+    return quantized_few.FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
 
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")

@@ -6,19 +6,13 @@ to the base 256. Of bf16 two are enough: 14 bits beside the largest of the group
 bits. Codes are unsigned bytes as they are, or the two digits of a whole number out of a table. So the sums of a group are whole
 numbers, without rounding, in whatever order they are added. They begin with what takes back the offset that makes codes unsigned.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
-"""
-
-from __future__ import annotations
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16)."""
 
 from dataclasses import dataclass
 
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernels.gemm import packing, quantized_few
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
-from barellm.cpu.kernels.gemm.packing import LINE
-from barellm.cpu.kernels.gemm.quantized_few import FEW, PREFETCH_BLOCKS, QuantizedSkinnyGemm
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
@@ -82,15 +76,15 @@ def group_of(how: Scheme) -> int:
 def row_bytes(how: Scheme, dtype: str, depth: int) -> int:
     """Scratch for a row of x: its digits, and of each group the power of two and what the sums begin with."""
     count, groups = digits_of(dtype), ceil_div(depth, group_of(how))
-    return round_up(groups * (group_of(how) * count + 4 + 4 * count), LINE)
+    return round_up(groups * (group_of(how) * count + 4 + 4 * count), packing.LINE)
 
 
 def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
     """Bytes of a thread's own scratch."""
-    return FEW * row_bytes(how, dtype, depth)
+    return quantized_few.FEW * row_bytes(how, dtype, depth)
 
 
-class IntegerSkinnyGemm(QuantizedSkinnyGemm):
+class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
     def _prepare(self) -> None:
@@ -204,8 +198,8 @@ class IntegerSkinnyGemm(QuantizedSkinnyGemm):
     def _multiply_block(self, p: Pointer, block: Value, x_rows: list[Pointer], sums: list[list[Var]]) -> None:
         """sums[row][place] += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns."""
         k = self.k
-        for line in range(0, self.codes.block_bytes, LINE):
-            k.prefetch(p.bytes(PREFETCH_BLOCKS * self.codes.block_bytes + line))
+        for line in range(0, self.codes.block_bytes, packing.LINE):
+            k.prefetch(p.bytes(quantized_few.PREFETCH_BLOCKS * self.codes.block_bytes + line))
         for half, codes in enumerate(self._load_digits(p)):
             for row, row_sums in zip(x_rows, sums, strict=True):
                 for d in range(self.count):

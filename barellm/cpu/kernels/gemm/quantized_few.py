@@ -1,18 +1,14 @@
 """Skinny GEMM (M <= 4) with a quantized weight, dequantized in registers by a 16-byte table look-up (pshufb, tbl).
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
-"""
-
-from __future__ import annotations
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16)."""
 
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, TILE, scheme
 

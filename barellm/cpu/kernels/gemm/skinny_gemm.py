@@ -9,8 +9,7 @@ columns of a KC block stay in the L1 while all rows pass. Accumulators wait in t
 Bandwidth depends on how many lines are in flight. Where the hardware prefetcher does not run far enough ahead, the kernel
 prefetches the next columns while it multiplies the current ones, in the order of use and evenly over all tiles.
 
-Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
-"""
+Shapes: a (rows, depth), weight (cols, depth), out (rows, cols)."""
 
 from __future__ import annotations
 
@@ -21,13 +20,10 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import skinny_gemm_amx
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernels.gemm import packing, skinny_gemm_amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
 from barellm.cpu.kernels.gemm.skinny_gemm_amx import scratch_bytes
-from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -103,7 +99,7 @@ def _accumulator_bytes(isa: ISA) -> int:
 
 def _copies_bytes(isa: ISA) -> int:
     """An upper bound: KC is such that a block comes nearest to KC_BYTES, rounded up to full vectors."""
-    return 3 * KC_BYTES // 2 + 2 * LINE * Tiling.of(isa, "fp32").wide
+    return 3 * KC_BYTES // 2 + 2 * packing.LINE * Tiling.of(isa, "fp32").wide
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class SkinnyGemm:
         """out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
-        self.tiling, self.dot = Tiling.of(k.isa, a.dtype), uses_vnni(k.isa, a.dtype)
+        self.tiling, self.dot = Tiling.of(k.isa, a.dtype), packing.uses_vnni(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
         self.itemsize = itemsize(a.dtype)
         self.nr = panel_width(k.isa, a.dtype, cols, depth)
@@ -152,7 +148,7 @@ class SkinnyGemm:
         self.kc = round_up(ceil_div(depth, k_blocks), self.unit)
         self.k_blocks = ceil_div(depth, self.kc)
         # Columns a multiple of a page apart conflict in the L1, and rows of x do too. Copies are a cache line more apart.
-        self.pitch = self.kc * self.itemsize + LINE
+        self.pitch = self.kc * self.itemsize + packing.LINE
         conflict = depth * self.itemsize % PAGE == 0
         copies_at = [copies.bytes(i * self.pitch) for i in range(self.tiling.wide)] if conflict else []
         self.copies = [p.as_dtype(a.dtype) for p in copies_at]
@@ -331,11 +327,11 @@ class SkinnyGemm:
         """Prefetch `nbytes` bytes (at most `max_bytes`) from `at` on, or up to twice as many lines: 1, 2, 4, ... lines at a time
         behind branches, for a well-predicted branch costs less than a loop. For a GEMV (`one`) all `max_bytes`."""
         k, first = self.k, 0
-        while first * LINE < max_bytes:
-            last = min(max(1, 2 * first), ceil_div(max_bytes, LINE))
-            with nullcontext() if one or not first else k.when(nbytes > first * LINE):
+        while first * packing.LINE < max_bytes:
+            last = min(max(1, 2 * first), ceil_div(max_bytes, packing.LINE))
+            with nullcontext() if one or not first else k.when(nbytes > first * packing.LINE):
                 for line in range(first, last):
-                    k.prefetch(at.bytes(line * LINE), near=self.config.prefetch == 1)
+                    k.prefetch(at.bytes(line * packing.LINE), near=self.config.prefetch == 1)
             first = last
 
     def _fma_column(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:

@@ -2,16 +2,11 @@
 
 Vector code uses each loaded weight for two rows and is slower than memory from about eight rows on; a tile uses it for 16. Each
 thread packs x into VNNI layout (B) for itself. Accumulators are transposed in the epilogue. An element is one accumulation chain
-along the depth, in the order of the tile instruction, so results are batch-invariant.
-"""
-
-from __future__ import annotations
+along the depth, in the order of the tile instruction, so results are batch-invariant."""
 
 from barellm.cpu.gemm_config import SkinnyGemmConfig
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import round_up
 

@@ -9,22 +9,16 @@
 
 Both operands are packed (bf16: in VNNI layout, pairs of tokens) in the thread's scratch, so no transposed copy of an activation
 exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks are added in order, so the bits do not depend on the
-blocking (gemm_config.py).
-"""
-
-from __future__ import annotations
+blocking (gemm_config.py)."""
 
 from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.gemm import amx, gradient_tiles
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, gradient_tiles, packing
 from barellm.cpu.kernels.gemm.microkernel import block_of_item, microkernel, overlap_calls, prefetch_row
-from barellm.cpu.kernels.gemm.packing import PackedA, PackTask, PanelBuffers, pack_b, panel_bytes, uses_vnni
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 NONTEMPORAL_BYTES = 1 << 20  # a gradient of this many bytes that is stored, not added to, leaves the caches anyway
@@ -85,17 +79,17 @@ def weight_gradient(
         gradient_tiles.multiply(k, dy, x, tokens, store=store_rows, **sizes)
         return
     assert squares is None, "blocks of squares are those of AMX tiles"
-    pair = uses_vnni(k.isa, dy.dtype)
-    scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, dy.dtype, chunk, nr)
+    pair = packing.uses_vnni(k.isa, dy.dtype)
+    scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, chunk, nr)
     m_blocks, n_blocks = ceil_div(N, mc), ceil_div(K, nc)
     heights = [min(mc, N - n) for n in range(0, N, mc)]
     tails = sorted({n % tile.mr for n in heights} - {0})  # rows of a block beyond its full tiles
 
-    def pack(into: Pointer, number: Value) -> PackTask:
+    def pack(into: Pointer, number: Value) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None
-        return pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=nr, cols=ragged)
+        return packing.pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=nr, cols=ragged)
 
     def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
         """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""
@@ -104,9 +98,9 @@ def weight_gradient(
 
     # Packing goes through one register, so it overlaps the micro-kernel with 16 too: gemm.py's transposes need more.
     prefetch, overlap = config.overlap == "prefetch", config.overlap != "none"
-    b_panels = PanelBuffers(k, scratch, nbytes, pack)
+    b_panels = packing.PanelBuffers(k, scratch, nbytes, pack)
     inside = all(i * mc + round_up(n, tile.mr) <= N for i, n in enumerate(heights))
-    packed_a = PackedA(
+    packed_a = packing.PackedA(
         k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.mr, cols=N, stride=dy_row, max_depth=k.min(tokens, chunk),
         inside=inside, block=block,
     )  # fmt: skip
@@ -175,5 +169,5 @@ def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -
     if amx.uses_tiles(isa, dtype):
         return gradient_tiles.thread_scratch_bytes(isa, dtype, tokens, config)
     chunk = token_chunk(isa)
-    left = panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))
-    return 2 * panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + left
+    left = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))
+    return 2 * packing.panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + left

@@ -1,23 +1,17 @@
 """The fused LM head and cross-entropy in chunks of tokens: logits, losses, in-place logit gradients, and the two GEMMs from them.
 The logits of all tokens never exist.
 
-Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32.
-"""
-
-from __future__ import annotations
+Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import Emit, Lowering, lowering
-from barellm.cpu.kernels.gemm.linear import append_gemm, append_weight_gradient
-from barellm.cpu.kernels.gemm.quantized import append_quantized_gemm
+from barellm.cpu.kernel import Emit, Lowering, Op, Tensor, lowering
+from barellm.cpu.kernels.gemm import linear, quantized
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss import cross_entropy, softcap
 from barellm.program.dtypes import PLANES, itemsize
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 1024  # tokens whose logits exist at one time
@@ -35,16 +29,22 @@ class Loss:
     scratch: Callable[[int], int] = lambda V: 0
 
 
-PLAIN = Loss(
-    False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of
-)  # fmt: skip
+PLAIN = Loss(False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of)
 SOFTCAPPED = Loss(True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V)
 
 
-def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
+@lowering("classifier", "softcapped_classifier", adds="dx", starts="dweight",
+          also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})  # fmt: skip
+def lower_with_gradients(op: Op, c: Lowering) -> None:
+    lower(op, c, gradients=True)
+
+
+@lowering("classifier_loss", "softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
     """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` in place their gradients, then dx and dweight
     from these; at the end the total of the losses. A quantized head (`weight` None) has losses only."""
-    x, weight = op.x, op.inputs.get("weight")
+    x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
     width = int(x.shape[-1])
     V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
     rows = x.size // width
@@ -65,13 +65,13 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
-            append_gemm(
+            linear.append_gemm(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
-            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
+            linear.append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
     for name, total in totals.items():
         operands = {"loss": total, "losses": (part(of_rows[name]), "fp32")}
         c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
@@ -84,12 +84,14 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
     x_rows = rows_of(x, *chunk, width)
     if weight is None:
         head = {"codes": op.codes, "scales": op.scales, "weights": op.weights}
-        append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, cols=V, depth=width, **head)
+        quantized.append_quantized_gemm(c, out=logits, x=x_rows, like=x, rows=chunk, cols=V, depth=width, **head)
     else:
-        append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+        linear.append_gemm(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
     return x_rows
 
 
+@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
 def lower_scores(op: Op, c: Lowering) -> None:
     """The loss and the margin of each target, a chunk of logits at a time."""
     x, weight = op.x, op.inputs.get("weight")
@@ -101,38 +103,3 @@ def lower_scores(op: Op, c: Lowering) -> None:
         given = {name: rows_of(getattr(op, name), first, rows, 1) for name in ("losses", "margins", "targets")}
         operands = given | {"logits": logits, "row_begin": first, "row_limit": CHUNK}
         c.call(cross_entropy.row_scores, operands, PLAIN.constants(op, V, x), writes="losses margins")
-
-
-@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
-def classifier_scores(op: Op, c: Lowering) -> None:
-    lower_scores(op, c)
-
-
-@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
-def quantized_classifier_scores(op: Op, c: Lowering) -> None:
-    lower_scores(op, c)
-
-
-@lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
-def classifier(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=True)
-
-
-@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
-def classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=False)
-
-
-@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
-def quantized_classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, PLAIN, gradients=False)
-
-
-@lowering("softcapped_classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
-def softcapped_classifier(op: Op, c: Lowering) -> None:
-    lower(op, c, SOFTCAPPED, gradients=True)
-
-
-@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
-def softcapped_classifier_loss(op: Op, c: Lowering) -> None:
-    lower(op, c, SOFTCAPPED, gradients=False)

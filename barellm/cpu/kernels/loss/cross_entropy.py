@@ -2,22 +2,15 @@
 losses (rows) fp32. Columns from `valid` on are padding.
 
 Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
-for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits.
-"""
-
-from __future__ import annotations
+for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits."""
 
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering, part
 from barellm.cpu.kernels.loops import Vector, foreach_column, foreach_vector, new_accumulators, row_grain, shape_of, tree_reduce
 from barellm.cpu.kernels.loss.loss_scale import scale_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
-from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import part
 
 ALL_ROWS = 1 << 62  # a `row_limit` that is none
 CHAINS = 4  # independent accumulation chains of a sum

@@ -1,9 +1,6 @@
 """The loss scale as kernels read it (`program.loss_scale`)."""
 
-from __future__ import annotations
-
-from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE
 
 

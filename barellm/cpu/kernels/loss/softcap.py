@@ -5,22 +5,17 @@ z is below the cap's scale, so that exp(z - scale) needs no row maximum: one pas
 follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication an element.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering, part
 from barellm.cpu.kernels.loops import Vector, elementwise_map, flat, foreach_column, row_grain, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, sum_of, total_loss
 from barellm.cpu.kernels.loss.loss_scale import scale_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
 from barellm.program.dtypes import EIGHTS
-from barellm.program.ops.base import Op
 from barellm.program.ops.softcap import MTP, Cap, cap_of
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.lowering import part
 
 SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero there, and their products finite
 

@@ -1,18 +1,13 @@
 """GroupNorm of images, and its gradients. A row is a group of an image, M adjacent numbers.
 
-One thread reads a row, again for each sum that depends on the one before: it stays in the cache.
-"""
-
-from __future__ import annotations
+One thread reads a row, again for each sum that depends on the one before: it stays in the cache."""
 
 from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value, dims_of, kernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
 
 CHAINS = 4  # independent accumulation chains of a sum

@@ -1,30 +1,13 @@
 """LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
-fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred.
-"""
-
-from __future__ import annotations
+fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred."""
 
 from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import (
-    LINE,
-    ROW_UNROLL,
-    accumulate,
-    exceeds_caches,
-    foreach_column,
-    new_accumulators,
-    row_grain,
-    shape_of,
-    store_all,
-    tree_reduce,
-    write_row,
-)
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.norm.rmsnorm import heads_of
 
 CHAINS = 4
@@ -36,7 +19,7 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
     """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v; u must be
     zero off the mask. `unrolled` as in `foreach_column`."""
-    products, sums = new_accumulators(k, CHAINS), new_accumulators(k, CHAINS) if of_u else []
+    products, sums = loops.new_accumulators(k, CHAINS), loops.new_accumulators(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
         u, v = factors(c, mask, j)
@@ -44,18 +27,18 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
             sums[j].value = sums[j].value + u
         products[j].value = k.fma(u, v, products[j].value)
 
-    foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
-    return [k.sum(tree_reduce(chains, add)) for chains in (products, sums) if chains]
+    loops.foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
+    return [k.sum(loops.tree_reduce(chains, add)) for chains in (products, sums) if chains]
 
 
 def row_constants(op: Op) -> dict[str, Any]:
     """Constants of a kernel over rows: C columns, and what counts the rows."""
-    return {"C": int(op.x.shape[-1]), **shape_of(op.x)}
+    return {"C": int(op.x.shape[-1]), **loops.shape_of(op.x)}
 
 
 def head_constants(op: Op) -> dict[str, Any]:
     like = heads_of(op)
-    return {"C": int(like.shape[-1]), **shape_of(like)}
+    return {"C": int(like.shape[-1]), **loops.shape_of(like)}
 
 
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
@@ -65,8 +48,8 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
     all digits when |mean| is 3000 times the deviation, the shifted form never does."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C  # 12: accumulators and what a step needs
     rows = k.num_elements(dims) * inner
-    nontemporal = exceeds_caches(k, rows, C, y)
-    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    nontemporal = loops.exceeds_caches(k, rows, C, y)
+    with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * C), y.at(row * C)
         first = src.get(0)
         shift = k.splat(first)
@@ -95,7 +78,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
             w = weight.load(c, mask)
             return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
 
-        write_row(k, dst, C, normalised, nontemporal=nontemporal, unrolled=in_registers)
+        loops.write_row(k, dst, C, normalised, nontemporal=nontemporal, unrolled=in_registers)
 
 
 class Normalised:
@@ -146,7 +129,7 @@ class GradientOfRow:
 
     def prefetch(self, row: Pointer, c: Any, j: int) -> None:
         """Prefetch into L2 what the other pass reads at this column. Each pass alone would leave DRAM idle while it computes."""
-        if j * self.k.lanes * row.itemsize % LINE == 0:
+        if j * self.k.lanes * row.itemsize % loops.LINE == 0:
             self.k.prefetch(row.at(c), near=False)
 
 
@@ -156,17 +139,17 @@ class GradientOfRow:
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
     """dx of LayerNorm, or with `mean` None of RMSNorm (`GradientOfRow` has the formula)."""
     rows = k.num_elements(dims) * inner
-    nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
-    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    nontemporal = loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
+    with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         gradient, dst = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
         means = gradient.means()
 
         def vector(c, mask):
             _, dn, n = gradient.factors(c, mask)
             new = gradient.dx(dn, n, means)
-            return accumulate(k, dst, c, mask, new, mode_dx)
+            return loops.accumulate(k, dst, c, mask, new, mode_dx)
 
-        write_row(k, dst, C, vector, nontemporal=nontemporal)
+        loops.write_row(k, dst, C, vector, nontemporal=nontemporal)
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
@@ -201,10 +184,10 @@ def norm_backward(
     """dx, in bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names: dweight,
     dbias, and dx_sum (of dx). All that reads dy or dx is in one kernel. Results that leave the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
-    store_group = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
-    results = [(dx, exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
+    store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1
+    results = [(dx, loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
-        results.append((rounded, exceeds_caches(k, rows, C, rounded)))
+        results.append((rounded, loops.exceeds_caches(k, rows, C, rounded)))
 
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
         gradient = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
@@ -229,12 +212,12 @@ def norm_backward(
         def body(c, mask, j):
             """dx of a vector of columns. `store_group` vectors are gathered, and stored together."""
             _, dn, n = gradient.factors(c, mask)
-            new = accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
+            new = loops.accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)
             if len(cached) == store_group:
                 for out, (_, nontemporal) in zip(dst, results, strict=True):
                     if store_group > 1:
-                        store_all(k, out, cached, c - (store_group - 1) * k.lanes, nontemporal)
+                        loops.store_all(k, out, cached, c - (store_group - 1) * k.lanes, nontemporal)
                     else:
                         out.store(new, c, mask)
                 cached.clear()
@@ -242,7 +225,7 @@ def norm_backward(
             gradient.prefetch(gradient.x.at(C), c, j)
             gradient.prefetch(gradient.dy.at(C), c, j)
 
-        foreach_column(k, C, body)
+        loops.foreach_column(k, C, body)
 
 
 @lowering("rmsnorm_backward", starts="dx dweight")

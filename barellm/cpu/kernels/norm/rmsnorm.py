@@ -1,12 +1,9 @@
 """RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in
 layernorm.py."""
 
-from __future__ import annotations
-
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Value, kernel
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, write_row
 from barellm.cpu.kernels.norm.layernorm import head_constants, row_constants, row_sums
-from barellm.cpu.lang import Value
 
 
 @kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})

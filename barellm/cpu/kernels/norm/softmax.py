@@ -1,16 +1,12 @@
 """Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C)."""
 
-from __future__ import annotations
-
 from operator import add
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
 from barellm.cpu.kernels.loops import accumulate, exceeds_caches, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp
-from barellm.program.ops.base import Op
 
 CACHED_COLUMNS = 32768  # whose exponentials a thread keeps in scratch: 128 KB of L2
 BLOCK = 4096  # columns of an online-softmax step of a longer row: 16 KB of L1

@@ -2,20 +2,14 @@
 (chunks, 4).
 
 Chunks, whose number follows from n, are counted each by one thread. Neighbours often have equal exponents, and an increment of a
-counter waits for the store of the one before: so each of TABLES neighbours has counters of its own.
-"""
-
-from __future__ import annotations
+counter waits for the store of the one before: so each of TABLES neighbours has counters of its own."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.loops import flat, foreach_vector, new_accumulators, tree_reduce
-from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, weight_operand
 
 CHUNKS, CHUNK = 64, 32768  # at most so many chunks, of at least so many elements

@@ -1,26 +1,19 @@
 """Muon but for its symmetric GEMMs (symmetric.py): momentum, normalization, the last GEMM of a Newton-Schulz step, NorMuon's
 factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
 
-Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
-"""
-
-from __future__ import annotations
+Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them."""
 
 from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering
+from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
-from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
-from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
 from barellm.cpu.kernels.optim.optimizer import sweep_pairs
-from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Value
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.muon import LEAST
 from barellm.program.ops.optim.optimizer import CHUNK
 from barellm.runtime.lowering import part, share
@@ -42,7 +35,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = new_accumulators(k, CHAINS)
+        sums = loops.new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
             old, g = m.load(i, mask), grad.load(i, mask) * fresh
@@ -53,8 +46,8 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
             u.store(lookahead, i, mask)
             sums[j].value = k.fma(lookahead, lookahead, sums[j].value)
 
-        foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
-        partials.put(k.sum(tree_reduce(sums, add)), chunk)
+        loops.foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 
 @lowering("muon_momentum")
@@ -71,8 +64,8 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
     with k.loop(0, count) as i:
         total.value = total.value + k.to(partials.get(i), "double")
     factor = k.splat(1.0 / (k.sqrt(total.value) * margin + eps))
-    with k.parallel_range(n, GRAIN) as (begin, end):
-        foreach_vector(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
+    with k.parallel_range(n, loops.GRAIN) as (begin, end):
+        loops.foreach_vector(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
 
 
 @lowering("muon_normalize")
@@ -85,7 +78,7 @@ def lower_normalize(op: Op, c: Lowering) -> None:
 def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
     """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is a run-time argument: it differs between
     Newton-Schulz steps."""
-    factor = k.splat(number(k, scale))
+    factor = k.splat(numbers.number(k, scale))
     gemm(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
             epilogues=("scaled",), mode="store", config=config, scale=factor)  # fmt: skip
 
@@ -98,7 +91,7 @@ def lower_apply(op: Op, c: Lowering) -> None:
     c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
     constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
     for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
-        c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
+        c.call(gram_apply, {**one, "scale": numbers.bits(op.scale)}, constants, writes="y")
 
 
 # --- NorMuon ---
@@ -106,15 +99,15 @@ def lower_apply(op: Op, c: Lowering) -> None:
 
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (rows) of the squares of x (rows, C)."""
-    with k.parallel_range(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
-        sums, at = new_accumulators(k, CHAINS), x.at(row * C)
+    with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
+        sums, at = loops.new_accumulators(k, CHAINS), x.at(row * C)
 
         def body(c, mask, j):
             value = at.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
 
-        foreach_column(k, C, body, unroll=CHAINS)
-        means.put(k.sum(tree_reduce(sums, add)) / float(C), row)
+        loops.foreach_column(k, C, body, unroll=CHAINS)
+        means.put(k.sum(loops.tree_reduce(sums, add)) / float(C), row)
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
@@ -128,7 +121,7 @@ def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
                 total.value = k.fma(value, value, total.value)
             means.store(total.value / k.to(rows, "float"), c, mask)
 
-        foreach_vector(k, begin, end, body, unroll=1)
+        loops.foreach_vector(k, begin, end, body, unroll=1)
 
 
 def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
@@ -148,7 +141,7 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
             after.value = after.value + mean * k.to(d, "double") * k.to(d, "double")
         norm, scaled = k.sqrt(before.value * float(each)), k.sqrt(after.value * float(each))
         ratio = k.splat(norm / k.max(scaled, LEAST))
-        foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
+        loops.foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
 
 
 @lowering("normuon_scales")
@@ -176,7 +169,7 @@ def muon_update(
     lr = k.scalar(rate) * lr_scale
     lost = lr * lr * (weight_decay * scale) if squared else lr * weight_decay
     shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(lr * scale)
-    weights, clip_scale = Weight(k, param, param_lo), clip.get(1)
+    weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)
 
     def update_range(begin: Value, end: Value, factor) -> None:
         """Update elements [begin, end) by x times factor(index, mask)."""
@@ -215,6 +208,6 @@ def lower_update(op: Op, c: Lowering) -> None:
     constants = {name: float(op.attrs[name]) for name in ("lr_scale", "scale", "weight_decay")}
     cautious = bool(op.cautious and op.weight_decay)
     constants |= {"rate": op.rate, "C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
-    operands = {**weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
+    operands = {**storage.weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
     for one in each_matrix(op, **operands):
         c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

@@ -1,14 +1,11 @@
 """AdamW and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 
 GRAIN = 65536  # elements of a work item: 2 MB of memory, some 40 us
 
@@ -120,23 +117,11 @@ def sweep_dithered(
         block(first, masked=True)
 
 
-def _lower(op: Op, c: Lowering, *, cautious: bool) -> None:
+@lowering("adamw", "cautious_adam", floats="fp32", also={"param": PLANES, "m": "e6m9", "v": "ue6m10"}, spans="param grad")
+def lower_adamw(op: Op, c: Lowering) -> None:
     operands = {**weight_operands("param", op.outputs["param"]), "m": moment_operand(op.outputs["m"]),
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,
                 "stream": op.stream, "first": op.grad.first_element if op.stream is not None else None}  # fmt: skip
     names = ("beta1", "beta2", "eps", "weight_decay", "lr_scale")
-    constants = {name: float(getattr(op, name)) for name in names} | {"cautious": cautious, "bf16": bool(op.bf16)}
+    constants = {name: float(getattr(op, name)) for name in names} | {"cautious": op.name == "cautious_adam", "bf16": bool(op.bf16)}
     c.call(adamw, operands, constants, writes="param param_lo m v")
-
-
-TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}
-
-
-@lowering("adamw", **TAKES)
-def lower_adamw(op: Op, c: Lowering) -> None:
-    _lower(op, c, cautious=False)
-
-
-@lowering("cautious_adam", **TAKES)
-def lower_cautious_adam(op: Op, c: Lowering) -> None:
-    _lower(op, c, cautious=True)

@@ -3,19 +3,14 @@
 A matrix is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows are cached.
 Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
 from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
-from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
-from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
 
 CHAINS = 4  # independent accumulation chains
 LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite

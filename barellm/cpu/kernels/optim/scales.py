@@ -1,17 +1,13 @@
 """Delayed scaling for low-precision formats: scales from a history of statistics. Shapes: history (entries), bias (2), scale (1),
 sums (4); x and y flat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering
 from barellm.cpu.kernels.loops import elementwise_map, flat
-from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.optim.exponent_stats import SUMS
 from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
 from barellm.runtime.lowering import weight_operand

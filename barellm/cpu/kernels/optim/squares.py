@@ -1,17 +1,12 @@
 """Sums of squares of a matrix (for gradient norms), by blocks of BLOCK x BLOCK: of one in memory, and fused into a GEMM's epilogue.
 
-Each column of a block is one accumulation chain over its rows in both, so both give the same bits.
-"""
-
-from __future__ import annotations
+Each column of a block is one accumulation chain over its rows in both, so both give the same bits."""
 
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.loops import new_accumulators, tree_reduce
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.gemm.block_squares import BLOCK
 
 

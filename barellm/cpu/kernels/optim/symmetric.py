@@ -7,33 +7,19 @@ A work item is a panel of NR columns of the result and a block of MC rows, of wh
 computed: for each KC block, the packed B panel stays in the L1 while the micro-kernel passes over the rows of A, which are read
 unpacked (x x^T) or packed in panels of their own (x^T x). The thread packs both next panels inside the micro-kernel. Sums stay in
 its scratch to the end of the depth; the epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its
-mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking.
-"""
-
-from __future__ import annotations
+mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking."""
 
 from dataclasses import replace
 from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import MC, Tile, default_kc, default_tile
-from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels.gemm import packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
-from barellm.cpu.kernels.gemm.packing import (
-    PackTask,
-    PanelBuffers,
-    can_overlap_packing,
-    pack_b,
-    pack_b_transposed,
-    panel_bytes,
-    uses_vnni,
-)
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.muon import each_matrix
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
-from barellm.program.ops.base import Op
 
 
 def symmetric_gemm(
@@ -42,36 +28,36 @@ def symmetric_gemm(
     """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (fp64 bits of numbers,
     given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n)."""
     polynomial = linear is not None
-    vnni, lanes, nr = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
+    vnni, lanes, nr = packing.uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     kc = default_kc(k.isa, depth, 2 if vnni else 4)
     k_blocks, panels, m_blocks = -(-depth // kc), -(-n // nr), -(-n // MC)
-    overlap = can_overlap_packing(k.isa, x.dtype)
+    overlap = packing.can_overlap_packing(k.isa, x.dtype)
     factors = (k.splat(number(k, linear)), k.splat(number(k, square))) if polynomial else None
-    scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, x.dtype, kc, nr)
+    scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, x.dtype, kc, nr)
     a_width = a_panel_width(k.isa, tile)
-    a_nbytes = panel_bytes(k.isa, x.dtype, kc, a_width) if columns else 0
+    a_nbytes = packing.panel_bytes(k.isa, x.dtype, kc, a_width) if columns else 0
     accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
 
     def kc_of(p: Value) -> Any:
         """The depth of KC block p."""
         return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
 
-    def pack_b_panel(into: Pointer, number: Value) -> PackTask:
+    def pack_b_panel(into: Pointer, number: Value) -> packing.PackTask:
         """Packs the B panel of KC block number % k_blocks of panel number // k_blocks."""
         col, p = number // k_blocks * nr, number % k_blocks
         if columns or polynomial:
             ragged = n if n % nr else None
-            return pack_b(k, into, x.at(p * (kc * n)), col, kc_of(p), stride=n, width=nr, cols=ragged)
+            return packing.pack_b(k, into, x.at(p * (kc * n)), col, kc_of(p), stride=n, width=nr, cols=ragged)
         even = kc % 8 == 0 and depth % 8 == 0
-        return pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
+        return packing.pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
 
-    def pack_a(into: Pointer, number: Value) -> PackTask:
+    def pack_a(into: Pointer, number: Value) -> packing.PackTask:
         """Packs the A panel: the same KC block of the `a_width` columns of x from number // k_blocks on."""
         p = number % k_blocks
-        return pack_b(k, into, x.at(p * (kc * n)), number // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
+        return packing.pack_b(k, into, x.at(p * (kc * n)), number // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
 
-    b_panels = PanelBuffers(k, scratch, nbytes, pack_b_panel)
-    a_panels = PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
+    b_panels = packing.PanelBuffers(k, scratch, nbytes, pack_b_panel)
+    a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
     def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
         """The micro-kernel of the tile at row `row`, over KC block p of B's `panel`, to or onto the accumulators of the rows from
@@ -182,10 +168,10 @@ def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
 
 def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
     """Scratch bytes of a thread: two B panels, two A panels, the sums of a block; a last tile and a last square may exceed it."""
-    kc = default_kc(isa, depth, 2 if uses_vnni(isa, dtype) else 4)
-    a_nbytes = panel_bytes(isa, dtype, kc, a_panel_width(isa, tile)) if columns else 0
+    kc = default_kc(isa, depth, 2 if packing.uses_vnni(isa, dtype) else 4)
+    a_nbytes = packing.panel_bytes(isa, dtype, kc, a_panel_width(isa, tile)) if columns else 0
     rows = MC + tile.mr + isa.lanes
-    return 2 * panel_bytes(isa, dtype, kc, tile.nr(isa)) + 2 * a_nbytes + rows * tile.nr(isa) * 4
+    return 2 * packing.panel_bytes(isa, dtype, kc, tile.nr(isa)) + 2 * a_nbytes + rows * tile.nr(isa) * 4
 
 
 def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:

@@ -1,7 +1,5 @@
 """Activations by their emitters: the value and the slope, on fp32 lanes. program/ops/pointwise/elementwise.py defines them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,16 +1,12 @@
 """Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (..., K),
 words (..., W), with W = ceil(K / 32)."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
 from barellm.cpu.kernels.loops import accumulate, elementwise_map, flat, row_grain, shape_of
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.binary import BITS, words_of
 from barellm.runtime.lowering import weight_operand
 

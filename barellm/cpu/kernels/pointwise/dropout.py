@@ -1,15 +1,12 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C). The bits are those of
 `program/ops/pointwise/random.py`, or the draws of `program/ops/pointwise/tausworthe.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, kernel
 from barellm.cpu.kernels.loops import accumulate, row_grain
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.tausworthe import Streams
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 

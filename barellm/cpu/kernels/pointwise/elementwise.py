@@ -1,114 +1,101 @@
 """Add, rescale, cast, zeros, bias, activations and their gradients, last row. Shapes: any, row-major; C is the last axis.
 
-Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
-"""
-
-from __future__ import annotations
+Flat kernels see elements, the others rows. A result that leaves the caches is written past them."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import (
-    Vectors,
-    accumulate,
-    elementwise_map,
-    flat,
-    foreach_column,
-    foreach_row,
-    row_grain,
-    shape_of,
-    whole_cache_lines,
-)
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering
+from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from barellm.program.tensor import Span
 
 
-@kernel("add", constants=lambda op: flat(op.y))
+@kernel("add", constants=lambda op: loops.flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
-    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
+    loops.elementwise_map(
+        k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y
+    )
 
 
 def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
     by = k.to(number(k, factor), "float")
-    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
+    loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
 
 
 @lowering("rescale", starts="y")
 def lower_rescale(op: Op, c: Lowering) -> None:
     """Layers have factors of their own, and share the code."""
-    c.call(rescale, {"y": op.y, "x": op.x, "factor": bits(op.forward)}, {**flat(op.y), "mode": op.modes["y"]}, writes="y")
+    c.call(rescale, {"y": op.y, "x": op.x, "factor": bits(op.forward)}, {**loops.flat(op.y), "mode": op.modes["y"]}, writes="y")
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:
     """Constants of a kernel whose result may be a view: then `columns` is (columns, row stride in elements, whether rows are whole
     cache lines); else None, and the kernel sees flat elements."""
     y = op.y
-    columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, whole_cache_lines(op))
-    return {"columns": columns, **shape_of(y), **flat(y)}
+    columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, loops.whole_cache_lines(op))
+    return {"columns": columns, **loops.shape_of(y), **loops.flat(y)}
 
 
 @kernel("cast", constants=columns_or_flat, views="y", spans="x y")
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
     if columns is None:
-        elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
+        loops.elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
         return
     C, stride, lines = columns
 
-    def vectors(row: Value) -> Vectors:
+    def vectors(row: Value) -> loops.Vectors:
         src = x.at(row * C)
         return lambda c, mask: [src.load(c, mask)]
 
-    foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
+    loops.foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
 
 
 @kernel("zeros", constants=columns_or_flat, views="y")
 def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
     zero = k.to(0.0, k.vec)
     if columns is None:
-        elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)
+        loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)
         return
     C, stride, lines = columns
-    foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
+    loops.foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
 
 
 def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
     def vector(i, mask):
         return EMITTERS[name].value(k, x.load(i, mask), "fp32")
 
-    elementwise_map(k, k.num_elements(dims) * width, y, vector, mode=mode_y)
+    loops.elementwise_map(k, k.num_elements(dims) * width, y, vector, mode=mode_y)
 
 
 def activation_backward(k: KernelBuilder, dx, dy, x, *, name, dims, width, mode_dx) -> None:
     def vector(i, mask):
         return dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32")
 
-    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
+    loops.elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
 
 
 def _register(name: str) -> None:
     """The kernels of an activation's two ops."""
     a = ACTIVATIONS[name]
-    kernel(a.forward.name, constants=lambda op: {"name": name, **flat(op.y)})(activation)
-    kernel(a.backward.name, constants=lambda op: {"name": name, **flat(op.dx)})(activation_backward)
+    kernel(a.forward.name, constants=lambda op: {"name": name, **loops.flat(op.y)})(activation)
+    kernel(a.backward.name, constants=lambda op: {"name": name, **loops.flat(op.dx)})(activation_backward)
 
 
 for _name in EMITTERS:
     _register(_name)
 
 
-@kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})
+@kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **loops.shape_of(op.y)})
 def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
-    with k.parallel_range(k.num_elements(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         dst, src = y.at(row * C), x.at(row * C)
 
         def body(c, mask, j):
-            dst.store(accumulate(k, dst, c, mask, src.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
+            dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
 
-        foreach_column(k, C, body)
+        loops.foreach_column(k, C, body)
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
@@ -117,4 +104,6 @@ def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as b:
         dst, src = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        foreach_column(k, C, lambda c, mask, j: dst.store(accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask))
+        loops.foreach_column(
+            k, C, lambda c, mask, j: dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)
+        )

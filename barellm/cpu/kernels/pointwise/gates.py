@@ -1,31 +1,16 @@
 """Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows; weight (N, K); z, dz (rows, N) fp32; base, y,
-dy, dx (rows, C), of which N divides C.
-"""
-
-from __future__ import annotations
+dy, dx (rows, C), of which N divides C."""
 
 from itertools import cycle
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
-from barellm.cpu.kernels.loops import (
-    ROW_UNROLL,
-    STREAM_BYTES,
-    accumulate,
-    foreach_column,
-    new_accumulators,
-    row_grain,
-    shape_of,
-    tree_reduce,
-    write_row,
-)
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
-from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.runtime.lowering import weight_operand
 
 # --- logits ---
@@ -35,26 +20,26 @@ def logits_constants(op: Op) -> dict[str, Any]:
     """`strides`: from one row of x and of extra to the next; `widths`: their columns."""
     read = [op.x] if op.extra is None else [op.x, op.extra]
     widths, strides = tuple(int(t.shape[-1]) for t in read), tuple(t.row_stride for t in read)
-    return {"N": int(op.weight.shape[0]), "widths": widths, "strides": strides, **shape_of(op.x)}
+    return {"N": int(op.weight.shape[0]), "widths": widths, "strides": strides, **loops.shape_of(op.x)}
 
 
 def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
     """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates, `widths` columns of x and of extra. From
     the second gate on the columns of a row are in L1."""
     K = sum(widths)
-    with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         x_rows = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
         with k.loop(0, N) as n:
-            sums, first = new_accumulators(k, ROW_UNROLL), 0
+            sums, first = loops.new_accumulators(k, loops.ROW_UNROLL), 0
             for src, columns in zip(x_rows, widths, strict=True):
                 w = weight.at(n * K + first)
 
                 def body(c: Any, mask: Value | None, j: int, src=src, w=w, sums=sums) -> None:
                     sums[j].value = k.fma(src.load(c, mask), w.load(c, mask), sums[j].value)
 
-                foreach_column(k, columns, body)
+                loops.foreach_column(k, columns, body)
                 first += columns
-            z.put(k.sum(tree_reduce(sums, add)), row * N + n)
+            z.put(k.sum(loops.tree_reduce(sums, add)), row * N + n)
 
 
 @lowering("gate_logits", also={"weight": PLANES}, views="x extra")
@@ -95,7 +80,7 @@ def gate_logits_backward(
                 else:
                     with k.loop(0, N) as n:
                         add_gate(n)
-                d.store(accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
+                d.store(loops.accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
         for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
             dst.store(sums.value, n * K + starts[i] + c, mask)
@@ -114,7 +99,7 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
     operands["weight"] = weight_operand(op.weight)
     c.call(gate_logits_backward, operands, constants, writes="partials dx dextra")
     size = op.weight.size
-    sums = {"C": size, "stride": size, "mode": op.modes["dweight"], **shape_of(op.x)}
+    sums = {"C": size, "stride": size, "mode": op.modes["dweight"], **loops.shape_of(op.x)}
     c.call(combine_sums, {"out": op.dweight, "partials": partials}, sums, writes="out")
 
 
@@ -155,9 +140,11 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
     times, _ = gate_scale(k, factor, scale, squash=squash)
-    nontemporal = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
-    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
+    nontemporal = (
+        rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and D % (loops.ROW_UNROLL * k.lanes) == 0 else None
+    )
+    with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        loops.foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
@@ -171,9 +158,9 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
                 if has_source:
                     gated_x = source.load(at, mask)
                     value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
-                return accumulate(k, dst, at, mask, value, mode_y)
+                return loops.accumulate(k, dst, at, mask, value, mode_y)
 
-            write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
+            loops.write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
 
         def write_groups(*, has_source: bool) -> None:
             with k.loop(0, N) as n:
@@ -212,8 +199,8 @@ def gated_backward(
     gates = k.thread_scratch()
     dots = gates.at(padded)
     times, derivative = gate_scale(k, factor, scale, squash=squash)
-    to_caches = modes[0] != "store" or D % (ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
-    nontemporal = None if to_caches else rows * (C * dx.itemsize) > STREAM_BYTES
+    to_caches = modes[0] != "store" or D % (loops.ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
+    nontemporal = None if to_caches else rows * (C * dx.itemsize) > loops.STREAM_BYTES
     with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):
         total = k.var_vec(0.0)
         with k.loop(begin, end) as row:
@@ -221,21 +208,21 @@ def gated_backward(
             dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
 
             def store_dz(c: Any, mask: Value | None, value: Any, dz_row=dz_row) -> None:
-                dz_row.store(accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
+                dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
             def group(n: Value, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
                 """dx of the columns of gate n, and dots[n]."""
-                gate, sums = k.splat(gates.get(n)) * times, new_accumulators(k, ROW_UNROLL)
-                chains = cycle(range(ROW_UNROLL))  # consecutive vectors go to different accumulators
+                gate, sums = k.splat(gates.get(n)) * times, loops.new_accumulators(k, loops.ROW_UNROLL)
+                chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
 
                 def vector(c: Any, mask: Value | None) -> Value:
                     at, chain = n * D + c, sums[next(chains)]
                     d = dy_row.load(at, mask)
                     chain.value = k.fma(d, src.load(at, mask), chain.value)
-                    return accumulate(k, dst_row, at, mask, d * gate, modes[0])
+                    return loops.accumulate(k, dst_row, at, mask, d * gate, modes[0])
 
-                write_row(k, dst_row.at(n * D), D, vector, nontemporal=nontemporal)
-                dots.put(k.sum(tree_reduce(sums, add)), n)
+                loops.write_row(k, dst_row.at(n * D), D, vector, nontemporal=nontemporal)
+                dots.put(k.sum(loops.tree_reduce(sums, add)), n)
 
             def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
                 """dz of the gates from c on, and their part of the factor's gradient."""
@@ -245,10 +232,10 @@ def gated_backward(
                 store_dz(c, mask, times * (s * (1.0 - s)) * dot)
 
             def gated_row(logits=logits) -> None:
-                foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
+                loops.foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
                 with k.loop(0, N) as n:
                     group(n)
-                foreach_column(k, N, gate_gradient)
+                loops.foreach_column(k, N, gate_gradient)
 
             if not shift:
                 gated_row()
@@ -256,13 +243,13 @@ def gated_backward(
                 t = row % T
                 first = t < shift  # positions whose gates have no x
                 with k.when(first):
-                    foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
+                    loops.foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
                 with k.otherwise(first):
                     gated_row()
                 last = dx.at(row * stride["dx"])  # of the last `shift` positions no gate reads x
                 with k.when(t >= T - shift):
-                    write_row(
-                        k, last, C, lambda c, mask: accumulate(k, last, c, mask, k.to(0.0, k.vec), modes[0]),
+                    loops.write_row(
+                        k, last, C, lambda c, mask: loops.accumulate(k, last, c, mask, k.to(0.0, k.vec), modes[0]),
                         nontemporal=None,
                     )  # fmt: skip
         if derivative is not None:

@@ -1,17 +1,13 @@
 """Initial values of parameters, (rows, columns); a vector is one row. Elements from `valid` on are zero."""
 
-from __future__ import annotations
-
 import struct
 from math import prod
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import GRAIN, foreach_vector
-from barellm.cpu.kernels.storage import Weight, weight_operands
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
+from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
 from barellm.program.dtypes import PLANES
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.random import HALF
 
 
@@ -33,10 +29,10 @@ def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
     between parameters is given at run time, the size as its fp32 bits (`size_bits`): one code for all."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
-    weights = Weight(k, param, param_lo, bf16)
+    weights = storage.Weight(k, param, param_lo, bf16)
     width = 2 * HALF
     blocks = (columns + width - 1) // width
-    with k.parallel_range(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
+    with k.parallel_range(rows * blocks, loops.GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
         row, block = unit // blocks, unit % blocks
         for part, offset in random.column_blocks(k.lanes):
             both = (normals if normal else uniforms)(k, *random.words(k, key, row, block, part))
@@ -52,25 +48,25 @@ def lower_random_init(op: Op, c: Lowering) -> None:
     normal = op.name == "normal_init"
     t, size = op.outputs["param"], op.std if normal else op.bound
     columns = int(t.shape[-1])
-    operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns, "valid": _valid(op),
+    operands = {**storage.weight_operands("param", t), "rows": t.size // columns, "columns": columns, "valid": _valid(op),
                 "stream": int(op.stream), "size_bits": struct.unpack("<i", struct.pack("<f", size))[0]}  # fmt: skip
     c.call(random_init, operands, {"normal": normal, "bf16": bool(op.bf16)}, writes="param param_lo")
 
 
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:
-    weights = Weight(k, param, param_lo)
+    weights = storage.Weight(k, param, param_lo)
 
     def body(i, mask, j):
         weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
 
-    with k.parallel_range(n, GRAIN) as (begin, end):
-        foreach_vector(k, begin, end, body)
+    with k.parallel_range(n, loops.GRAIN) as (begin, end):
+        loops.foreach_vector(k, begin, end, body)
 
 
 @lowering("constant_init", floats="fp32", also={"param": PLANES})
 def lower_constant_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
-    operands = {**weight_operands("param", t), "n": t.size, "valid": _valid(op)}
+    operands = {**storage.weight_operands("param", t), "n": t.size, "valid": _valid(op)}
     c.call(constant_init, operands, {"value": float(op.value)}, writes="param param_lo")
 
 

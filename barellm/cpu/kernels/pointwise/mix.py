@@ -2,30 +2,15 @@
 coefficients k0..k3 and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or
 None where it is the tensor."""
 
-from __future__ import annotations
-
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import (
-    ROW_UNROLL,
-    accumulate,
-    elementwise_map,
-    exceeds_caches,
-    flat,
-    new_accumulators,
-    shape_of,
-    store_all,
-    tree_reduce,
-)
-from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
-from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.base import Op
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernels import loops, reductions
 from barellm.program.ops.pointwise.mix import COEFFICIENTS, MOST, TERMS
 
 PREFETCH_DISTANCE = 512  # elements, into L2: four streams are more than the hardware prefetcher follows
-CHAINS = ROW_UNROLL  # so that rows of full groups of vectors are aligned
+CHAINS = loops.ROW_UNROLL  # so that rows of full groups of vectors are aligned
 
 DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIENTS))
 
@@ -43,7 +28,7 @@ def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
         k.prefetch(p.at(i + PREFETCH_DISTANCE), near=False)
 
 
-@kernel("mix", constants=lambda op: {"numbers": op.numbers, **flat(op.y)}, views=" ".join(COEFFICIENTS))
+@kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
     """y = the sum of k_i x_i over as many terms as there are `numbers`."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
@@ -58,7 +43,7 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
             total = total + value if factor is None else k.fma(value, factor, total)
         return total
 
-    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4, mode=mode_y)
+    loops.elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4, mode=mode_y)
 
 
 def mix_backward(
@@ -73,9 +58,9 @@ def mix_backward(
     results = [(dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None]
     rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes
-    nontemporal = [exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
-    with chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
-        sums = [new_accumulators(k, CHAINS) for _ in learned]
+    nontemporal = [loops.exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
+    with reductions.chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
+        sums = [loops.new_accumulators(k, CHAINS) for _ in learned]
 
         def gradients(i: Any, mask: Value | None, chain: int) -> list[Value]:
             """The vectors of all dx from element i on; adds dy x to accumulator `chain` of each learned coefficient."""
@@ -83,20 +68,20 @@ def mix_backward(
             d = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(d, xs[t].load(i, mask), chains[chain].value)
-            return [accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results]
+            return [loops.accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results]
 
         begin, end = first * C, last * C
         whole = begin + ((end - begin) & -step)
         with k.loop(begin, whole, step) as i:
             groups = [gradients(i + j * k.lanes, None, j) for j in range(CHAINS)]
             for (dx, _, _), values, past_caches in zip(results, zip(*groups, strict=True), nontemporal, strict=True):
-                store_all(k, dx, list(values), i, past_caches)
+                loops.store_all(k, dx, list(values), i, past_caches)
         with k.loop(whole, end, k.lanes) as i:
             mask = k.mask_first(end - i)
             for (dx, _, _), value in zip(results, gradients(i, mask, 0), strict=True):
                 dx.store(value, i, mask)
         for t, chains in enumerate(sums):
-            dst.put(k.sum(tree_reduce(chains, add)), t)
+            dst.put(k.sum(loops.tree_reduce(chains, add)), t)
 
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
@@ -105,9 +90,9 @@ def lower_mix_backward(op: Op, c: Lowering) -> None:
     learned = [i for i, number in enumerate(numbers) if number is None]
     named = op.inputs | op.outputs
     operands = {f"{name}{i}": named.get(f"{name}{i}") for name in ("dx", "x", "k") for i in range(MOST)}
-    partials = lower_partials(c, op.dy, len(learned))
+    partials = reductions.lower_partials(c, op.dy, len(learned))
     modes = tuple(op.modes.get(f"dx{i}", "store") for i in range(len(numbers)))
-    constants = {"numbers": numbers, "modes": modes, "C": int(op.dy.shape[-1]), **shape_of(op.dy)}
+    constants = {"numbers": numbers, "modes": modes, "C": int(op.dy.shape[-1]), **loops.shape_of(op.dy)}
     c.call(mix_backward, {"partials": partials, "dy": op.dy, **operands}, constants, writes=f"partials {DX}")
     outputs = {f"dk{i}": op.outputs[f"dk{i}"] for i in learned}
-    lower_scalars(c, partials, op.dy, outputs, op.modes)
+    reductions.lower_scalars(c, partials, op.dy, outputs, op.modes)

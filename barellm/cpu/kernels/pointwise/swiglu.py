@@ -1,16 +1,11 @@
 """SwiGLU, gated activations of other kinds, and their gradients. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any
-stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient.
-"""
-
-from __future__ import annotations
+stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
 from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_cache_lines
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
-from barellm.cpu.lang import Value
-from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.swiglu import GATED
 
 

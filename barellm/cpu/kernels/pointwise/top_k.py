@@ -2,17 +2,12 @@
 
 Radix select. A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th
 largest key is found bit by bit: 32 passes over the row count the keys that are not below a guess. So the time does not depend on
-the values. A thread keeps the keys of its row in scratch.
-"""
-
-from __future__ import annotations
+the values. A thread keeps the keys of its row in scratch."""
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, Var, kernel, lowering
 from barellm.cpu.kernels.loops import foreach_column, shape_of, tree_reduce
-from barellm.cpu.lang import Pointer, Value, Var
-from barellm.program.ops.base import Op
 
 CHAINS = 4  # independent accumulation chains
 INFINITY = 0x7F800000

@@ -2,21 +2,15 @@
 square's rows are parts of instructions: to compute them took as long as the memory does.
 
 Squares of lanes x lanes are transposed in registers. A strip of squares reads as many rows of x from left to right; a tile is
-STRIPS strips below each other, which write adjacent parts of the rows of y.
-"""
-
-from __future__ import annotations
+STRIPS strips below each other, which write adjacent parts of the rows of y."""
 
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import LINE, STREAM_BYTES
-from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang.vector import transpose
 from barellm.program.dtypes import FORMATS
-from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part, plane
 
 STRIPS = 16  # of a tile
@@ -62,7 +56,7 @@ def transpose_tiles(
     what the square below reads; where it `adds` (y is read too), also what squares to the right will read of y. Long rows go two
     squares at a time: rows of y are then short, and parts of two cache lines are written together."""
     long = columns > rows
-    strip, next_read = (2 * side, PREFETCH_LINES * LINE // x.itemsize) if long else (side, side * columns)
+    strip, next_read = (2 * side, PREFETCH_LINES * loops.LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
     tiles_per_row = -(-columns // width)
     with k.parallel_range(-(-rows // height) * tiles_per_row, 1) as (begin, end), k.loop(begin, end) as tile:
@@ -85,7 +79,7 @@ def transpose_tiles(
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
     """y = x^T of elements of 16 or 32 bits, every bit as it is. Results that leave the caches are stored non-temporally."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
-    nontemporal = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
+    nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
 
     def load(src: Any, further: int, mask: Value | None) -> Value:
         """The vector at element src + further of x, in 32-bit lanes."""
@@ -126,7 +120,7 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
     """y += x^T in fp32, whatever the storage (`_lo`: low planes)."""
-    src, dst = Weight(k, x, x_lo), Weight(k, y, y_lo)
+    src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
     def load(at: Any, further: int, mask: Value | None) -> Value:
         return src.load(at + further, mask)
@@ -143,7 +137,7 @@ def lower_transpose(op: Op, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}
     if op.modes["y"] == "add":
-        c.call(transpose_add, {**weight_operands("y", op.y), **weight_operands("x", op.x)}, sizes, writes="y y_lo")
+        c.call(transpose_add, {**storage.weight_operands("y", op.y), **storage.weight_operands("x", op.x)}, sizes, writes="y y_lo")
         return
     planes = FORMATS[op.x.dtype].planes
     for i, name in enumerate(planes or (op.x.dtype,)):

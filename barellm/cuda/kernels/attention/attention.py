@@ -223,7 +223,7 @@ def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
     t = tuning.select_config(c.target, tuning.AttentionProblem(role, op.q.dtype, batch, *sizes))
-    if t.warp_specialized and (not op.plain or c.target.matmul == "triton"):  # that kernel is causal, with the usual scale
+    if t.warp_specialized and not op.plain:  # that kernel is causal, with the usual scale
         return attention_config.select_attention_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
     return t
 

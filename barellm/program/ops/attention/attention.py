@@ -11,8 +11,7 @@ document. Starts do not decrease along a row, and none is later than its own pos
 
 Paired heads (modded-nanogpt, 2026) share keys: the row of a token is read as two positions, 2t with the first half of its heads
 and 2t + 1 with the second. So the sequence has 2T positions and H / 2 heads, lse is (B, H / 2, T, 2), starts count tokens and the
-window counts positions.
-"""
+window counts positions."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ import numpy as np
 
 from barellm.program import scalars
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.random import keep
-from barellm.program.tensor import Tensor, describe
 
 
 def split_heads(x: np.ndarray, heads: int) -> np.ndarray:
@@ -207,8 +205,7 @@ class AttentionBackward(Dense):
     """dq, dk, dv from dout. With P = exp(s - lse), M the dropout multipliers and delta = sum(dout * out):
 
     dv = (P * M)^T dout,  ds = P * (M * (dout v^T) - delta),  dq = ds k * scale,  dk = ds^T q * scale;
-    dk and dv are summed over the heads that shared a head of k and v.
-    """
+    dk and dv are summed over the heads that shared a head of k and v."""
 
     name = "attention_backward"
     product = True
@@ -279,8 +276,6 @@ class AttentionCached(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int = 0, causal: bool = True, dropout: float = 0.0,
         window: str | None = None, most_window: int = 0, scale: str | None = None, starts: Tensor | None = None,

@@ -6,8 +6,7 @@ tables. Work and memory go with the number of listed blocks; T x T exists in the
 `relative` (M, H*D), if there is one, has a vector for each head and distance (Shaw et al. 2018; Huang et al. 2018): query i and
 key j score q_i (k_j + r_(i-j)) / sqrt(D). Row m is distance m, and in a layout that looks ahead, where M is odd, m - (M - 1) / 2.
 A pair whose distance has no row has no term. In a causal layout that is as general as one vector for all farther keys: softmax
-does not see what all scores of a query have in common, so that vector could as well be subtracted from the others.
-"""
+does not see what all scores of a query have in common, so that vector could as well be subtracted from the others."""
 
 from __future__ import annotations
 
@@ -15,12 +14,10 @@ from math import sqrt
 
 import numpy as np
 
-from barellm.program.dtypes import FORMATS
+from barellm.program import dtypes, layouts
 from barellm.program.graph import Graph
-from barellm.program.layouts import Layout
 from barellm.program.ops.attention.attention import check_heads, gathered, join_heads, log_sum_exp, shared, split_heads
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 
 class Listed(Op):
@@ -32,7 +29,7 @@ class Listed(Op):
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None) -> None:
         """ValueError unless q, k, v and `relative` have the shapes above and the layout is of their heads and length."""
-        layout: Layout = self.layout
+        layout: layouts.Layout = self.layout
         check_heads(self.name, self.heads, self.kv_heads, q, k, v)
         T = q.shape[1]
         if layout.heads != self.heads or layout.length != int(T):
@@ -43,7 +40,7 @@ class Listed(Op):
         if relative is None:
             return
         fits = len(relative.shape) == 2 and relative.shape[1] == q.shape[2]
-        if not fits or FORMATS[relative.dtype].operand != q.dtype or (not layout.causal and relative.shape[0] % 2 == 0):
+        if not fits or dtypes.FORMATS[relative.dtype].operand != q.dtype or (not layout.causal and relative.shape[0] % 2 == 0):
             rows = "M" if layout.causal else "an odd number"
             raise ValueError(
                 f"{self.name} expects relative ({rows}, {int(q.shape[2])}) {q.dtype}: {describe(q=q, relative=relative)}"
@@ -152,11 +149,9 @@ class LayoutAttentionBackward(Listed):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def layout_attention(
         self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None = None,
-        *, layout: Layout, heads: int, kv_heads: int = 0,
+        *, layout: layouts.Layout, heads: int, kv_heads: int = 0,
     ) -> Tensor:  # fmt: skip
         """Self-attention over the blocks of a layout: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D).
         `relative` (M, heads * D) has a vector for each distance, which is added to the keys at that distance."""

@@ -2,8 +2,7 @@
 
 Shapes: x, y (B, T, W), packed heads of D columns: those of the queries, then those of the keys; rstd (B, T, heads + kv_heads) fp32;
 cos, sin (positions, D / 4) fp32. Columns 2i and 2i + 1 of a head are a plane for i < D / 4. The columns from D / 2 on stay as
-they are. The angle is that of the row's place in the sequence, whatever its document.
-"""
+they are. The angle is that of the row's place in the sequence, whatever its document."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ import numpy as np
 
 from barellm.program.dtypes import encode
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +152,6 @@ class QKRotaryBackward(_Heads):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def yarn_tables(self, yarn: Yarn, length: int) -> tuple[Tensor, Tensor]:
         """The tables cos and sin (length, D / 4), as tensors "yarn.cos" and "yarn.sin" of the store, which begin with the angles of
         `yarn`. They are no state of the optimizer, so a checkpoint leaves them out. Whoever widens the window during a run writes

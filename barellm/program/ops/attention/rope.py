@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi, sqrt
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
-
-if TYPE_CHECKING:
-    import numpy as np
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,6 @@ class Scaling:
 
 def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None, length: int = 0) -> np.ndarray:
     """(D / 2,) float64: the angle by which each plane turns from one position to the next, in tables of `length` positions."""
-    import numpy as np
-
     D, s = head_size, scaling
     if s is not None and s.kind == "dynamic" and length > s.old_seq:
         theta *= (s.factor * length / s.old_seq - (s.factor - 1)) ** (D / (D - 2))
@@ -86,8 +81,7 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None,
 class Rope(Op):
     """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t.
 
-    With `inverse` it turns back, which is its own gradient: sin changes its sign.
-    """
+    With `inverse` it turns back, which is its own gradient: sin changes its sign."""
 
     name = "rope"
     scalars = ("pos",)
@@ -103,8 +97,6 @@ class Rope(Op):
         return {"y": (x.shape, x.dtype)}
 
     def reference(self, x, cos, sin, pos):
-        import numpy as np
-
         B, T, _ = x.shape
         D = 2 * cos.shape[1]
         c, s = cos[pos : pos + T, None, :], sin[pos : pos + T, None, :] * (-1 if self.inverse else 1)
@@ -121,8 +113,6 @@ class Rope(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def rope_tables(
         self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None, rotated: int | None = None,
         scale: float = 1.0, name: str = "rope",
@@ -130,8 +120,6 @@ class Calls(Graph):
         """The tables cos and sin (length, head_size / 2) of positions 0 .. length, constants of the store called `name`.cos and
         `name`.sin. Only `rotated` columns of a head turn, unless it is None: the first rotated / 2 of each half, and the others
         pass. All that the rope gives is multiplied by `scale`."""
-        import numpy as np
-
         rotated = head_size if rotated is None else rotated
         if head_size % 2 or rotated % 2:
             raise ValueError(f"rope turns pairs of columns: {rotated} of {head_size}, expected even numbers")

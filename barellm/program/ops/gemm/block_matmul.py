@@ -3,8 +3,7 @@ other, and what is not listed is zero and never computed.
 
 Shapes: x (..., C), y (..., K), leading axes are tokens. A layout is (C / bs, K / bs) blocks. weight (blocks * bs, bs): block (c, k)
 is what the columns of block c of x give to those of block k of y. The constants `columns`, `rows` and `places` are the layout's
-tables (`program/block_layouts.py`).
-"""
+tables (`program/block_layouts.py`)."""
 
 from __future__ import annotations
 
@@ -12,10 +11,9 @@ from typing import Any
 
 from barellm.program.block_layouts import BlockLayout
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Bias, tokens
 from barellm.program.ops.pointwise.elementwise import operand
-from barellm.program.tensor import Tensor, describe
 
 
 class _BlockProduct(Op):
@@ -99,8 +97,6 @@ class BlockMatmulDw(_BlockProduct):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def block_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: BlockLayout) -> Tensor:
         """x (..., C), weight (blocks * bs, bs), bias (K) -> x W + bias (..., K)."""
         tables: dict[str, Any] = {}

@@ -2,8 +2,7 @@
 
 Shapes: x (..., K), weight (K, N), y (..., N); a scale is (1,) fp32, from `Static` or scales.py. Forward operands are e4m3, and
 gradients e5m2, which reaches further. The gradient goes through the rounding as if there was none (Bengio et al. 2013): dx = dy
-weight^T and dweight = x^T dy, of the codes.
-"""
+weight^T and dweight = x^T dy, of the codes."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ import numpy as np
 
 from barellm.program.dtypes import LARGEST, round_to_eight
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import tokens
 from barellm.program.ops.pointwise.elementwise import Cast
-from barellm.program.tensor import Tensor, describe
 
 Quantised = tuple[Tensor, Tensor]  # codes and their scale
 
@@ -34,6 +32,7 @@ class Quantise(Op):
 
     name = "quantise"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
@@ -50,9 +49,6 @@ class Quantise(Op):
         with np.errstate(over="ignore"):
             y = np.asarray(x, np.float32) / divisor(scale, inv_targets)
         return {"y": round_to_eight(y, self.dtype).astype(np.float64)}
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 class Product(Op):

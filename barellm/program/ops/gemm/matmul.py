@@ -1,14 +1,12 @@
 """Products with a weight matrix, their two gradients, and the bias.
 
-Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens.
-"""
+Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens."""
 
 from __future__ import annotations
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.elementwise import Rescale, operand
-from barellm.program.tensor import Tensor, describe
 
 
 def tokens(t: Tensor) -> int:
@@ -89,6 +87,7 @@ class Bias(Op):
     """y = x + bias, bias (N) over the last axis."""
 
     name = "bias"
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor, bias: Tensor) -> dict[str, Spec]:
         if bias.shape != x.shape[-1:]:
@@ -102,14 +101,12 @@ class Bias(Op):
         g.alias(self.x, y)
         g.write(BiasGrad, {"dbias": self.bias}, dy=y)
 
-    def flops(self) -> int:
-        return self.x.size
-
 
 class BiasGrad(Op):
     """dbias = sum of dy over tokens, in a tree fixed by the token count."""
 
     name = "bias_grad"
+    flops_per_element = (1, "dy")
 
     def infer(self, dy: Tensor) -> dict[str, Spec]:
         return {"dbias": (dy.shape[-1:], "fp32")}
@@ -117,13 +114,8 @@ class BiasGrad(Op):
     def reference(self, dy):
         return {"dbias": dy.reshape(-1, dy.shape[-1]).sum(0)}
 
-    def flops(self) -> int:
-        return self.dy.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: the weight is stored as (K,
         N)."""

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import tokens
 from barellm.program.quantization import packed_matrix, scheme
-from barellm.program.tensor import Tensor, describe
 
 
 class QuantizedMatmul(Op):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 
 def grouped_rows(x: Any, groups: int) -> Any:
@@ -19,6 +18,7 @@ class GroupNorm(Op):
     (Wu and He 2018). Saves mean and rstd in fp32."""
 
     name = "group_norm"
+    flops_per_element = (8, "x")
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Spec]:
         found = describe(x=x, weight=weight, bias=bias)
@@ -42,14 +42,12 @@ class GroupNorm(Op):
         g.write(GroupNormDx, {"dx": self.x}, dy=y, weight=self.weight, **saved)
         g.write(GroupNormDparams, {"dweight": self.weight, "dbias": self.bias}, dy=y, **saved)
 
-    def flops(self) -> int:
-        return 8 * self.x.size
-
 
 class GroupNormDx(Op):
     """dx = rstd * (dn - mean(dn) - n * mean(dn * n)), with n the normalised numbers and dn = dy * weight."""
 
     name = "group_norm_dx"
+    flops_per_element = (14, "x")
 
     def infer(self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> dict[str, Spec]:
         if dy.shape != x.shape:
@@ -64,14 +62,12 @@ class GroupNormDx(Op):
         dx = rstd * (dn - dn.mean(-1, keepdims=True) - n * (dn * n).mean(-1, keepdims=True))
         return {"dx": dx.reshape(x.shape)}
 
-    def flops(self) -> int:
-        return 14 * self.x.size
-
 
 class GroupNormDparams(Op):
     """dweight = sum over images and pixels of dy * n, dbias = sum of dy."""
 
     name = "group_norm_dparams"
+    flops_per_element = (5, "x")
 
     def infer(self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> dict[str, Spec]:
         return {"dweight": (x.shape[1:2], "fp32"), "dbias": (x.shape[1:2], "fp32")}
@@ -80,13 +76,8 @@ class GroupNormDparams(Op):
         n = ((grouped_rows(x, mean.shape[-1]) - mean[..., None]) * rstd[..., None]).reshape(x.shape)
         return {"dweight": (dy * n).sum((0, 2, 3)), "dbias": dy.sum((0, 2, 3))}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def group_norm(self, x: Tensor, weight: Tensor, bias: Tensor, *, groups: int, eps: float = 1e-5) -> Tensor:
         """x (N, C, H, W), weight and bias (C) -> the same shape, normalised over each image's `groups` groups of channels."""
         return self.apply(GroupNorm, x=x, weight=weight, bias=bias, groups=groups, eps=eps).y

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class LayerNorm(Op):
@@ -12,6 +11,7 @@ class LayerNorm(Op):
 
     name = "layernorm"
     optional = ("bias",)
+    flops_per_element = (8, "x")
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Spec]:
         if weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape):
@@ -33,14 +33,12 @@ class LayerNorm(Op):
         targets = {"dweight": self.weight} | ({"dbias": self.bias} if self.bias is not None else {})
         g.write(LayerNormDparams, targets, dy=y, x=self.x, mean=self.mean, rstd=self.rstd)
 
-    def flops(self) -> int:
-        return 8 * self.x.size
-
 
 class LayerNormDx(Op):
     """dx = rstd * (dn - mean(dn) - n * mean(dn * n)), with n the normalised row and dn = dy * weight."""
 
     name = "layernorm_dx"
+    flops_per_element = (14, "x")
 
     def infer(self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> dict[str, Spec]:
         if dy.shape != x.shape or mean.shape != x.shape[:-1]:
@@ -52,14 +50,12 @@ class LayerNormDx(Op):
         dn = dy * weight
         return {"dx": rstd[..., None] * (dn - dn.mean(-1, keepdims=True) - n * (dn * n).mean(-1, keepdims=True))}
 
-    def flops(self) -> int:
-        return 14 * self.x.size
-
 
 class LayerNormDparams(Op):
     """dweight = sum over rows of dy * n, dbias = sum of dy, in a tree fixed by the row count."""
 
     name = "layernorm_dparams"
+    flops_per_element = (5, "x")
 
     def infer(self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> dict[str, Spec]:
         return {"dweight": (x.shape[-1:], "fp32"), "dbias": (x.shape[-1:], "fp32")}
@@ -69,13 +65,8 @@ class LayerNormDparams(Op):
         n = (x - mean[..., None]) * rstd[..., None]
         return {"dweight": (dy * n).reshape(-1, C).sum(0), "dbias": dy.reshape(-1, C).sum(0)}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight and bias (C) -> (..., C) in the compute dtype, normalised over the last axis (Ba et al. 2016)."""
         return self.apply(LayerNorm, x=x, weight=weight, bias=bias, eps=eps, dtype=self.compute).y

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class RMSNorm(Op):
@@ -13,6 +12,7 @@ class RMSNorm(Op):
 
     name = "rmsnorm"
     optional = ("weight",)
+    flops_per_element = (4, "x")
 
     def infer(self, x: Tensor, weight: Tensor | None = None) -> dict[str, Spec]:
         if weight is not None and weight.shape != x.shape[-1:]:
@@ -30,15 +30,13 @@ class RMSNorm(Op):
         if self.weight is not None:
             g.write(RMSNormDweight, {"dweight": self.weight}, dy=y, x=self.x, rstd=self.rstd)
 
-    def flops(self) -> int:
-        return 4 * self.x.size
-
 
 class RMSNormDx(Op):
     """dx = rstd * (dn - n * mean(dn * n)), with n = x * rstd the normalised row and dn = dy * weight."""
 
     name = "rmsnorm_dx"
     optional = ("weight",)
+    flops_per_element = (8, "x")
 
     def infer(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> dict[str, Spec]:
         if dy.shape != x.shape or rstd.shape != x.shape[:-1]:
@@ -50,14 +48,12 @@ class RMSNormDx(Op):
         dn = dy if weight is None else dy * weight
         return {"dx": rstd[..., None] * (dn - n * (dn * n).mean(-1, keepdims=True))}
 
-    def flops(self) -> int:
-        return 8 * self.x.size
-
 
 class RMSNormDweight(Op):
     """dweight = sum over rows of dy * n, in a tree fixed by the row count."""
 
     name = "rmsnorm_dweight"
+    flops_per_element = (3, "x")
 
     def infer(self, dy: Tensor, x: Tensor, rstd: Tensor) -> dict[str, Spec]:
         return {"dweight": (x.shape[-1:], "fp32")}
@@ -65,9 +61,6 @@ class RMSNormDweight(Op):
     def reference(self, dy, x, rstd):
         C = x.shape[-1]
         return {"dweight": (dy * x * rstd[..., None]).reshape(-1, C).sum(0)}
-
-    def flops(self) -> int:
-        return 3 * self.x.size
 
 
 def heads_of(op: Op) -> Tensor:
@@ -80,6 +73,7 @@ class HeadRMSNorm(Op):
     """RMSNorm of each head by itself, D columns of x (..., H*D), all with one weight (D) (QK-norm, Dehghani et al. 2023)."""
 
     name = "head_rmsnorm"
+    flops_per_element = (4, "x")
 
     def infer(self, x: Tensor, weight: Tensor) -> dict[str, Spec]:
         D = int(weight.shape[-1])
@@ -96,9 +90,6 @@ class HeadRMSNorm(Op):
         assert rstd is None, "rstd is a saved value, not a differentiable output"
         g.write(HeadRMSNormDx, {"dx": self.x}, dy=y, x=self.x, weight=self.weight, rstd=self.rstd)
         g.write(HeadRMSNormDweight, {"dweight": self.weight}, dy=y, x=self.x, rstd=self.rstd)
-
-    def flops(self) -> int:
-        return 4 * self.x.size
 
 
 class HeadRMSNormDx(RMSNormDx):
@@ -121,6 +112,7 @@ class HeadRMSNormDweight(Op):
     """dweight = sum over rows and heads of dy * n, in a tree fixed by their number."""
 
     name = "head_rmsnorm_dweight"
+    flops_per_element = (3, "x")
 
     def infer(self, dy: Tensor, x: Tensor, rstd: Tensor) -> dict[str, Spec]:
         return {"dweight": ((int(x.shape[-1]) // int(rstd.shape[-1]),), "fp32")}
@@ -128,13 +120,8 @@ class HeadRMSNormDweight(Op):
     def reference(self, dy, x, rstd):
         return {"dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None]).reshape(-1, x.shape[-1] // rstd.shape[-1]).sum(0)}
 
-    def flops(self) -> int:
-        return 3 * self.x.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def rmsnorm(self, x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight (C) or none -> (..., C) in the compute dtype, normalised over the last axis."""
         return self.apply(RMSNorm, x=x, weight=weight, eps=eps, dtype=self.compute).y

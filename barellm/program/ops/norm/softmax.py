@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from math import isfinite
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class Softmax(Op):
     """y = exp(scale x) / sum(exp(scale x)) of each row. The row's largest element is taken off first, so that nothing overflows."""
 
     name = "softmax"
+    flops_per_element = (6, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         if not x.shape or not (isfinite(self.scale) and self.scale > 0):
@@ -20,22 +22,18 @@ class Softmax(Op):
         return {"y": (x.shape, self.attrs["dtype"])}
 
     def reference(self, x):
-        import numpy as np
-
         e = np.exp((x - x.max(-1, keepdims=True)) * self.scale)
         return {"y": e / e.sum(-1, keepdims=True)}
 
     def gradient(self, g, y):
         g.write(SoftmaxDx, {"dx": self.x}, dy=y, y=self.y, scale=self.scale, dtype=self.x.dtype)
 
-    def flops(self) -> int:
-        return 6 * self.x.size
-
 
 class SoftmaxDx(Op):
     """dx = scale y (dy - sum(dy y))."""
 
     name = "softmax_dx"
+    flops_per_element = (5, "y")
 
     def infer(self, dy: Tensor, y: Tensor) -> dict[str, Spec]:
         if dy.shape != y.shape:
@@ -45,13 +43,8 @@ class SoftmaxDx(Op):
     def reference(self, dy, y):
         return {"dx": self.scale * y * (dy - (dy * y).sum(-1, keepdims=True))}
 
-    def flops(self) -> int:
-        return 5 * self.y.size
-
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def softmax(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         """x (..., C) -> (..., C) in the compute dtype: exp(scale x) over its sum, in each row."""
         return self.apply(Softmax, x=x, scale=float(scale), dtype=self.compute).y

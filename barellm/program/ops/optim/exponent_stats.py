@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 BINS = 256  # exponents of fp32: bin e has the numbers of magnitude 2^(e - 127) and more, below 2^(e - 126)
 NOT_FINITE = BINS - 1  # the bin of infinities and NaN; that of zero and of what is below 2^-126 is 0
@@ -19,6 +20,7 @@ class ExponentStats(Op):
 
     name = "exponent_stats"
     rounded = ("x",)
+    flops_per_element = (5, "x")
     observer: ClassVar[bool] = True
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
@@ -27,21 +29,14 @@ class ExponentStats(Op):
         return {"counts": ((BINS,), "i32"), "sums": ((len(SUMS),), "fp32")}
 
     def reference(self, x):
-        import numpy as np
-
         bins = (x.astype(np.float32).reshape(-1).view(np.int32) >> 23) & NOT_FINITE
         finite = x.reshape(-1)[bins != NOT_FINITE].astype(np.float64)
         size = np.abs(finite)
         sums = np.array([finite.sum(), size.sum(), (finite**2).sum(), size.max(initial=0.0)])
         return {"counts": np.bincount(bins, minlength=BINS).astype(np.int32), "sums": sums}
 
-    def flops(self) -> int:
-        return 5 * self.x.size
-
 
 class Calls(Graph):
-    """The method of Program that appends this op."""
-
     def exponent_stats(self, x: Tensor, *, counts: Tensor | None = None, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The histogram of the exponents of x (256) i32, and its sums (4); any shape. They go to `counts` and `sums` where those
         are given. It changes no fusion of the ops around it."""

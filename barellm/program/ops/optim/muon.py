@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.program.tensor import Tensor, describe
 
 LEAST = 1e-10  # of a mean square and of a norm that NorMuon divides by
 
@@ -68,11 +67,11 @@ class MuonMomentum(OfMatrices):
     (Nesterov), or without `nesterov` the new m itself; partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of u,
     of each matrix again.
 
-    Where clip[1] is NaN, m stays and u is 0.
-    """
+    Where clip[1] is NaN, m stays and u is 0."""
 
     name = "muon_momentum"
     scalars = ("momentum",)
+    flops_per_element = (9, "grad")
     inplace: ClassVar[dict[str, str]] = {"m": "m"}
 
     def infer(self, grad: Tensor, m: Tensor, clip: Tensor) -> dict[str, Spec]:
@@ -93,15 +92,13 @@ class MuonMomentum(OfMatrices):
         partials = np.add.reduceat(squares, np.arange(0, squares.shape[1], CHUNK), axis=1)
         return {"m": m, "u": u, "partials": partials.reshape(-1)}
 
-    def flops(self) -> int:
-        return 9 * self.grad.size
-
 
 class MuonNormalize(OfMatrices):
     """x = u / (margin * norm + eps), where norm is the square root of the sum of a matrix's `partials`. No singular value is above
     1 then, which the iteration needs; `margin` is for those that rounding makes too large."""
 
     name = "muon_normalize"
+    flops_per_element = (1, "u")
 
     def infer(self, u: Tensor, partials: Tensor) -> dict[str, Spec]:
         self.expect(u=u)
@@ -113,9 +110,6 @@ class MuonNormalize(OfMatrices):
         norms = np.sqrt(partials.reshape(self.matrices, -1).sum(1))
         x = self.each(u) / (self.margin * norms + self.eps)[:, None, None]
         return {"x": x.reshape(u.shape)}
-
-    def flops(self) -> int:
-        return self.u.size
 
 
 class Gram(OfMatrices):
@@ -189,10 +183,10 @@ class NorMuonScales(OfMatrices):
     v = mean square of each row or column;  second = beta2 second + (1 - beta2) v;  d = 1 / sqrt(max(second, 1e-10));
     scales = d |x| / max(|d x|, 1e-10).
 
-    Both norms follow from v. `second` stays where clip[1] is NaN.
-    """
+    Both norms follow from v. `second` stays where clip[1] is NaN."""
 
     name = "normuon_scales"
+    flops_per_element = (2, "x")
     inplace: ClassVar[dict[str, str]] = {"second": "second"}
 
     def infer(self, x: Tensor, second: Tensor, clip: Tensor) -> dict[str, Spec]:
@@ -212,9 +206,6 @@ class NorMuonScales(OfMatrices):
         norm, scaled = (np.sqrt(count * squares.sum(1, keepdims=True)) for squares in (v, v * d * d))
         return {"second": second.reshape(-1), "scales": (d * (norm / np.maximum(scaled, LEAST))).reshape(-1)}
 
-    def flops(self) -> int:
-        return 2 * self.x.size
-
 
 def lines(x: Tensor, matrices: int = 1) -> int:
     """Rows of x that NorMuon gives a factor each; columns where those are more. Those of all matrices of a bank."""
@@ -226,12 +217,12 @@ class MuonUpdate(OfMatrices):
     scalar that `rate` names (default: lr) times lr_scale; of x times its `scales` where given.
 
     `squared`: decay = weight_decay * rate * step, which falls with the square of the rate. `cautious`: only what x makes smaller
-    too decays: where x * param >= 0 (Chen et al. 2025). Nothing changes if clip[1] is NaN.
-    """
+    too decays: where x * param >= 0 (Chen et al. 2025). Nothing changes if clip[1] is NaN."""
 
     name = "muon_update"
     optional = ("scales",)
     scalars = ("lr",)
+    flops_per_element = (5, "param")
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
@@ -268,9 +259,6 @@ class MuonUpdate(OfMatrices):
         decay = rate * self.weight_decay * (step if self.squared else 1.0)
         decays = (x * param >= 0) if self.cautious else 1.0
         return {"param": param - decays * decay * param - step * x}
-
-    def flops(self) -> int:
-        return 5 * self.param.size
 
 
 # --- constants of the iteration and of the step ---

@@ -6,12 +6,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from barellm.program.dtypes import round_to_bf16
+from barellm.program import dtypes, moments
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
-from barellm.program.moments import decode, encode
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.random import shared_words
-from barellm.program.tensor import Tensor, describe
 
 STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
 CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only
@@ -21,15 +19,13 @@ class SumSquares(Op):
     """partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of x."""
 
     name = "sum_squares"
+    flops_per_element = (2, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"partials": ((-(-x.size // CHUNK),), "fp32")}
 
     def reference(self, x):
         return {"partials": np.add.reduceat(x.reshape(-1) ** 2, np.arange(0, x.size, CHUNK))}
-
-    def flops(self) -> int:
-        return 2 * self.x.size
 
 
 class ClipScale(Op):
@@ -39,8 +35,7 @@ class ClipScale(Op):
     counts one more in `skipped` (1,) i32.
 
     With a `loss_scale` (`program.loss_scale`) the gradients are too large by it: the norm is divided by it, and so is
-    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without.
-    """
+    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without."""
 
     name = "clip_scale"
     optional = ("loss_scale",)
@@ -84,12 +79,12 @@ class AdamW(Op):
     `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
     lowest 14 and v the highest 13. A span of a parameter has the columns of its elements.
 
-    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for.
-    """
+    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for."""
 
     name = "adamw"
     optional = ("stream", "bf16")
     scalars = ("lr", "step", "seed")
+    flops_per_element = (14, "param")
     inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
 
     @property
@@ -114,7 +109,7 @@ class AdamW(Op):
         return {"param": self._rounded(param), **self._stored(m, v, step, seed)}
 
     def _rounded(self, param: np.ndarray) -> np.ndarray:
-        return round_to_bf16(param) if self.bf16 else param
+        return dtypes.round_to_bf16(param) if self.bf16 else param
 
     def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
         """The new moments as their dtypes hold them."""
@@ -126,12 +121,9 @@ class AdamW(Op):
             bits = shared_words(seed, step, 0, self.stream, first + m.size)[first:].reshape(m.shape)
             dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
         return {
-            "m": decode(encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
-            "v": decode(encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
+            "m": moments.decode(moments.encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
+            "v": moments.decode(moments.encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
         }
-
-    def flops(self) -> int:
-        return 14 * self.param.size
 
 
 class CautiousAdam(AdamW):
@@ -141,10 +133,10 @@ class CautiousAdam(AdamW):
     u = lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps);  p = p - u - (lr^2 wd p where u p > 0).
 
     Two things differ from AdamW besides that: eps is added to the root of v before the bias is corrected, and the decay falls with
-    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there.
-    """
+    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there."""
 
     name = "cautious_adam"
+    flops_per_element = (16, "param")
 
     def reference(self, param, grad, m, v, clip, lr, step, seed=0):
         if np.isnan(clip[1]):
@@ -156,6 +148,3 @@ class CautiousAdam(AdamW):
         update = rate * m / (np.sqrt(v) + self.eps)
         decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
         return {"param": self._rounded(param - update - decay), **self._stored(m, v, step, seed)}
-
-    def flops(self) -> int:
-        return 16 * self.param.size

@@ -8,8 +8,7 @@ With M (rows, cols), the gradient that a rank has found plus the error that it k
 So M = P^ Q'^T + E on every rank, whatever rounding did to the factors on their way: what one step leaves out, the next ones get.
 A tall M is taken transposed: P, the factor that is made orthonormal, belongs to the shorter side.
 
-Shapes: grad, error (rows, cols); a factor is (rank, n), one of its columns after the other, with n the length of its side.
-"""
+Shapes: grad, error (rows, cols); a factor is (rank, n), one of its columns after the other, with n the length of its side."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class OfMatrix(Op):
@@ -108,8 +106,7 @@ class Feedback(OfMatrix):
     error = M - P^ own^T with M = grad + error;  grad = P^ total^T;  q = total.
 
     `own` is this rank's Q' as it was sent, `total` the sum over all ranks. With `tall` P^ belongs to the columns of M and Q' to
-    its rows. Nothing changes where clip[1] is NaN: the step is left out, and the error of the steps before it is still there.
-    """
+    its rows. Nothing changes where clip[1] is NaN: the step is left out, and the error of the steps before it is still there."""
 
     name = "feedback"
     inplace: ClassVar[dict[str, str]] = {"grad": "grad", "error": "error", "q": "q"}

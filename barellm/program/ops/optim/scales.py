@@ -2,8 +2,7 @@
 
 Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belongs to one operand of one matmul and lasts from one
 micro-batch to the next: `history` (entries) fp32, the largest |x| of the last micro-batches, the newest first; `bias` (2) fp32, the
-largest exponent and how many micro-batches there were.
-"""
+largest exponent and how many micro-batches there were."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ import numpy as np
 
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.fp8 import Quantise, Quantised
 from barellm.program.ops.optim.exponent_stats import SUMS, ExponentStats
-from barellm.program.tensor import Tensor, describe
 
 ENTRIES = 16  # micro-batches that a history remembers
 MARGIN = 1.5  # by which the next numbers may be larger than all of them
@@ -111,6 +109,7 @@ class RoundFloating(Op):
 
     name = "round_floating"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
@@ -121,9 +120,6 @@ class RoundFloating(Op):
 
     def reference(self, x, bias, inv_targets=1.0):
         return {"y": round_floating(x / inv_targets, int(bias[0]), denormals=self.denormals)}
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:

@@ -4,8 +4,7 @@ The sign of x is +1 where x >= 0, which is a one bit, else -1, a zero bit; that 
 32 w + j, and the bits behind the last column are zero. Shapes: a (..., K), b (N, K), their words (..., W) and (N, W) with
 W = ceil(K / 32). Words are i32.
 
-The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere.
-"""
+The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +15,8 @@ import numpy as np
 from barellm.program.dtypes import FORMATS
 from barellm.program.graph import Graph
 from barellm.program.integers import ceil_div
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import MatmulDw, MatmulDx
-from barellm.program.tensor import Tensor, describe
 
 BITS = 32  # of a word
 MOST = 1 << 24  # columns: fp32 holds every integer up to there
@@ -46,6 +44,7 @@ class PackSigns(Op):
 
     name = "pack_signs"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"words": ((*x.shape[:-1], words_of(int(x.shape[-1]))), "i32")}
@@ -57,15 +56,13 @@ class PackSigns(Op):
         """The gradient of words is that of the signs in them, (..., K)."""
         g.write(StraightThrough, {"dx": self.x}, dy=words, x=self.x)
 
-    def flops(self) -> int:
-        return self.x.size
-
 
 class StraightThrough(Op):
     """dx = dy where |x| <= 1, else 0: the gradient of a sign as that of the identity, cut off where x is far from the step."""
 
     name = "straight_through"
     rounded = ("x",)
+    flops_per_element = (1, "x")
 
     def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
         if dy.shape != x.shape:
@@ -75,14 +72,12 @@ class StraightThrough(Op):
     def reference(self, dy, x):
         return {"dx": np.where(abs(x) <= 1, dy, 0.0)}
 
-    def flops(self) -> int:
-        return self.x.size
-
 
 class UnpackSigns(Op):
     """signs = -1 or 1 for each of the `columns` bits of a row of words."""
 
     name = "unpack_signs"
+    flops_per_element = (1, "signs")
 
     def infer(self, words: Tensor) -> dict[str, Spec]:
         if words.dtype != "i32" or words.shape[-1] != words_of(self.columns):
@@ -91,9 +86,6 @@ class UnpackSigns(Op):
 
     def reference(self, words):
         return {"signs": unpack(words, self.columns)}
-
-    def flops(self) -> int:
-        return self.signs.size
 
 
 class BinaryMatmul(Op):
@@ -125,8 +117,6 @@ class BinaryMatmul(Op):
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def binary_linear(self, x: Tensor, weight: Tensor, *, dtype: str | None = None) -> Tensor:
         """The signs of x (..., K) times those of weight (N, K) -> (..., N), fp32. `dtype` is that of its gradients' matmuls,
         which is the program's unless given."""

@@ -1,18 +1,15 @@
 """Dropout with random bits of three kinds. Shapes: x (B, T, C).
 
 `dropout` takes Threefry's words, which each element can find by itself (`ops/random.py`). `tausworthe_dropout` takes the draws of a
-cheaper generator, whose streams restart at each row and every 512 columns (`ops/tausworthe.py`).
-"""
+cheaper generator, whose streams restart at each row and every 512 columns (`ops/tausworthe.py`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.pointwise.random import keep_batch
-from barellm.program.ops.pointwise.tausworthe import GENERATORS, Generator, keep_stream
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Spec, Tensor
+from barellm.program.ops.pointwise import random, tausworthe
 
 
 class Dropout(Op):
@@ -20,6 +17,7 @@ class Dropout(Op):
 
     name = "dropout"
     scalars = ("seed", "step", "sample")
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         if len(x.shape) != 3 or not 0 < self.rate < 1:
@@ -27,13 +25,10 @@ class Dropout(Op):
         return {"y": (x.shape, x.dtype)}
 
     def reference(self, x, seed, step, sample):
-        return {"y": x * keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
+        return {"y": x * random.keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
 
     def gradient(self, g, y):
         g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 class DropoutBackward(Op):
@@ -41,22 +36,20 @@ class DropoutBackward(Op):
 
     name = "dropout_backward"
     scalars = ("seed", "step", "sample")
+    flops_per_element = (1, "dy")
 
     def infer(self, dy: Tensor) -> dict[str, Spec]:
         return {"dx": (dy.shape, self.attrs["dtype"])}
 
     def reference(self, dy, seed, step, sample):
-        return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
-
-    def flops(self) -> int:
-        return self.dy.size
+        return {"dx": dy * random.keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
 
 
-def generator_of(op: Any) -> Generator:
+def generator_of(op: Any) -> tausworthe.Generator:
     """The generator that an op's attribute `bits` names."""
-    if op.bits not in GENERATORS:
-        raise ValueError(f"{op.name} has bits {op.bits!r}, expected one of {', '.join(GENERATORS)}")
-    return GENERATORS[op.bits]
+    if op.bits not in tausworthe.GENERATORS:
+        raise ValueError(f"{op.name} has bits {op.bits!r}, expected one of {', '.join(tausworthe.GENERATORS)}")
+    return tausworthe.GENERATORS[op.bits]
 
 
 class TauswortheDropout(Dropout):
@@ -69,7 +62,7 @@ class TauswortheDropout(Dropout):
         return super().infer(x)
 
     def reference(self, x, seed, step, sample):
-        return {"y": x * keep_stream(generator_of(self), x.shape, self.rate, self.stream, seed, step, sample)}
+        return {"y": x * tausworthe.keep_stream(generator_of(self), x.shape, self.rate, self.stream, seed, step, sample)}
 
     def gradient(self, g, y):
         same = {"rate": self.rate, "stream": self.stream, "bits": self.bits, "dtype": self.x.dtype}
@@ -82,12 +75,10 @@ class TauswortheDropoutBackward(DropoutBackward):
     name = "tausworthe_dropout_backward"
 
     def reference(self, dy, seed, step, sample):
-        return {"dx": dy * keep_stream(generator_of(self), dy.shape, self.rate, self.stream, seed, step, sample)}
+        return {"dx": dy * tausworthe.keep_stream(generator_of(self), dy.shape, self.rate, self.stream, seed, step, sample)}
 
 
 class Calls(Graph):
-    """The method of Program that appends these ops."""
-
     def dropout(self, x: Tensor, rate: float, bits: str = "threefry") -> Tensor:
         """x (B, T, C). Rate 0 adds no op. `bits` names the generator: threefry, taus88 or lfsr113."""
         if rate == 0:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from math import erfc, pi, sqrt
 from typing import Any, ClassVar
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Dim, Tensor, describe
+from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 GELU_SCALE = sqrt(2.0 / pi)
 GELU_CUBIC = 0.044715
@@ -18,6 +19,7 @@ class Add(Op):
     """y = a + b with a's dtype: the residual stream comes first."""
 
     name = "add"
+    flops_per_element = (1, "a")
 
     def infer(self, a: Tensor, b: Tensor) -> dict[str, Spec]:
         if a.shape != b.shape:
@@ -30,9 +32,6 @@ class Add(Op):
     def gradient(self, g, y):
         g.alias(self.a, y)
         g.alias(self.b, y)
-
-    def flops(self) -> int:
-        return self.a.size
 
 
 class Cast(Op):
@@ -55,6 +54,7 @@ class Rescale(Op):
     they differ, the gradient is not that of y, but a multiple of it."""
 
     name = "rescale"
+    flops_per_element = (1, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, x.dtype)}
@@ -67,9 +67,6 @@ class Rescale(Op):
             g.alias(self.x, y)
         else:
             g.write(Rescale, {"y": self.x}, x=y, forward=self.backward, backward=self.forward)
-
-    def flops(self) -> int:
-        return self.x.size
 
 
 class Zeros(Op):
@@ -85,8 +82,6 @@ class Zeros(Op):
         return {"y": (self.shape, self.dtype)}
 
     def reference(self, **sizes):
-        import numpy as np
-
         return {"y": np.zeros([sizes[n.name] if isinstance(n, Dim) else n for n in self.shape])}
 
 
@@ -129,8 +124,7 @@ class Elementwise:
     """An activation by its formula. It has two ops, `forward` called `name` and `backward` called `name`_backward.
 
     A backend needs an emitter of both (its kernels/activations.py). From them come the kernels of the two ops and the epilogues of
-    matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
-    """
+    matmuls: y = activation(x weight^T + bias), and dx = (dy weight) * slope."""
 
     def __init__(self, name: str, *, value: Callable[[Any], Any], slope: Callable[[Any], Any], operations: tuple[int, int]) -> None:
         """`value` and `slope` are functions of NumPy's float64 arrays; `operations` are those of an element in the two ops."""
@@ -142,8 +136,6 @@ class Elementwise:
 
 
 def _tanh(x: Any) -> Any:
-    import numpy as np
-
     return np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
 
 
@@ -154,8 +146,6 @@ def _gelu_slope(x: Any) -> Any:
 
 def _normal(x: Any) -> tuple[Any, Any]:
     """Probability that a normal number is below x, and its density there."""
-    import numpy as np
-
     below = np.vectorize(lambda z: 0.5 * erfc(-z / sqrt(2.0)), otypes=[np.float64])(x)
     return below, np.exp(-0.5 * x * x) / sqrt(2.0 * pi)
 
@@ -166,8 +156,6 @@ def _gelu_erf_slope(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    import numpy as np
-
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
@@ -178,8 +166,6 @@ def _silu_slope(x: Any) -> Any:
 
 
 def _relu(x: Any) -> Any:
-    import numpy as np
-
     return np.maximum(x, 0.0)
 
 
@@ -207,8 +193,6 @@ def operand(p: Graph, x: Tensor) -> Tensor:
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def gelu(self, x: Tensor) -> Tensor:
         """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""
         return self.activate(x, "gelu")

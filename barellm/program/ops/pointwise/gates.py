@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, View, describe
 from barellm.program.ops.pointwise.elementwise import sigmoid
-from barellm.program.tensor import Tensor, View, describe
 
 
 class GateLogits(Op):
@@ -55,8 +56,6 @@ class GateLogitsBackward(Op):
         return {"dx": (x.shape, x.dtype), "dweight": (weight.shape, "fp32"), **more}
 
     def reference(self, dz, x, weight, extra=None):
-        import numpy as np
-
         k = x.shape[-1]
         read = x if extra is None else np.concatenate([x, extra], axis=-1)
         dweight = dz.reshape(-1, dz.shape[-1]).T @ read.reshape(-1, read.shape[-1])
@@ -93,8 +92,6 @@ class Gated(Op):
         return {"y": (x.shape, x.dtype if base is None else base.dtype)}
 
     def reference(self, x, z, base=None, factor=None):
-        import numpy as np
-
         T, C = x.shape[1:]
         gate = np.repeat(sigmoid(z), C // z.shape[2], axis=2) * multiplier(factor, scale=self.scale, squash=self.squash)
         y = np.zeros(x.shape) if base is None else base.astype(np.float64)
@@ -126,8 +123,6 @@ class GatedBackward(Op):
         return {"dx": (x.shape, x.dtype), "dz": (z.shape, z.dtype), **more}
 
     def reference(self, dy, x, z, factor=None):
-        import numpy as np
-
         B, T, C = x.shape
         N, shift = z.shape[2], self.shift
         s, c = sigmoid(z), multiplier(factor, scale=self.scale, squash=self.squash)
@@ -146,8 +141,6 @@ class GatedBackward(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def gate_logits(self, x: Tensor, weight: Tensor, extra: Tensor | None = None) -> Tensor:
         """Logits z (B, T, N) fp32 of gates, from the first K columns of x (B, T, C), weight (N, K). With `extra`, the first K/2
         columns of x and the first K/2 of extra are read instead. Call it before the other ops that read x: the backward pass then

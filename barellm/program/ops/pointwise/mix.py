@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, View, describe
+from barellm.program.ops.base import Op, Spec, Tensor, View, describe
 
 MOST = 4
 TERMS = tuple(f"x{i}" for i in range(MOST))
@@ -93,8 +92,6 @@ class MixBackward(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def mix(self, *terms: tuple[Tensor, float | Tensor], dtype: str = "") -> Tensor:
         """The sum of up to four tensors (..., C), each times its coefficient, in the dtype of the residual stream or in `dtype`. A
         coefficient is a number or a (1,) tensor; the gradient of a term times 1.0 is the one that arrives, so it costs nothing."""

@@ -13,8 +13,7 @@ column c has word (c // 64) % 2 of the call i = 16 * (c // 128) + c % 16, rotate
 `sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op
 in the program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position).
 Initialisation uses step 0 and sample 0; training steps count from 1. The streams from STATE_STREAMS on round the moments of
-the parameters, in their order.
-"""
+the parameters, in their order."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ import numpy as np
 
 from barellm.program.dtypes import round_to_bf16
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor
+from barellm.program.ops.base import Op, Spec, Tensor
 
 PARITY = 0x1BD11BDA  # Threefish's constant for 32-bit words, of which the third word of the key is made
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of four rounds, and of the next four, in turn
@@ -104,83 +102,66 @@ def keep_batch(shape: tuple[int, ...], rate: float, stream: int, seed: int, step
     return np.stack([keep(seed, step, sample + b, stream, np.arange(T), C, rate) for b in range(B)])
 
 
-class NormalInit(Op):
-    """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
+class Init(Op):
+    """The ops below: a parameter is overwritten, and its rows from `valid_rows` on become zero."""
 
-    radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
-    the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row. With `bf16` the
-    numbers are rounded to the nearest bf16.
-    """
-
-    name = "normal_init"
     optional = ("bf16",)
-    scalars = ("seed",)
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
     def infer(self, param: Tensor) -> dict[str, Spec]:
         return {"param": (param.shape, param.dtype)}
+
+    def filled(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """What the parameter becomes, from a value for each of its elements."""
+        y = values.reshape(self.param.shape)
+        y[self.valid_rows :] = 0
+        return {"param": round_to_bf16(y) if self.bf16 else y}
+
+    def bytes(self) -> int:
+        return self.param.nbytes
+
+
+class NormalInit(Init):
+    """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
+
+    radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
+    the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row. With `bf16` the
+    numbers are rounded to the nearest bf16."""
+
+    name = "normal_init"
+    scalars = ("seed",)
+    flops_per_element = (60, "param")
 
     def reference(self, param, seed):
         flat = param.reshape(-1, param.shape[-1])
         first, second = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
         radius = np.sqrt(-2 * np.log(((first >> np.uint32(8)) + 1.0) / 2**24))
         angle = 2 * pi / 2**24 * (second >> np.uint32(8))
-        y = to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1])
-        y = self.std * y.reshape(param.shape)
-        y[self.valid_rows :] = 0
-        return {"param": round_to_bf16(y) if self.bf16 else y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
-
-    def flops(self) -> int:
-        return 60 * self.param.size
+        return self.filled(self.std * to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1]))
 
 
-class UniformInit(Op):
+class UniformInit(Init):
     """param = bound * (2 u - 1) with u = (word // 256 + 1/2) / 2^24 of an element's word; rows from `valid_rows` on zero. As in
     `NormalInit` the first word of a call is one column's, the second another's."""
 
     name = "uniform_init"
-    optional = ("bf16",)
     scalars = ("seed",)
-    inplace: ClassVar[dict[str, str]] = {"param": "param"}
-
-    def infer(self, param: Tensor) -> dict[str, Spec]:
-        return {"param": (param.shape, param.dtype)}
+    flops_per_element = (30, "param")
 
     def reference(self, param, seed):
         flat = param.reshape(-1, param.shape[-1])
         words = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
         first, second = (((word >> np.uint32(8)) + 0.5) / 2**23 - 1 for word in words)
-        y = to_columns(first, second, flat.shape[1])
-        y = self.bound * y.reshape(param.shape)
-        y[self.valid_rows :] = 0
-        return {"param": round_to_bf16(y) if self.bf16 else y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
-
-    def flops(self) -> int:
-        return 30 * self.param.size
+        return self.filled(self.bound * to_columns(first, second, flat.shape[1]))
 
 
-class ConstantInit(Op):
+class ConstantInit(Init):
     """param = value, rows from `valid_rows` on zero."""
 
     name = "constant_init"
-    inplace: ClassVar[dict[str, str]] = {"param": "param"}
-
-    def infer(self, param: Tensor) -> dict[str, Spec]:
-        return {"param": (param.shape, param.dtype)}
 
     def reference(self, param):
-        y = np.full(param.shape, float(self.value))
-        y[self.valid_rows :] = 0
-        return {"param": y}
-
-    def bytes(self) -> int:
-        return self.param.nbytes
+        return self.filled(np.full(param.shape, float(self.value)))
 
 
 class Calls(Graph):

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, Elementwise
-from barellm.program.tensor import Tensor, describe
 
 
 class Gated(Op):
@@ -61,8 +60,6 @@ SwiGLU, SwiGLUBackward = GATED["silu"], GATED["silu"].backward
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, both (..., F): two tensors, or two views of one (`split`)."""
         return self.gated_linear_unit(gate, up, "silu")

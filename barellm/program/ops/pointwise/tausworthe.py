@@ -13,8 +13,7 @@ streams are short, and each begins at a place that follows from counters, as Thr
 
 16 lanes are 16 streams side by side: 16 columns take one draw of each. The four words seed the components in their order; taus88
 leaves the last one out. A word whose bits inside the mask are all zero would stay there for ever, so it gets the lowest of them.
-The first draw is discarded: it takes the bits outside the mask, which belong to no cycle, out of the state.
-"""
+The first draw is discarded: it takes the bits outside the mask, which belong to no cycle, out of the state."""
 
 from __future__ import annotations
 

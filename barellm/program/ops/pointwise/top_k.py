@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class TopK(Op):
@@ -12,6 +13,7 @@ class TopK(Op):
     counts as infinity."""
 
     name = "top_k"
+    flops_per_element = (32, "x")
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         K = self.attrs["K"]
@@ -21,17 +23,12 @@ class TopK(Op):
         return {"values": (shape, x.dtype), "indices": (shape, "i32")}
 
     def reference(self, x):
-        import numpy as np
-
         order = np.argsort(np.where(np.isnan(x), -np.inf, -x), -1, kind="stable")[..., : self.K]
         return {"values": np.take_along_axis(x, order, -1), "indices": order.astype(np.int32)}
 
     def gradient(self, g, values, indices):
         assert indices is None, "columns are no numbers that change by degrees"
         g.write(TopKDx, {"dx": self.x}, dvalues=values, indices=self.indices, C=int(self.x.shape[-1]))
-
-    def flops(self) -> int:
-        return 32 * self.x.size
 
 
 class TopKDx(Op):
@@ -45,8 +42,6 @@ class TopKDx(Op):
         return {"dx": ((*dvalues.shape[:-1], self.attrs["C"]), dvalues.dtype)}
 
     def reference(self, dvalues, indices):
-        import numpy as np
-
         dx = np.zeros((*dvalues.shape[:-1], self.C))
         np.put_along_axis(dx, indices.astype(np.int64), dvalues, -1)
         return {"dx": dx}
@@ -56,8 +51,6 @@ class TopKDx(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
     def top_k(self, x: Tensor, K: int) -> tuple[Tensor, Tensor]:
         """x (..., C) -> the K largest elements of each row (..., K), in order, and their columns (..., K) i32."""
         op = self.apply(TopK, x=x, K=K)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from barellm.program.dtypes import format_of
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class Transpose(Op):
