@@ -217,3 +217,15 @@ def test_a_run_stays_where_it_was_unless_that_was_a_gpu(monkeypatch):
     assert build.chosen_device("reference", config, before="cpu") == "reference"
     with pytest.raises(UserError, match="unknown device 'gpu'"):
         build.chosen_device("gpu", config)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-124m", "qwen3-0.6b", "speedrun-small"])
+def test_the_tuner_lowers_every_case(name):
+    """To the kernel that it is named by."""
+    config = models.preset(name)
+    config = replace(config, train=replace(config.train, dtype="bf16"))
+    for arch in (80, 90):
+        target = Target(arch=arch)
+        for case, (problem, how) in self_check._cases(small(config) or config, {}, target)[0].items():
+            specs = self_check.specs_of(problem, [self_check.Candidate(how)], target)
+            assert any("hopper" in spec.name for spec in specs) == case.startswith("Hopper"), case
