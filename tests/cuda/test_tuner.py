@@ -234,13 +234,13 @@ def test_a_candidate_is_named_by_all_that_it_is():
 
 def test_blocks_with_other_bits_are_never_taken(capsys):
     """Not even where a file says so."""
-    work = AttentionProblem("forward", "bf16", 2, 1024, 12, 64)
+    work = AttentionProblem("forward", "bf16", 2, 1024, 12, 96)
     default, other, *_ = candidates(work, HOPPER)
     rival = rivals(work, HOPPER)[0]
     tuner.CudaTuner(HOPPER).keep(Verdict(work, default.config, other.config, 0.9, 1e-3, 1))
     assert tuning.select_config(HOPPER, work) == other.config
     at = tuning.key(HOPPER, work)
-    assert at == "Mock GPU, sm_90, 3 multiprocessors: attention forward bf16, 2 x 12 heads of 64, 1024 tokens"
+    assert at == "Mock GPU, sm_90, 3 multiprocessors: attention forward bf16, 2 x 12 heads of 96, 1024 tokens"
     assert key_of(at) == work
     tuning.database().change({at: tuning.to_entry(rival.config)})
     assert tuning.select_config(HOPPER, work) == default.config
