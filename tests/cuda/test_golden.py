@@ -397,7 +397,7 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
 
 
 def attention_specs(
-    head: int, compute: str, arch: int, heads: int = 1, kv_heads: int = 1, config: Any = None, **more
+    head: int, compute: str, arch: int, heads: int = 1, kv_heads: int = 1, config: Any = None, plain: bool = False, **more
 ) -> dict[Specialisation, str]:
     """Training's kernels of attention of `heads` heads that share some of keys; `more`: as `bounded` gives it."""
     p = Program(Store(), compute=compute)
@@ -405,7 +405,7 @@ def attention_specs(
     saved, dqkv = attention_both(p, (Dim("batch", 2), Dim("seq", 64)), **sizes, **more)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
-    found = lower_and_plan({"op": p}, Target(arch, config=config)).specs
+    found = lower_and_plan({"op": p}, Target(arch, config=config, plain_attention=plain)).specs
     return {s: op for s, op in found.items() if "attention" in s.name}
 
 
@@ -474,7 +474,7 @@ def test_a_kernel_that_spills_is_flagged():
 
 def test_products_that_ptxas_ran_one_at_a_time_are_flagged(monkeypatch):
     """Gradients of keys and values, mended and as Triton leaves them. Compiled past the cache, which must not keep the latter."""
-    (spec,) = [s for s in attention_specs(64, "bf16", 90) if s.name in KERNELS["keys"]]
+    (spec,) = [s for s in attention_specs(64, "bf16", 90, plain=True) if s.name in KERNELS["keys"]]
 
     def problems() -> list[str]:
         return wrong("keys", row_of(cuda_compile.code_of(spec, cuda_compile.triton_compile(spec, 90), 90)))
