@@ -13,8 +13,6 @@ from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import Config, overrides
 from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
-from barellm.interop import imported
-from barellm.interop.sources import of_others
 from barellm.models.training_schedule import on_step
 from barellm.program.quantization import scheme
 
@@ -80,7 +78,9 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     check_device(device)
     if weights is not None:
         scheme(weights)
-    if (theirs := of_others(Path(name))) is not None:
+    if (theirs := _of_others(Path(name))) is not None:
+        from barellm.interop import imported
+
         tokenizer = theirs.tokenizer or tokenizers.Ids(theirs.model.vocab_size)
         config = _changed(imported.like(theirs), batch, dtype)
         return Found(theirs.path, config, tokenizer, chosen_device(device, config), weights or "", source=theirs)
@@ -96,6 +96,15 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
         made_of = meta.get("source", "the run that it was made of")
         raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
     return Found(path, config, tokenizer, chosen_device(device, config), stored or weights or "", bool(stored))
+
+
+def _of_others(path: Path) -> Weights | None:
+    """What another program wrote; what reads it is imported only then."""
+    if checkpoint.holds_any(path):
+        return None
+    from barellm.interop.sources import of_others
+
+    return of_others(path)
 
 
 def _changed(config: Config, batch: int, dtype: str | None) -> Config:

@@ -214,7 +214,7 @@ def _parsed(tree: Any, origin: str) -> File:
     names: dict[str, Any] = {}
     flattened: dict[str, object] = {}
     for section, values in tree.items():
-        if section in ("preset", "architecture") or (section == "device" and origin.endswith(".json")):
+        if section in ("preset", "architecture") or (section == "device" and not origin.endswith(".toml")):
             if not isinstance(values, str):
                 raise UserError(f"{origin}: {section} is {shown(values)}, expected a text")
             names[section] = values

@@ -16,8 +16,8 @@ from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import OptimConfig
 from barellm.config.overrides import changed
+from barellm.cpu import gemm_config, tuning
 from barellm.cpu import isa as isas
-from barellm.cpu import tuning
 from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Lowering
@@ -156,7 +156,7 @@ def test_a_choice_survives_the_database():
 ])  # fmt: skip
 def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(kc, overlap, role, isa, words):
     isa, dtype = isas.X86[isa], "bf16"
-    tile = candidates.tiles(isa, dtype)[0]
+    tile = gemm_config.tiles(isa, dtype)[0]
     entry = tuning.to_entry(GemmConfig(tile, 2 * tile.mr, 2 * tile.mr, tile.nr(isa), "rows", kc, overlap))
     if not words:
         assert tuning.from_entry(entry, isa, role, dtype, 100).kc == kc
