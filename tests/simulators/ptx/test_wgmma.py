@@ -25,6 +25,8 @@ from tests.simulators.ptx.test_hopper_products import nth
 
 pytestmark = pytest.mark.extended
 
+TRITON = Target(arch=90, plain_attention=True)
+
 
 @pytest.fixture(autouse=True)
 def compiled_code(monkeypatch):
@@ -34,8 +36,8 @@ def compiled_code(monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 200, 1, 64), pytest.param((1, 130, 1, 128), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.extended
 def test_attention(shape):
-    check_op(ops.Attention, **forward_case(shape, "bf16"))
-    check_op(ops.AttentionBackward, **backward_case(shape, "bf16"))
+    check_op(ops.Attention, **forward_case(shape, "bf16"), target=TRITON)
+    check_op(ops.AttentionBackward, **backward_case(shape, "bf16"), target=TRITON)
 
 
 def test_products_too_small_for_hopper():
@@ -73,7 +75,7 @@ def test_a_mutant_fails(name, monkeypatch):
 
     monkeypatch.setattr(launch, "code_of", mutated)
     with pytest.raises(AssertionError, match=message or None):
-        check_op(ops.Attention, **forward_case((1, 300, 1, 64), "bf16"))
+        check_op(ops.Attention, **forward_case((1, 300, 1, 64), "bf16"), target=TRITON)
 
 
 LOOP = """
