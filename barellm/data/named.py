@@ -4,7 +4,6 @@ import hashlib
 import http.client
 import os
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -108,6 +107,7 @@ class Fetcher:
         self.source, self.revision, self.folder, self.report = source, revision, folder, report
         self.files = {folder / one.path: one for one in files}
         self._ahead: dict[Path, tuple[threading.Thread, list[BaseException]]] = {}
+        self._given_up = threading.Event()
 
     def need(self, path: Path) -> None:
         """Wait until a file is here, and begin with the next one."""
@@ -122,7 +122,10 @@ class Fetcher:
             thread, failures = self._ahead.pop(path)
             while thread.is_alive():
                 thread.join(0.2)  # in turns, so that Ctrl-C is heard
-            if failures:
+            if failures:  # nobody needs the next file any more
+                self._given_up.set()
+                for other, _ in self._ahead.values():
+                    other.join(1.0)
                 raise failures[0]
 
     def _fetch(self, path: Path, failures: list[BaseException]) -> None:
@@ -158,7 +161,8 @@ class Fetcher:
                 )  # fmt: skip
             except Exception as error:  # the library has many, from several packages
                 problem = error
-                time.sleep(min(2**attempt, 8) * 0.1)
+                if self._given_up.wait(min(2**attempt, 8) * 0.1):
+                    break
         found = f"{type(problem).__name__}: {problem}"
         raise UserError(f"cannot fetch {wanted.path} of {self.source.repo} in {TRIES} tries: {found}")
 
