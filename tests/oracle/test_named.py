@@ -107,7 +107,7 @@ def hub(monkeypatch, own_cache):
     found = Hub(files | {"sample/10BT/README.md": b"no data"})
     found.texts = [text for part in texts for text in part]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{found.server.server_port}")
-    monkeypatch.setattr(named.time, "sleep", lambda s: None)  # also the library's, between its tries
+    monkeypatch.setattr("time.sleep", lambda s: None)  # the library's, between its tries
     source = named.HubSet(REPO, "sample/10BT/", val_tokens=500)
     monkeypatch.setattr(named, "hub_sets", lambda: {"fineweb:10BT": source})
     yield found
