@@ -11,6 +11,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, run_fused, stored, tokens
+from tests.head_norm_cases import each_heads, gradient_size, head_norms
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (1, 37, 65), (3, 43, 384), (1, 3, 1600)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -25,12 +26,6 @@ def scale_of(x: np.ndarray) -> np.ndarray:
 
 def weight_of(C: int, weighted: bool) -> dict:
     return {"weight": persistent(normal(C, seed=3))} if weighted else {}
-
-
-def gradient_size(dy, x, rstd, weight) -> np.ndarray:
-    """The terms of dx without their signs: what the error of any order of sums is measured by."""
-    n, dn = np.abs(x) * rstd[..., None], np.abs(dy * weight)
-    return rstd[..., None] * (dn + n * (dn * n).mean(-1, keepdims=True))
 
 
 @each_isa
@@ -133,20 +128,7 @@ def test_the_whole_backward_pass_at_once(isa, shape, compute, weighted, past, mo
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("heads, D", [(1, 7), (3, 24), (2, 128)])
+@each_heads
 def test_heads_are_normalised_one_by_one(isa, dtype, heads, D):
-    """Whatever the rows' dtype, in which the result is too."""
-    shape = (2, 5, heads * D)
-    x, weight = tokens(normal(*shape) + 0.5, dtype), persistent(normal(D, seed=4))
-    parts = x.values.reshape(2, 5, heads, D)
-    rstd = scale_of(parts)
-    n, c = np.abs(parts) * rstd[..., None], EPS * (8 + np.sqrt(D))
-    bounds = {"y": (c * n * np.abs(weight.values)).reshape(shape), "rstd": c * rstd}
-    check_op(ops.HeadRMSNorm, isa, {"x": x, "weight": weight}, eps=1e-5, bounds=bounds, plan=(3, 7))
-    dy = tokens(normal(*shape, seed=2), dtype)
-    given = {"dy": dy, "x": x, "rstd": tokens(rstd)}
-    size = gradient_size(dy.values.reshape(parts.shape), parts, rstd, weight.values).reshape(shape)
-    check_op(ops.HeadRMSNormDx, isa, given | {"weight": weight}, bounds={"dx": 8 * EPS * size + 4 * EPS}, plan=(3, 7))
-    for mode in ("store", "start"):
-        more = {"modes": {"dweight": mode}, "scalars": {"accumulate": int(mode == "start")}}
-        check_op(ops.HeadRMSNormDweight, isa, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7))
+    for op_type, given, more in head_norms(dtype, heads, D):
+        check_op(op_type, isa, given, **more)

@@ -22,7 +22,7 @@ from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
 from barellm.tools.bench import gemms
 from tests.cases import as_operand, assert_like_the_reference, chain_bound, normal, operands
-from tests.check import EPS, Case, check_case
+from tests.check import EPS, ROUNDING, Case, check_case
 from tests.cuda import check
 from tests.cuda.check import DeviceSession
 from tests.cuda.test_matmul import FUSED
@@ -75,8 +75,7 @@ def test_all_three_roles(library, dtype, shape):
     bounds = {"dx": chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS}
     for mode in ("store", "add"):
         if mode == "add" and library is None and dtype != "fp32":  # cuBLASLt 13 rounds the product first, an H200 showed
-            ulp = {"bf16": 2.0**-8, "fp16": 2.0**-11}[dtype]
-            bounds = {"dx": bounds["dx"] + ulp * np.abs(dy.values @ as_operand(weight, dtype))}
+            bounds = {"dx": bounds["dx"] + ROUNDING[dtype] * np.abs(dy.values @ as_operand(weight, dtype))}
         check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, bounds, {"dx": mode})
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}

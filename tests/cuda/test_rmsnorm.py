@@ -6,6 +6,7 @@ import pytest
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.cuda.test_layernorm import each_dtype, each_mode, each_parameter_mode, each_shape, each_walk, normal, walk_blocks
+from tests.head_norm_cases import each_heads, head_norms
 
 each_weight = pytest.mark.parametrize("weighed", [True, False], ids=["weight", "no weight"])
 
@@ -15,24 +16,10 @@ def rstd_of(x: np.ndarray) -> np.ndarray:
 
 
 @each_dtype
-@pytest.mark.parametrize("heads, D", [(1, 7), (3, 24), (2, 128)])
+@each_heads
 def test_heads_are_normalised_one_by_one(dtype, heads, D):
-    """Whatever the rows' dtype, in which the result is too."""
-    shape = (2, 5, heads * D)
-    x, weight = tokens(normal(*shape) + 0.5, dtype), persistent(normal(D, seed=4))
-    parts = x.values.reshape(2, 5, heads, D)
-    rstd = rstd_of(parts)
-    n, c = np.abs(parts) * rstd[..., None], EPS * (8 + np.sqrt(D))
-    bounds = {"y": (c * n * np.abs(weight.values)).reshape(shape), "rstd": c * rstd}
-    check_op(ops.HeadRMSNorm, {"x": x, "weight": weight}, eps=1e-5, bounds=bounds, plan=(3, 7))
-    dy = tokens(normal(*shape, seed=2), dtype)
-    given = {"dy": dy, "x": x, "rstd": tokens(rstd)}
-    size = rstd[..., None] * (1 + np.abs(dy.values.reshape(parts.shape) * weight.values)) * (2 + np.abs(n)) ** 2
-    bounds = {"dx": (c * size).reshape(shape)}
-    check_op(ops.HeadRMSNormDx, given | {"weight": weight}, bounds=bounds, plan=(3, 7))
-    for mode in ("store", "start"):
-        more = {"modes": {"dweight": mode}, "scalars": {"accumulate": int(mode == "start")}}
-        check_op(ops.HeadRMSNormDweight, given, **more, bounds={"dweight": 16 * EPS * (4 + 10 * heads)}, plan=(3, 7))
+    for op_type, given, more in head_norms(dtype, heads, D):
+        check_op(op_type, given, **more)
 
 
 @each_walk

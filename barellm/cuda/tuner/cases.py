@@ -140,7 +140,8 @@ class GemmCase(Case):
         results = harness.gemm_reference(left, right, epilogues, operand, SLOPE_ERROR)
         rounded = 2.0**-9 if problem.dtype == "tf32" else 0.0  # of the operands
         left, right = (a.astype(np.float64) for a in (left, right))
-        # Tensor cores cut a sum off after each CUT_DEPTH of K, towards zero: of 32,767 products an H200's sums are 1e-4 short.
+        # Tensor cores cut a sum off after each CUT_DEPTH of K, towards zero (Fasi et al. 2021): of 32,767 products an H200's sums
+        # are 1e-4 short.
         cuts = 0.0 if problem.dtype == "fp32" else ceil_div(left.shape[1], CUT_DEPTH) * EPS
         more = rounded * (np.abs(left) @ np.abs(right)) + cuts * (np.abs(left @ right) + np.sqrt(left**2 @ right**2))
         for name, (want, bound) in results.items():
