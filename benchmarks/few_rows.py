@@ -40,7 +40,7 @@ from barellm.program.integers import round_up
 from barellm.program.tensor import Dim
 from barellm.runtime.arena import ScalarBlock
 
-ROLES = {"qkv": (2304, 768), "proj": (768, 768), "fc": (3072, 768), "fcproj": (768, 3072), "head": (50304, 768)}
+MATRICES = {"qkv": (2304, 768), "proj": (768, 768), "fc": (3072, 768), "fcproj": (768, 3072), "head": (50304, 768)}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 KINDS = {"few": "ours", "packed": "packing", "torch": "PyTorch"}  # and what the tables call them
 COLD = 192 << 20  # bytes that a walk reads at least: several times the last cache
@@ -104,46 +104,48 @@ def torch_walk(threads: int, cols: int, depth: int, memory: dict[str, np.ndarray
     return walk
 
 
-def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
-    """What the tuner finds best for one row, by role, as `barellm tune` does it."""
+def tuned_choices(bench: Bench, dtype: str, matrices: list[str]) -> dict[str, Any]:
+    """What the tuner finds best for one row, by matrix, as `barellm tune` does it."""
     p = Program(Store(), compute=dtype)
-    for role in roles:
-        cols, depth = ROLES[role]
-        x, weight = p.input(f"x {role}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {role}", (cols, depth))
-        p.output(role, p.linear(x, weight))
+    for matrix in matrices:
+        cols, depth = MATRICES[matrix]
+        x, weight = p.input(f"x {matrix}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {matrix}", (cols, depth))
+        p.output(matrix, p.linear(x, weight))
     problems = problems_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
     tuner = CpuTuner(bench.isa, bench.threads, COLD)
     skinny = [problem for problem in problems if problem.skinny]
     verdicts = tuner.tune(skinny, seconds=600, each=lambda v: print(v.problem, v.best))
     best = {(v.problem.cols, v.problem.depth): v.best for v in verdicts}
-    return {role: best[ROLES[role]] for role in roles}
+    return {matrix: best[MATRICES[matrix]] for matrix in matrices}
 
 
 def rate_of(result: dict[str, Any]) -> float:
     """Bytes/s of memory in the run of a file."""
     nbytes = itemsize(result["dtype"])
-    fastest = [ROLES[row["role"]][0] * ROLES[row["role"]][1] * nbytes / median(row["seconds"]) for row in result["products"]]
+    fastest = [
+        MATRICES[row["matrix"]][0] * MATRICES[row["matrix"]][1] * nbytes / median(row["seconds"]) for row in result["products"]
+    ]
     return max(median(result["reading"]), *fastest)
 
 
 def shares(result: dict[str, Any]) -> dict[tuple[str, int, str], float]:
-    """The share of the bound of each (role, rows, kernel) of a file: medians."""
+    """The share of the bound of each (matrix, rows, kernel) of a file: medians."""
     rate, peak, found = rate_of(result), median(result["peak"]), {}
     for row in result["products"]:
-        cols, depth = ROLES[row["role"]]
+        cols, depth = MATRICES[row["matrix"]]
         bound = max(cols * depth * itemsize(result["dtype"]) / rate, 2 * row["rows"] * cols * depth / peak)
-        found[row["role"], row["rows"], row["kernel"]] = bound / median(row["seconds"])
+        found[row["matrix"], row["rows"], row["kernel"]] = bound / median(row["seconds"])
     return found
 
 
 def table(folder: Path) -> str:
     """The shares in the files of a processor, in percent, with the kernels of a cell in the order of KINDS."""
-    lines = ["| | rows | " + " | ".join(ROLES) + " |", "|---" * (2 + len(ROLES)) + "|"]
+    lines = ["| | rows | " + " | ".join(MATRICES) + " |", "|---" * (2 + len(MATRICES)) + "|"]
     for dtype in ("bf16", "fp32"):
         found = shares(json.loads((folder / f"few-rows-{dtype}.json").read_text()))
         kinds = [kind for kind in KINDS if any(key[2] == kind for key in found)]
         for rows in ROWS:
-            cells = [" / ".join(f"{100 * found[role, rows, kind]:.0f}" for kind in kinds) for role in ROLES]
+            cells = [" / ".join(f"{100 * found[matrix, rows, kind]:.0f}" for kind in kinds) for matrix in MATRICES]
             lines.append(f"| {dtype} | {rows} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -161,7 +163,7 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
+    parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--kinds", nargs="+", choices=("few", "packed"), default=["few", "packed"])
     parser.add_argument("--torch", action="store_true")
@@ -176,7 +178,7 @@ def main() -> None:
         return
     block = ScalarBlock()
     with closing(Bench()) as bench:
-        largest, most = max(cols * depth for cols, depth in ROLES.values()), max(a.rows)
+        largest, most = max(cols * depth for cols, depth in MATRICES.values()), max(a.rows)
         r = np.random.default_rng(1)
 
         def drawn(count: int) -> np.ndarray:
@@ -184,24 +186,24 @@ def main() -> None:
 
         memory = {
             "weights": drawn(max(COLD // itemsize(a.dtype), largest)),
-            "x": drawn(FEW * max(depth for _, depth in ROLES.values())),
-            "out": np.zeros(most * max(cols for cols, _ in ROLES.values()), np.float32),
+            "x": drawn(FEW * max(depth for _, depth in MATRICES.values())),
+            "out": np.zeros(most * max(cols for cols, _ in MATRICES.values()), np.float32),
             "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
-        assert max(skinny_gemm_scratch_bytes(bench.isa, depth) for _, depth in ROLES.values()) <= PRIVATE
+        assert max(skinny_gemm_scratch_bytes(bench.isa, depth) for _, depth in MATRICES.values()) <= PRIVATE
         bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
-        chosen = tuned_choices(bench, a.dtype, a.roles) if a.tuned else {}
+        chosen = tuned_choices(bench, a.dtype, a.matrices) if a.tuned else {}
         walks: dict[tuple[str, str], Callable[[int], float]] = {}
-        for role in a.roles:
-            cols, depth = ROLES[role]
+        for matrix in a.matrices:
+            cols, depth = MATRICES[matrix]
             untuned = skinny_configs(bench.isa, a.dtype, cols, depth)[0]
             ways = {"few": untuned, "packed": default(bench.isa, "forward", a.dtype, cols, depth, FEW)}
-            ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | ({"tuned": chosen[role]} if chosen else {})
+            ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | ({"tuned": chosen[matrix]} if chosen else {})
             for kind, way in ways.items():
                 emit = gemm.gemm if kind == "packed" else skinny_gemm
-                walks[role, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
+                walks[matrix, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
             if a.torch:
-                walks[role, "torch"] = torch_walk(bench.threads, cols, depth, memory)
+                walks[matrix, "torch"] = torch_walk(bench.threads, cols, depth, memory)
         seconds: dict[tuple[str, int, str], list[float]] = {}
         reading, peaks = [], []
         for turn in range(a.rounds + 1):
@@ -211,16 +213,16 @@ def main() -> None:
                 block.ints[scalars.SCALARS["batch"].index] = rows
                 if a.torch:
                     sleep(SPINNING)
-                for (role, kind), walk in sorted(walks.items(), key=lambda item: item[0][1] == "torch"):
+                for (matrix, kind), walk in sorted(walks.items(), key=lambda item: item[0][1] == "torch"):
                     found = walk(rows)
                     if turn:  # the first round fills tables of addresses
-                        seconds.setdefault((role, rows, kind), []).append(found)
-    products = [{"role": r, "rows": n, "kernel": kind, "seconds": found} for (r, n, kind), found in seconds.items()]
+                        seconds.setdefault((matrix, rows, kind), []).append(found)
+    products = [{"matrix": r, "rows": n, "kernel": kind, "seconds": found} for (r, n, kind), found in seconds.items()]
     result = describe() | ({"processor": a.processor} if a.processor else {})
     result |= {"dtype": a.dtype, "reading": reading, "peak": peaks, "products": products}
-    result |= {"choices": {role: str(choice) for role, choice in chosen.items()}} if chosen else {}
-    for (role, rows, kind), share in shares(result).items():
-        print(f"{role:<7}{rows:>3} {kind:<7}{1e6 * median(seconds[role, rows, kind]):9.0f} us {share:5.0%} of the bound")
+    result |= {"choices": {matrix: str(choice) for matrix, choice in chosen.items()}} if chosen else {}
+    for (matrix, rows, kind), share in shares(result).items():
+        print(f"{matrix:<7}{rows:>3} {kind:<7}{1e6 * median(seconds[matrix, rows, kind]):9.0f} us {share:5.0%} of the bound")
     if a.out:
         a.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What relative terms add to attention by layout: `python -m benchmarks.relative --processor NAME --out FILE`.
+"""What relative terms add to block-sparse attention: `python -m benchmarks.relative --processor NAME --out FILE`.
 
 Sides take turns in one thread, forward and forward with backward; each time is a median of processor time. `distances` is the
 number of rows of the table of vectors, 0 for attention without. `share`: of the pairs that are seen, those that have a term.

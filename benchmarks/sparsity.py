@@ -1,4 +1,4 @@
-"""Times of attention by layout beside dense attention and PyTorch's: `python -m benchmarks.sparsity --out FILE`.
+"""Times of block-sparse attention beside dense attention and PyTorch's: `python -m benchmarks.sparsity --out FILE`.
 
 Our sides of one length take turns in this process, forward and forward with backward; each time is a median. After them come
 PyTorch's, whose threads spin when they have nothing to do: scaled_dot_product_attention, causal and with a mask of T x T, and
@@ -49,7 +49,7 @@ def program(T: int, heads: int, D: int, layout: Layout | None, dtype: str, *, ba
     if layout is None:
         operands |= {"rate": 0.0, "stream": 0}
     else:
-        kinds = (ops.LayoutAttention, ops.LayoutAttentionBackward)
+        kinds = (ops.BlockSparseAttention, ops.BlockSparseAttentionBackward)
         operands |= {name: p.constant(name, values, "i32") for name, values in layout.tables.items()}
         operands["layout"] = layout
     saved = p.apply(kinds[0], **operands)

@@ -1,4 +1,4 @@
-"""Operands and error bounds of attention by layout: what the tests of every backend share."""
+"""Operands and error bounds of block-sparse attention: what the tests of every backend share."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def layout_both(p: Program, dims: tuple[Dim, Dim], layout: Layout, *, D: int, dt
     if distances:
         operands["relative"] = p.parameter("relative", (distances, C))
     attrs = {"heads": layout.heads, "kv_heads": layout.heads, "layout": layout}
-    saved = p.apply(ops.LayoutAttention, **operands, **attrs)
+    saved = p.apply(ops.BlockSparseAttention, **operands, **attrs)
     dqkv = p.activation("dqkv", qkv.shape, dtype)
     into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), p.split(dqkv, 3), strict=True)}
-    p.apply(ops.LayoutAttentionBackward, into=into, **operands, out=saved.out, dout=dout, lse=saved.lse, **attrs)
+    p.apply(ops.BlockSparseAttentionBackward, into=into, **operands, out=saved.out, dout=dout, lse=saved.lse, **attrs)
     return saved, dqkv
 
 
-FORWARD, BACKWARD = ops.LayoutAttention, ops.LayoutAttentionBackward
+FORWARD, BACKWARD = ops.BlockSparseAttention, ops.BlockSparseAttentionBackward

@@ -273,9 +273,9 @@ def opened(programs: dict[str, Program], device: str, **options: Any) -> Iterato
         session.close()
 
 
-def _dtype(asked: str, device: str) -> str:
-    if asked != "auto":
-        return asked
+def _dtype(requested: str, device: str) -> str:
+    if requested != "auto":
+        return requested
     if device not in NAMES:
         return "fp32"
     return backend(device).default_dtype()

@@ -1,10 +1,7 @@
 """The one owner of how a model's texts begin and end: special tokens, ids that end a text, chat template, generation defaults.
 
 It is read from the small files that lie beside a Hugging Face model, which go with the tokenizer, byte for byte, into a checkpoint
-and out of it again.
-"""
-
-from __future__ import annotations
+and out of it again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

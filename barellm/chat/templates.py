@@ -1,10 +1,7 @@
 """Chat templates: messages become a text, in which it is known what is the template's own and what somebody said.
 
 The text is what transformers' apply_chat_template gives. Rendering is in another process (worker.py): a template that loops or
-grows ends with one line, and with nothing else.
-"""
-
-from __future__ import annotations
+grows ends with one line, and with nothing else."""
 
 import atexit
 import json
@@ -165,8 +162,7 @@ def pieces(
 
     In what is said a control token gets marks at its ends, and so does a part of one that the text around it could complete.
     One whose ends have no mark is the template's own; any other is a piece of letters. Of what an assistant says these are
-    the `special` ones alone: its thinking stands between tokens that are its own.
-    """
+    the `special` ones alone: its thinking stands between tokens that are its own."""
     before, after = _unused(json.dumps([conversations, dict(variables)], ensure_ascii=False))
 
     def marked(value: Any, names: Sequence[str]) -> Any:

@@ -1,12 +1,9 @@
 """Renders chat templates in a process of its own, which its parent ends when a template takes too long.
 
 A template is a program of a stranger's. It runs in jinja2's sandbox, sees plain JSON values alone, and its process may not grow
-beyond MEMORY. This file runs by its path, and so imports nothing of barellm.
-"""
+beyond MEMORY. This file runs by its path, and so imports nothing of barellm."""
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import json
 import sys
 from datetime import datetime

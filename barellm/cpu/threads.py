@@ -48,12 +48,12 @@ def allowed_cpus() -> list[int]:
 
 def thread_count() -> int:
     """`BARELLM_THREADS`, else min(affinity, control group's quota, physical cores)."""
-    asked = os.environ.get("BARELLM_THREADS")
-    if asked:
+    requested = os.environ.get("BARELLM_THREADS")
+    if requested:
         most = max(16, 4 * len(allowed_cpus()))  # more only wait for each other: a step of 1000 takes minutes
-        if not asked.isdigit() or not 1 <= int(asked) <= most:
-            raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to {most} on this machine")
-        return int(asked)
+        if not requested.isdigit() or not 1 <= int(requested) <= most:
+            raise UserError(f"BARELLM_THREADS is {requested!r}, expected a number from 1 to {most} on this machine")
+        return int(requested)
     return len(cores())
 
 

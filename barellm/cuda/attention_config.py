@@ -1,7 +1,5 @@
 """Attention configurations: blocks of queries and keys, warps, pipeline stages, register limits, by kernel, head size and card."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from barellm.cuda.gemm_config import tuned_arch
@@ -87,27 +85,27 @@ def _operands(dtype: str, arch: int) -> str:
     return "bf16 in registers" if tuned_arch(arch) < 90 else "bf16"
 
 
-def select_attention_config(role: str, head: int, dtype: str, arch: int) -> AttentionConfig:
-    """The default configuration: that of the smallest listed head size which holds `head`, the padded one. `role`: the kernel:
+def select_attention_config(operation: str, head: int, dtype: str, arch: int) -> AttentionConfig:
+    """The default configuration: that of the smallest listed head size which holds `head`, the padded one. `operation`: the kernel:
     "forward"; "keys" (dk and dv), "shared keys" of grouped queries, and "queries" (dq) of the backward pass; "few" or "many" new
     tokens over a KV cache. Blocks of keys are 16 or multiples of 32, for dropout's random bits; in the forward pass and for dq they
     divide the block of queries."""
     table = _ATTENTION[_operands(dtype, arch)]
-    if role == "shared keys" and (role, 64) not in table:
-        role = "keys"
-    elif role == "keys" and (f"shared {role}", 64) in table and arch != 90:
-        role = "shared keys"  # with sums in tensor memory, four warps spill
-    fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
+    if operation == "shared keys" and (operation, 64) not in table:
+        operation = "keys"
+    elif operation == "keys" and (f"shared {operation}", 64) in table and arch != 90:
+        operation = "shared keys"  # with sums in tensor memory, four warps spill
+    fits = [(most, t) for (r, most), t in table.items() if r == operation and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD_SIZE[dtype]
 
 
-def select_masked_config(role: str, head: int, dtype: str, arch: int) -> AttentionConfig:
+def select_masked_config(operation: str, head: int, dtype: str, arch: int) -> AttentionConfig:
     """The configuration for sliding-window and document masks, smaller than the default: every block is masked, which takes
     registers, and blocks that reach far beyond a window compute scores that are masked."""
-    t = without_register_limit(select_attention_config("shared keys" if role == "keys" else role, head, dtype, arch))
-    if role == "forward" and t.queries > 64:
+    t = without_register_limit(select_attention_config("shared keys" if operation == "keys" else operation, head, dtype, arch))
+    if operation == "forward" and t.queries > 64:
         return AttentionConfig(64, 64, 4, 2)
-    if role == "keys" and t.keys > 64:
+    if operation == "keys" and t.keys > 64:
         in_registers = _operands(dtype, arch) == "bf16 in registers"
         return AttentionConfig(32, 64, 4, 2) if in_registers else AttentionConfig(64, 64, 8, 2)
     return t
@@ -164,23 +162,23 @@ _TRIED: dict[str, _Blocks] = {
 }  # fmt: skip
 
 
-def attention_configs(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionConfig, ...]:
+def attention_configs(operation: str, head: int, dtype: str, arch: int) -> tuple[AttentionConfig, ...]:
     """Every configuration of an attention kernel on this architecture, the default first; those of sm_90 were looked at there
     only."""
-    usual = select_attention_config(role, head, dtype, arch)
-    tried = _TRIED.get(_operands(dtype, arch), {}).get((role, head), ()) if arch <= 90 or tuned_arch(arch) < 90 else ()
+    usual = select_attention_config(operation, head, dtype, arch)
+    tried = _TRIED.get(_operands(dtype, arch), {}).get((operation, head), ()) if arch <= 90 or tuned_arch(arch) < 90 else ()
     return (usual, *(AttentionConfig(*t) for t in tried if AttentionConfig(*t) != usual))
 
 
-def bitwise_equal(role: str, a: AttentionConfig, b: AttentionConfig) -> bool:
+def bitwise_equal(operation: str, a: AttentionConfig, b: AttentionConfig) -> bool:
     """Whether both give bitwise equal results. Gradients are chains over the keys, or the queries, in their order, of probabilities
     that each has its own; what a block adds beyond the diagonal are zeros. The online softmax of the forward pass rescales its sums
     for every block of keys."""
-    return a.warp_specialized == b.warp_specialized and (role != "forward" or a.keys == b.keys)
+    return a.warp_specialized == b.warp_specialized and (operation != "forward" or a.keys == b.keys)
 
 
-def warp_specialized_config(role: str, head: int, dtype: str, arch: int) -> AttentionConfig | None:
+def warp_specialized_config(operation: str, head: int, dtype: str, arch: int) -> AttentionConfig | None:
     """The configuration of the warp-specialized kernel; None where there is none."""
     if arch != 90 or dtype == "fp32":
         return None
-    return WARP_SPECIALIZED.get(head) if role == "forward" else WARP_SPECIALIZED_BACKWARD.get((role, head))
+    return WARP_SPECIALIZED.get(head) if operation == "forward" else WARP_SPECIALIZED_BACKWARD.get((operation, head))

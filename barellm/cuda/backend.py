@@ -1,7 +1,5 @@
 """An NVIDIA GPU as a backend: open a session, say what the machine is."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes. And compares its
 memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

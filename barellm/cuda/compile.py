@@ -1,8 +1,7 @@
 """Specialisations to cubins, kept on disk with what a launch must know of them.
 
 Triton is the compiler and nothing else: it runs where a cubin is not in the cache, on any machine, with or without a GPU. What is
-kept can be loaded without it, by any process and Python, from any folder.
-"""
+kept can be loaded without it, by any process and Python, from any folder."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class Code:
     """A cubin and how to launch it.
 
     `params`: (bytes, alignment) of each kernel parameter, as ptxas lays them out. They are those of `arguments` in order: a
-    pointer "*", "i32", or "map": a tensor map of 128 bytes, then its two sizes and two strides; and two scratch pointers.
-    """
+    pointer "*", "i32", or "map": a tensor map of 128 bytes, then its two sizes and two strides; and two scratch pointers."""
 
     name: str
     arch: int

@@ -4,8 +4,7 @@ cuBLASLt thinks in columns. A row-major matrix (rows, cols) is to it a column-ma
 asked for as out^T = b^T a^T: its operand A is our b, its B our a, and a bias along our rows lies along its columns, as it wants.
 
 The algorithm is the heuristic's first, asked once for each shape; split-K adds in fp32. Numbers of
-the interface are those of cublasLt.h, the same in CUDA 12 and 13.
-"""
+the interface are those of cublasLt.h, the same in CUDA 12 and 13."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The GPU through NVIDIA's driver API: device, context, memory, events, graphs. Handles live as long as their objects.
 
-`bindings()` and `libcuda()` are the only ways to the driver; nothing of it is imported before a session is opened.
-"""
+`bindings()` and `libcuda()` are the only ways to the driver; nothing of it is imported before a session is opened."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The GPU's fusion table: which sequences of primitive ops one kernel does, first row wins; and which equal ops one launch does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,10 +1,7 @@
 """GEMM configurations: tiles, warps and pipeline stages, and the number of split-K slices of weight gradients.
 
 A tile changes speed and no bit of the result: each element is one chain of additions over K. Split-K does change bits, so it is a
-function of the shape alone. Both count tiles against WAVE, the multiprocessors of an H100, whatever card is there.
-"""
-
-from __future__ import annotations
+function of the shape alone. Both count tiles against WAVE, the multiprocessors of an H100, whatever card is there."""
 
 from dataclasses import dataclass, replace
 

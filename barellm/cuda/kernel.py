@@ -6,8 +6,7 @@ A lowering is registered by the op's name and appends launches:
     def lower_cast(op, c):
         c.launch(cast, dict(y=op.y, x=op.x, n=c.elements(op.x)), dict(BLOCK=1024), grid=lambda s: ..., writes="y")
 
-Nothing here knows addresses: they come when a session binds the launches for a batch and a length. No Triton, no driver.
-"""
+Nothing here knows addresses: they come when a session binds the launches for a batch and a length. No Triton, no driver."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class Table:
     made. A column for each field, 8 bytes for each of `entries`.
 
     `fields`: name -> (type, values): addresses, "*fp32" and the like, of Regions; or numbers, "i64" or "fp64". `writes`: names of
-    the fields whose tensors are written.
-    """
+    the fields whose tensors are written."""
 
     fields: dict[str, tuple[str, list[Any]]]
     writes: tuple[str, ...] = ()

@@ -10,10 +10,7 @@
 Triton's decorator needs Triton at import time, and a training run whose kernels lie in the cache must not import it. So `device`
 only marks the function; `materialised()` builds its module's namespace a second time, with the real `tl` and with every
 marked function as Triton's object: compiled code, or the interpreter's for tests. A parameter that is a constant of the code is
-annotated `tl.constexpr` under `from __future__ import annotations`, so that nothing is evaluated.
-"""
-
-from __future__ import annotations
+annotated `tl.constexpr` under `from __future__ import annotations`, so that nothing is evaluated."""
 
 import sys
 import types

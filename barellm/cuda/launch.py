@@ -1,7 +1,5 @@
 """Launches ready to run: code loaded, parameters packed as the kernel reads them, tensor maps encoded."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

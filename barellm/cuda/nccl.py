@@ -2,10 +2,7 @@
 
 Only sends and receives are used, many at a time: a sum of NCCL's would add in an order of its own. All go to one stream of the
 communicator, which the stream that computes waits for at once, or at the end of its program. So they are parts of captured
-graphs, and the host waits for none.
-"""
-
-from __future__ import annotations
+graphs, and the host waits for none."""
 
 import importlib
 import importlib.util

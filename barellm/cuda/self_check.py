@@ -2,10 +2,7 @@
 
 A child process, with a time limit for each case, holds them against float64 (`tools/profile/self_check.py`): GEMMs with more tiles
 than multiprocessors, attention over several blocks, and each op of a small model with the user's options. Verdicts are kept beside
-the cubins. Where Hopper's GEMM or attention is wrong, hangs or crashes, Triton's takes its place; else nothing runs.
-"""
-
-from __future__ import annotations
+the cubins. Where Hopper's GEMM or attention is wrong, hangs or crashes, Triton's takes its place; else nothing runs."""
 
 import hashlib
 import os
@@ -115,9 +112,9 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
     heads = getattr(model, "heads", 0)
     kv_heads, head = getattr(model, "kv_heads", heads), getattr(model, "head_dim", 0) or model.d_model // max(heads, 1)
     shared = kv_heads if kv_heads < heads else 0
-    for role in ("forward", "keys", "queries") if heads else ():
-        name = f"attention {role} {train.dtype}, {heads} over {kv_heads} heads of {head}"
-        problem = AttentionProblem(role, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
+    for operation in ("forward", "keys", "queries") if heads else ():
+        name = f"attention {operation} {train.dtype}, {heads} over {kv_heads} heads of {head}"
+        problem = AttentionProblem(operation, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
         found[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
         if own := problem.warp_specialized(target.arch):
             found[f"Hopper {name}"] = problem, own

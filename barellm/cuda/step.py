@@ -5,10 +5,7 @@ in device memory: the run-time scalars and the inputs, which come from two alter
 run's are written while the last one's are still being copied.
 
 One allocation holds the arena (from `base`, a multiple of ALIGN), the run-time scalars, the counter (single_pass_reduction.py) and
-the tables (kernel.Table). A call is a launch, a library's GEMM or a collective; bound, it has the addresses and sizes of a run.
-"""
-
-from __future__ import annotations
+the tables (kernel.Table). A call is a launch, a library's GEMM or a collective; bound, it has the addresses and sizes of a run."""
 
 import os
 import sys

@@ -1,8 +1,6 @@
 """The tuning database as the CUDA backend uses it: configurations of Triton's GEMM, of Hopper's and of
 attention's kernels. An entry's name has the card's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -2,8 +2,7 @@
 
 A legend such as `"... K"` names the axes of an argument. `...` stands for any number of leading axes, which are seen as one; a
 letter is a size, the same wherever it stands in the arguments of a call; a number is itself. Axes in parentheses, as in
-`"B T (H D)"`, are one axis of the tensor.
-"""
+`"B T (H D)"`, are one axis of the tensor."""
 
 from __future__ import annotations
 

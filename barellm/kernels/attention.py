@@ -20,10 +20,10 @@ _ATTENTION = FunctionSpec("attention", {"q": "B T (H D)", "k": "B T (G D)", "v":
 
 
 def _block_sparse(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_heads: int, **tables: Tensor) -> Tensor:
-    from barellm.program.ops import LayoutAttention
+    from barellm.program.ops import BlockSparseAttention
 
     attrs = {"heads": layout.heads, "kv_heads": kv_heads, "layout": layout}
-    return p.apply(LayoutAttention, q=q, k=k, v=v, **tables, **attrs).out
+    return p.apply(BlockSparseAttention, q=q, k=k, v=v, **tables, **attrs).out
 
 
 _BLOCK_SPARSE = FunctionSpec(
@@ -57,8 +57,7 @@ def attention(
         dq, dk, dv = vjp_fn(dout)
         y = kernels.attention(q, k, v, causal=False)  # as encoders do
         out, vjp_fn = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
-        dq, dk, dv, drelative = vjp_fn(dout)
-    """
+        dq, dk, dv, drelative = vjp_fn(dout)"""
     causal = boolean("attention", "causal", causal)
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
     if layout is not None:

@@ -31,6 +31,5 @@ def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     gradient that arrives is rounded to it.
     Source: `barellm/cpu/kernels/gemm/binary_matmul.py`.
 
-        y, vjp_fn = kernels.vjp(kernels.binary_matmul, x, weight)
-    """
+        y, vjp_fn = kernels.vjp(kernels.binary_matmul, x, weight)"""
     return call(_BINARY_MATMUL, {"a": a, "b": b}, out)[0]

@@ -43,8 +43,7 @@ def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Arr
 
         layout = block_layouts.block_layout(there, 32)  # barellm.program.block_layouts; there: (C / 32, K / 32) bool
         y, vjp_fn = kernels.vjp(kernels.blocksparse_matmul, x, blocks, layout)
-        dx, dblocks = vjp_fn(dy)
-    """
+        dx, dblocks = vjp_fn(dy)"""
     from barellm.program.block_layouts import BlockLayout
 
     if not isinstance(layout, BlockLayout):

@@ -33,8 +33,7 @@ def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple
     gradients of the arguments, as `jax.vjp` has it.
 
         y, vjp_fn = kernels.vjp(kernels.layernorm, x, weight, bias)
-        dx, dweight, dbias = vjp_fn(dy)
-    """
+        dx, dweight, dbias = vjp_fn(dy)"""
     outer = getattr(_recording, "tape", None)
     tape: list[VjpFunction] = []
     _recording.tape = tape

@@ -33,8 +33,7 @@ def conv2d(
 
         y = kernels.conv2d(x, w, padding=1)
         y, vjp_fn = kernels.vjp(kernels.conv2d, x, w, padding=1)
-        dx, dw = vjp_fn(dy)
-    """
+        dx, dw = vjp_fn(dy)"""
     sizes: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
     sizes = {name: integer_or_pair("conv2d", name, size) for name, size in sizes.items()}
     sizes["groups"] = integer("conv2d", "groups", groups)

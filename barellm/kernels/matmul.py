@@ -32,6 +32,5 @@ def matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Copies: none where `a` is row-major and `b` is row-major or the transpose of a row-major array, such as a weight (N, K).
     Source: `barellm/cpu/kernels/gemm/gemm.py`.
 
-        y = kernels.matmul(x, weight.T)
-    """
+        y = kernels.matmul(x, weight.T)"""
     return call(_MATMUL, {"a": a, "b": b}, out)[0]

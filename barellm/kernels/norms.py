@@ -27,8 +27,7 @@ def layernorm(x: Array, weight: Array, bias: Array | None = None, *, eps: float 
 
         y = kernels.layernorm(x, weight, bias)
         y, vjp_fn = kernels.vjp(kernels.layernorm, x, weight, bias)
-        dx, dweight, dbias = vjp_fn(dy)
-    """
+        dx, dweight, dbias = vjp_fn(dy)"""
     eps = number("layernorm", "eps", eps, least=0.0)
     return call(_LAYERNORM, {"x": x, "weight": weight, "bias": bias}, out, eps=eps)[0]
 
@@ -41,8 +40,7 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
     Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
     Source: `barellm/cpu/kernels/norm/rmsnorm.py`.
 
-        y = kernels.rmsnorm(x, weight)
-    """
+        y = kernels.rmsnorm(x, weight)"""
     eps = number("rmsnorm", "eps", eps, least=0.0)
     return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=eps)[0]
 
@@ -55,6 +53,5 @@ def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
     Dtypes: float32 or bfloat16; the result has that of x. Exponentials and sums are fp32.
     Source: `barellm/cpu/kernels/norm/softmax.py`.
 
-        y = kernels.softmax(logits)
-    """
+        y = kernels.softmax(logits)"""
     return call(_SOFTMAX, {"x": x}, out, scale=number("softmax", "scale", scale))[0]

@@ -28,8 +28,7 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
     Dtypes: w float32 or bfloat16; scales float16 where that has all of them as normal numbers, else float32.
     Source: `barellm/program/quantization.py`.
 
-        codes, scales = kernels.quantize(w, "nf4")
-    """
+        codes, scales = kernels.quantize(w, "nf4")"""
     from barellm.kernels.arrays import check_array, format_name
 
     if check_array("quantize", "w", w).ndim != 2 or not w.size:
@@ -47,8 +46,7 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
     Formats: those of `quantize`, and nf4-v1, the table that nf4 had until 2026-11-25.
     Source: `barellm/program/quantization.py`.
 
-        error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")
-    """
+        error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")"""
     from barellm.kernels.arrays import check_array
 
     how = _scheme("dequantize", format)

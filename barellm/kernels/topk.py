@@ -23,7 +23,6 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     Dtypes: float32 or bfloat16; the values have that of x. The gradient of the values goes to their columns.
     Source: `barellm/cpu/kernels/pointwise/top_k.py`.
 
-        values, indices = kernels.top_k(logits, 50)
-    """
+        values, indices = kernels.top_k(logits, 50)"""
     values, indices = call(_TOP_K, {"x": x}, K=integer("top_k", "k", k))
     return values, indices

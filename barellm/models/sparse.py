@@ -151,7 +151,7 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
 
     def attend(b: gpt2.Block, qkv_BT3C: Tensor) -> Tensor:
         vectors = _distances(p, cfg, b)
-        return p.layout_attention(*p.split(qkv_BT3C, 3), relative=vectors, layout=layout, heads=cfg.heads)
+        return p.block_sparse_attention(*p.split(qkv_BT3C, 3), relative=vectors, layout=layout, heads=cfg.heads)
 
     return attend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from barellm.program.backward import backward
 from barellm.program.graph import Store
 from barellm.program.ops import convolution, cross_entropy, documents, embedding, pooling, softcap
-from barellm.program.ops.attention import attention, layout_attention, qk_rotary, rope
+from barellm.program.ops.attention import attention, block_sparse_attention, qk_rotary, rope
 from barellm.program.ops.base import Op, Tensor
 from barellm.program.ops.gemm import block_matmul, matmul
 from barellm.program.ops.norm import groupnorm, layernorm, rmsnorm, softmax
@@ -18,7 +18,7 @@ __all__ = ["Program", "Store"]
 class Program(
     attention.Calls, binary.Calls, block_matmul.Calls, convolution.Calls, cross_entropy.Calls, documents.Calls,
     dropout.Calls, elementwise.Calls, embedding.Calls, exponent_stats.Calls, gates.Calls, groupnorm.Calls, layernorm.Calls,
-    layout_attention.Calls, matmul.Calls, qk_rotary.Calls, mix.Calls, pooling.Calls, random.Calls, rmsnorm.Calls,
+    block_sparse_attention.Calls, matmul.Calls, qk_rotary.Calls, mix.Calls, pooling.Calls, random.Calls, rmsnorm.Calls,
     rope.Calls, softcap.Calls, softmax.Calls, swiglu.Calls, top_k.Calls, transpose.Calls,
 ):  # fmt: skip
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""

@@ -38,8 +38,7 @@ class Store:
 class Graph:
     """Ops in the order in which they run, over tensors of a store. Each call appends; nothing runs.
 
-    `compute` names a row of `dtypes.PRECISIONS` ("fp32", "bf16", "fp16"), or is a Precision of your own.
-    """
+    `compute` names a row of `dtypes.PRECISIONS` ("fp32", "bf16", "fp16"), or is a Precision of your own."""
 
     def __init__(self, store: Store, *, compute: str | Precision = "fp32") -> None:
         if isinstance(compute, str) and compute not in PRECISIONS:

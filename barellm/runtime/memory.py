@@ -16,9 +16,9 @@ PLURAL = {"parameter": "parameters", "gradient": "gradients", "state": "optimize
 def memory_limit() -> tuple[int, str]:
     """The limit of a run's memory in bytes, and what sets it: BARELLM_MEMORY_LIMIT, else the control group's limit if it is below
     the machine's memory, else that memory."""
-    asked = os.environ.get("BARELLM_MEMORY_LIMIT")
-    if asked:
-        return _parse(asked), "BARELLM_MEMORY_LIMIT"
+    requested = os.environ.get("BARELLM_MEMORY_LIMIT")
+    if requested:
+        return _parse(requested), "BARELLM_MEMORY_LIMIT"
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [(physical, "this machine's memory")]
     limits += [(nbytes, f"the cgroup's limit ({path})") for nbytes, path in cgroup.memory_limits()]

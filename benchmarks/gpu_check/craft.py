@@ -36,7 +36,7 @@ def blocks(scale: Scale) -> dict[str, Any]:
     return measured(scale, block_products(scale), "ops-blocks-cuda.json")
 
 
-def layout_attention(scale: Scale) -> dict[str, Any]:
+def block_sparse_attention(scale: Scale) -> dict[str, Any]:
     """Attention over listed blocks, beside dense attention and flex_attention."""
     return measured(scale, attentions(scale), "ops-layouts-cuda.json")
 
@@ -218,7 +218,7 @@ def dropout(kind: str, shape: tuple[int, int, int]) -> Program:
 CASES: dict[str, Callable[[Scale], list[Case]]] = {
     "convolution": convolutions,
     "blocks": block_products,
-    "layout_attention": attentions,
+    "block_sparse_attention": attentions,
     "few": few_rows,
     "rows": long_rows,
     "bits": generators,

@@ -9,7 +9,7 @@ from statistics import mean
 from make import HERE, LINE, SOFT, STYLE, plt
 
 sys.path.insert(0, str(HERE.parents[1]))
-from benchmarks.few_rows import KINDS, RESULTS, ROLES, ROWS, shares
+from benchmarks.few_rows import KINDS, MATRICES, RESULTS, ROWS, shares
 
 COLOURS = {"few": "#2b6cb0", "packed": "#c05621", "torch": "#6b7280"}
 AIM = 85
@@ -21,7 +21,7 @@ def main() -> None:
     for axes, dtype in zip(both, ("bf16", "fp32"), strict=True):
         found = shares(json.loads((RESULTS / f"few-rows-{dtype}.json").read_text()))
         for kind, colour in COLOURS.items():
-            of_rows = [[100 * found[role, rows, kind] for role in ROLES] for rows in ROWS]
+            of_rows = [[100 * found[matrix, rows, kind] for matrix in MATRICES] for rows in ROWS]
             axes.fill_between(ROWS, list(map(min, of_rows)), list(map(max, of_rows)), color=colour, alpha=0.15, linewidth=0)
             axes.plot(ROWS, list(map(mean, of_rows)), marker="o", markersize=4, color=colour, label=KINDS[kind])
         axes.axhline(AIM, color=LINE, linewidth=0.9, linestyle="--")

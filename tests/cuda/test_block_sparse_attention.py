@@ -1,4 +1,4 @@
-"""Attention by layout, interpreted with small blocks, against float64."""
+"""Block-sparse attention, interpreted with small blocks, against float64."""
 
 from __future__ import annotations
 

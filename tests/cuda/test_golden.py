@@ -253,7 +253,7 @@ def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool =
 
 
 def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
-    """Attention by layout of heads of 64 columns, forward and backward, in blocks of 64; `distances` have a relative term."""
+    """Block-sparse attention of heads of 64 columns, forward and backward, in blocks of 64; `distances` have a relative term."""
     layout = layouts.parse("local:128+fixed:256:64", length=1024, block=64, heads=4)
     p = Program(Store(), compute=compute)
     saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute, distances=distances)

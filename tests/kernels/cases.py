@@ -105,7 +105,7 @@ CASES = {
         [((3, 7, 32), (3, 16, 16))],
         {"layout": block_layout(np.array([[1, 0, 1], [0, 0, 1]]), 16)},
     ),
-    "attention by layout": Case(
+    "block-sparse attention": Case(
         kernels.attention,
         attention,
         [((2, 71, 2, 5), (2, 71, 1, 5), (2, 71, 1, 5))],

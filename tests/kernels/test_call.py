@@ -231,7 +231,7 @@ REFUSED = [
     ),
     (
         lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, ONE.reshape(3, 1, 5)[:2], layout=AHEAD, causal=False),
-        "layout_attention expects relative (an odd number, 5) fp32: q (batch<=1, 3, 5) fp32, relative (2, 5) fp32",
+        "block_sparse_attention expects relative (an odd number, 5) fp32: q (batch<=1, 3, 5) fp32, relative (2, 5) fp32",
     ),
     (lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T), "vjp_fn of rmsnorm expects dy (3, 5), it has shape (5, 3)"),
     (lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE, ONE), "vjp_fn of rmsnorm expects 1 gradients, it was given 2"),

@@ -539,7 +539,7 @@ def test_a_number_that_is_none_is_refused_by_train(program, tmp_path, option, va
         (("--ids", "1,-2"), "one of --ids is -2, expected"),
         (("--seed", "-1"), "--seed is -1, expected a whole number from 0 to 18446744073709551615"),
         (("--seed", "18446744073709551616"), "--seed is 18446744073709551616, expected"),
-        (("--tokens", "2.5"), "--tokens is 2.5, expected a whole number from 1 to"),
+        (("--max-new-tokens", "2.5"), "--max-new-tokens is 2.5, expected a whole number from 1 to"),
         (("--top-k", "1e3"), "--top-k is 1e3, expected a whole number"),
         (("--temperature", "0.5x"), "--temperature is 0.5x, expected a number"),
         (("--temperature", "nan"), "--temperature is nan, expected a number"),
@@ -554,7 +554,7 @@ def test_a_number_that_is_none_is_refused_by_sample(program, options, says):
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"sample: error: {says.format(**known)}")
     last = str(known["last"])
-    done = subprocess.run([*command, "--ids", last, "--tokens", "1"], capture_output=True)
+    done = subprocess.run([*command, "--ids", last, "--max-new-tokens", "1"], capture_output=True)
     assert done.returncode == 0 and len(done.stdout) == 3, "the last id is one"
 
 

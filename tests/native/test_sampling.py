@@ -52,18 +52,18 @@ def pythons(folder: Path, capfd, *options: str) -> dict:
 
 
 @pytest.mark.parametrize("options", [
-    ("--tokens", "50"),  # thrice as many as the model has positions
-    ("--prompt", "12² is ", "--tokens", "20"),
-    ("--prompt", "12 is 144.\n13 is 169.", "--tokens", "9"),  # longer than the model's positions
-    ("--temperature", "0", "--tokens", "20"),
+    ("--max-new-tokens", "50"),  # thrice as many as the model has positions
+    ("--prompt", "12² is ", "--max-new-tokens", "20"),
+    ("--prompt", "12 is 144.\n13 is 169.", "--max-new-tokens", "9"),  # longer than the model's positions
+    ("--temperature", "0", "--max-new-tokens", "20"),
     ("--top-k", "3", "--seed", "5"),
     ("--top-p", "0.6", "--seed", "18446744073709551615"),
-    ("--min-p", "0.3", "--top-k", "9", "--top-p", "0.95", "--tokens", "30"),
-    ("--repetition", "1.7", "--tokens", "30", "--temperature", "1.5"),
+    ("--min-p", "0.3", "--top-k", "9", "--top-p", "0.95", "--max-new-tokens", "30"),
+    ("--repetition-penalty", "1.7", "--max-new-tokens", "30", "--temperature", "1.5"),
 ])  # fmt: skip
 @pytest.mark.extended
 def test_the_text_is_that_of_python(chars, capfd, options):
-    options = (*options, *(() if "--tokens" in options else ("--tokens", "25")))
+    options = (*options, *(() if "--max-new-tokens" in options else ("--max-new-tokens", "25")))
     found = sampled(chars, *options)
     expected = pythons(chars, capfd, *options)
     assert found.stdout.decode() == expected["prompt"] + expected["text"] + "\n", found.stderr
@@ -73,20 +73,20 @@ def test_the_text_is_that_of_python(chars, capfd, options):
 @pytest.mark.extended
 def test_a_model_without_a_cache(tmp_path, capfd):
     folder = built(tmp_path, "sparse-char", "--model.block", "16", "--model.layout", "local:8")
-    expected = pythons(folder, capfd, "--tokens", "30")
-    assert sampled(folder, "--tokens", "30").stdout.decode("utf-8", "replace") == expected["text"] + "\n"
+    expected = pythons(folder, capfd, "--max-new-tokens", "30")
+    assert sampled(folder, "--max-new-tokens", "30").stdout.decode("utf-8", "replace") == expected["text"] + "\n"
 
 
 @pytest.mark.extended
 def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
     """A text goes on from ids, and ends where the model draws the end."""
     folder = built(tmp_path, "shakespeare-char", "--data.tokenizer", "bpe", "--data.bpe_vocab", "300")
-    expected = pythons(folder, capfd, "--tokens", "30")
-    assert sampled(folder, "--tokens", "30").stdout.decode("utf-8", "replace") == expected["text"] + "\n"
+    expected = pythons(folder, capfd, "--max-new-tokens", "30")
+    assert sampled(folder, "--max-new-tokens", "30").stdout.decode("utf-8", "replace") == expected["text"] + "\n"
     tokenizer = load_tokenizer(checkpoint.find(folder / "run")[0])
     ids = f"{tokenizer.start},{tokenizer.tokens.index(b'1')}"
-    assert sampled(folder, "--ids", ids, "--tokens", "1").stdout.startswith(b"1")
-    ends = sampled(folder, "--tokens", "4000", "--temperature", "30").stdout  # one of 300 nearly equal tokens is the end
+    assert sampled(folder, "--ids", ids, "--max-new-tokens", "1").stdout.startswith(b"1")
+    ends = sampled(folder, "--max-new-tokens", "4000", "--temperature", "30").stdout  # one of 300 nearly equal tokens is the end
     assert 0 < len(ends) < 4000
     done = sampled(folder, "--prompt", "12")
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"give the ids of its tokens" in done.stderr
@@ -103,8 +103,8 @@ def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
     (("--top-k", "-1"), "--top-k is -1, expected a whole number"),
     (("--top-p", "0"), "top_p is 0"),
     (("--min-p", "2"), "min_p is 2"),
-    (("--repetition", "0"), "repetition is 0"),
-    (("--tokens", "0"), "--tokens is 0, expected a whole number from 1"),
+    (("--repetition-penalty", "0"), "repetition_penalty is 0"),
+    (("--max-new-tokens", "0"), "--max-new-tokens is 0, expected a whole number from 1"),
     (("--run", "nowhere"), "nowhere"),
     (("--threads", "1000"), "threads is 1000"),
 ])  # fmt: skip
@@ -153,5 +153,5 @@ def test_a_caller_gets_errors_and_of_equal_tokens_the_first(chars):
 
 def test_a_checkpoints_folder_is_taken_too(chars):
     path, _ = checkpoint.find(chars / "run")
-    command = [chars / "program/sample", "--run", path, "--tokens", "9"]
-    assert subprocess.run(command, capture_output=True).stdout == sampled(chars, "--tokens", "9").stdout
+    command = [chars / "program/sample", "--run", path, "--tokens", "9"]  # an older version's name
+    assert subprocess.run(command, capture_output=True).stdout == sampled(chars, "--max-new-tokens", "9").stdout

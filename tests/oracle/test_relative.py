@@ -1,4 +1,4 @@
-"""Attention by layout with relative terms beside a dense reading of it in PyTorch, which gathers the vector of every pair.
+"""Block-sparse attention with relative terms beside a dense reading of it in PyTorch, which gathers the vector of every pair.
 Gradients are left to autograd."""
 
 from __future__ import annotations

@@ -69,18 +69,18 @@ CASES = {
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
         {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 0, "window": "reach", "paired": True},
     ),
-    "attention by layout": (
-        ops.LayoutAttention,
+    "block-sparse attention": (
+        ops.BlockSparseAttention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
         {"heads": 2, "kv_heads": 1, "layout": layouts.parse("local:2, fixed:3:1", length=T, block=16, heads=2)},
     ),
-    "attention by layout with relative terms": (
-        ops.LayoutAttention,
+    "block-sparse attention with relative terms": (
+        ops.BlockSparseAttention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C), "relative": (3, 2 * C)},
         {"heads": 2, "kv_heads": 1, "layout": layouts.parse("local:2, all", length=T, block=16, heads=2)},
     ),
-    "attention by layout with relative terms on both sides": (
-        ops.LayoutAttention,
+    "block-sparse attention with relative terms on both sides": (
+        ops.BlockSparseAttention,
         {**dict.fromkeys("qkv", (B, T, C)), "relative": (5, C)},
         {"heads": 2, "kv_heads": 2, "layout": layouts.parse("all", length=T, block=16, heads=2, causal=False)},
     ),

@@ -3,8 +3,7 @@ threadFenceReduction).
 
 Each program stores its partial sum, then increments the counter. The program that finds all others counted adds the partial sums in
 order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
-partial sums are few, because one program adds them while the other multiprocessors are idle.
-"""
+partial sums are few, because one program adds them while the other multiprocessors are idle."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A weight is one array, or two planes p and lo (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" (hi is the nearest bf16)
 and "bf16_u16", whose lo is unsigned (hi is truncated), or the nearest fp16 and the fp32 weight of "fp16_fp32". FORMAT: one of
 these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits of exponent and
-mantissa.
-"""
+mantissa."""
 
 from __future__ import annotations
 

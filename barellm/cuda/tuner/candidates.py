@@ -1,7 +1,5 @@
 """The problems that programs have on a GPU, the configurations that are tried, and programs lowered with one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

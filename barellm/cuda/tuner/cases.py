@@ -1,8 +1,6 @@
 """The cases that the tuner's harness runs: a program of one op, its operands, and what its result must be, by float64. Operands and
 results are persistent tensors, so that they are written once."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property

@@ -1,8 +1,7 @@
 """Kernels for the self-test, with the parameters of matmul.gemm: what a tuner must reject, each for its reason.
 
 They are part of the package because `barellm tune --self-test --device cuda` needs them on the user's card: that a kernel which
-hangs there ends its own process only, and that the others are told apart from right ones, no machine without a GPU can show.
-"""
+hangs there ends its own process only, and that the others are told apart from right ones, no machine without a GPU can show."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """The tuner's benchmark harness on a GPU: a session for each candidate, and operands that all share.
 
-Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere.
-"""
-
-from __future__ import annotations
+Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Autotuning on a GPU: candidate configurations, the child process, the database; and the self-test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any

@@ -57,7 +57,7 @@ int barellm_logits(barellm *session, const int32_t *tokens, int64_t count, int64
 /* How a token is chosen. temperature 0 takes the most likely one; top_k 0, top_p 1 and min_p 0 cut nothing, and a repetition
  * penalty of 1 changes nothing. Draw number i of a text has bits of (seed, i), which are those of `barellm sample --seed`. */
 typedef struct {
-    double temperature, top_p, min_p, repetition;
+    double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;
     uint64_t seed;
 } barellm_sampling;

@@ -94,8 +94,8 @@ static int32_t draw(struct draws *d, const barellm_sampling *how, const int32_t 
     float *logits = d->logits, *best = logits;
     for (int64_t i = 0; i < V; i++)
         if (!isfinite(logits[i])) return fail("the model's logits are not finite: its weights diverged");
-    if (how->repetition != 1) {
-        float penalty = (float)how->repetition;
+    if (how->repetition_penalty != 1) {
+        float penalty = (float)how->repetition_penalty;
         memset(d->seen, 0, (size_t)V);
         for (int64_t i = 0; i < known; i++) {
             if (d->seen[text[i]]) continue;
@@ -141,7 +141,7 @@ static int check_sampling(const barellm_sampling *how, const int32_t *text, int6
     if (how->top_k < 0) return fail("top_k is %lld, expected 0 (off) or more", (long long)how->top_k);
     if (!(how->top_p > 0 && how->top_p <= 1)) return fail("top_p is %g, expected 0 < top_p <= 1", how->top_p);
     if (!(how->min_p >= 0 && how->min_p <= 1)) return fail("min_p is %g, expected 0 (off) up to 1", how->min_p);
-    if (!(isfinite(how->repetition) && how->repetition > 0)) return fail("repetition is %g, expected a number above 0 (1: no penalty)", how->repetition);
+    if (!(isfinite(how->repetition_penalty) && how->repetition_penalty > 0)) return fail("repetition_penalty is %g, expected a number above 0 (1: no penalty)", how->repetition_penalty);
     if (known < 1) return fail("the text has no token, expected at least one to go on from");
     for (int64_t i = 0; i < known; i++)
         if (text[i] < 0 || text[i] >= run.vocabulary)

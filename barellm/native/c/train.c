@@ -241,7 +241,7 @@ static int write_token(int32_t token, void *own) {
 /* What `barellm train` shows behind this step. */
 static void draw(void) {
     int64_t step = barellm_about(session).step;
-    barellm_sampling how = {.temperature = 0.8, .top_p = 0.95, .repetition = 1, .seed = ((uint64_t)settings.seed << 32) + ((uint64_t)step << 8)};
+    barellm_sampling how = {.temperature = 0.8, .top_p = 0.95, .repetition_penalty = 1, .seed = ((uint64_t)settings.seed << 32) + ((uint64_t)step << 8)};
     int32_t text[1 + DRAWN];
     int64_t known = barellm_prompt("", text, 1);
     go_on(known < 0);

@@ -34,7 +34,7 @@ class Database:
         self.folder, self.version = folder, version
         self.path = folder / f"{version}.json"
         self._entries: dict[str, Entry] | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -57,8 +57,8 @@ class Database:
 
     def ignore(self, what: str, why: str) -> None:
         """Say once that a part of the database is not used, and why."""
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             print(f"barellm: warning: tuning ignored: {what}: {why}", file=sys.stderr)
 
     def _read(self) -> dict[str, Entry]:

@@ -79,8 +79,8 @@ def samples(
     take; a call of `long_s` needs no call before it; `pause()` is called before each round. `backends`: of the baseline, each of
     which is interleaved under its own name, but for those that cannot do it."""
     once, sides = ours(what, 1)[0], {"ours": what}
-    asked = {name: f"{what} {name}" for name in backends} or {"peer": what}
-    for name, call in asked.items() if baseline else ():
+    requested = {name: f"{what} {name}" for name in backends} or {"peer": what}
+    for name, call in requested.items() if baseline else ():
         assert baseline
         try:
             baseline.run(case, call, calls=1, warm_up=0)

@@ -30,14 +30,14 @@ LLMC = "it knows fp32 only, clips nothing, and decays all weights alike (by 0)"
 LLMC_README = {"OMP_NUM_THREADS": "8"}  # what its README starts it with, on any machine
 
 
-def chosen(asked: str) -> dict[str, str]:
+def chosen(requested: str) -> dict[str, str]:
     """`--baselines` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
 
     UserError for others, and where one that is named cannot run here or "all" finds none."""
     if sys.platform != "linux":
         raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
     names: dict[str, str] = {}
-    for word in asked.split(","):
+    for word in requested.split(","):
         name, _, path = word.strip().partition("=")
         if name not in ("all", *BASELINES):
             raise UserError(f"--peers has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)")

@@ -227,17 +227,17 @@ def _allowed(cpus: tuple[int, ...] | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _contention(cpu: int | None) -> Iterator[dict[str, float]]:
     """A process that computes on `cpu` without end. What is yielded has, afterwards, the share of the core that it got."""
-    told: dict[str, float] = {}
+    results: dict[str, float] = {}
     if cpu is None:
-        yield told
+        yield results
         return
     process = subprocess.Popen([sys.executable, "-c", BUSY, str(cpu)], stdout=subprocess.PIPE)
     try:
         assert process.stdout
         process.stdout.readline()
         start, used = time.perf_counter(), cpu_seconds(process.pid)
-        yield told
-        told["rival_share"] = (cpu_seconds(process.pid) - used) / (time.perf_counter() - start)
+        yield results
+        results["rival_share"] = (cpu_seconds(process.pid) - used) / (time.perf_counter() - start)
     finally:
         process.kill()
         process.wait()

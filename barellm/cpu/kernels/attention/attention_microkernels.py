@@ -14,8 +14,7 @@ Parameters: `g` is the Geometry, `s` the blocks of scratch by name (`blocks_of`)
     vnni         (tokens, D)   [token / g.pair][g.padded_D]   units along the tokens; the same bytes as rows where g.pair is 1
     columns      (tokens, D)   [token / 32][g.padded_D][16]   units along the tokens, 32 tokens of a column in a cache line: for AMX
     transposed   (tokens, D)   [g.row_units][g.queries]       units along D, tokens as lanes
-    accumulator  fp32: (g.acc_rows, queries) of a transposed result, else (tokens, g.padded_D)
-"""
+    accumulator  fp32: (g.acc_rows, queries) of a transposed result, else (tokens, g.padded_D)"""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def vectors_of(op: Op) -> Any:
 TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": dtypes.PLANES}
 
 
-@lowering("layout_attention", views="q k v", also=TABLES)
+@lowering("block_sparse_attention", views="q k v", also=TABLES)
 def lower_block_sparse_attention(op: Op, c: Lowering) -> None:
     constants = shape_of(op)
     g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)

@@ -244,7 +244,7 @@ def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_
     add_chunks(k, drelative, partials, micro.runtime_size(k, batch) * parts, size, size, mode)
 
 
-@lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
+@lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     """delta, both passes, of which the second does nothing where one pass is chosen, and the sum of the bias's partial
     gradients."""

@@ -207,24 +207,24 @@ def seq(s: Any) -> int:
     return s.seq
 
 
-def masked_config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
+def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The given or the default configuration of a kernel whose queries see some of the keys."""
     head = padded_head_size(int(op.out.shape[-1]) // op.heads)
-    given = given_config(c.target.config, role, AttentionConfig)
-    return given or attention_config.select_masked_config(role, head, op.q.dtype, c.target.arch)
+    given = given_config(c.target.config, operation, AttentionConfig)
+    return given or attention_config.select_masked_config(operation, head, op.q.dtype, c.target.arch)
 
 
-def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
-    """The configuration of a kernel (`role`: attention_config.py): given, tuned for these sizes, or the default. Local masks are
-    not tuned: their windows change from step to step."""
+def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
+    """The configuration of a kernel (`operation`: attention_config.py): given, tuned for these sizes, or the default. Local masks
+    are not tuned: their windows change from step to step."""
     batch, length, C = (int(n) for n in op.out.shape)
     if op.window is not None or op.starts is not None:
-        return masked_config_of(op, c, role)
+        return masked_config_of(op, c, operation)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
-    t = tuning.select_config(c.target, tuning.AttentionProblem(role, op.q.dtype, batch, *sizes))
+    t = tuning.select_config(c.target, tuning.AttentionProblem(operation, op.q.dtype, batch, *sizes))
     if t.warp_specialized and not op.plain:  # that kernel is causal, with the usual scale
-        return attention_config.select_attention_config(role, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
+        return attention_config.select_attention_config(operation, padded_head_size(C // op.heads), op.q.dtype, c.target.arch)
     return t
 
 

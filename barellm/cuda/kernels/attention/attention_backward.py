@@ -346,13 +346,13 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-def select_backward_config(op: Any, c: Lowering, role: str, *results: str) -> AttentionConfig:
-    """The configuration of dk and dv (`role` "keys") or of dq ("queries"). The warp-specialized kernel only stores: where one of
-    the `results` is added to, it is the default without it."""
-    t = config_of(op, c, role)
+def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) -> AttentionConfig:
+    """The configuration of dk and dv (`operation` "keys") or of dq ("queries"). The warp-specialized kernel only stores: where
+    one of the `results` is added to, it is the default without it."""
+    t = config_of(op, c, operation)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
-        role = "shared keys" if role == "keys" and op.heads != op.kv_heads else role
-        return attention_config.select_attention_config(role, head_sizes(op)[2], op.q.dtype, c.target.arch)
+        operation = "shared keys" if operation == "keys" and op.heads != op.kv_heads else operation
+        return attention_config.select_attention_config(operation, head_sizes(op)[2], op.q.dtype, c.target.arch)
     return t
 
 

@@ -118,11 +118,11 @@ def axis_size(t: Tensor, axis: int) -> Count:
     return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
 
 
-def config_of(op: Any, c: Lowering, role: str) -> AttentionConfig:
+def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
     layout's block. With relative terms tiles are squares of 32, or of 16 and four warps in fp32: others spill, and ptxas has the
     wgmmas of 64 wait for one another."""
-    t = masked_config_of(op, c, role)
+    t = masked_config_of(op, c, operation)
     most, warps = op.layout.block & -op.layout.block, t.num_warps
     if op.relative is not None:
         size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.num_warps)
@@ -139,8 +139,8 @@ def grid_of(op: Any, heads: int, size: int) -> Any:
 TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 
 
-@lowering("layout_attention", views="q k v", also=TABLES)
-def lower_layout_attention(op: Any, c: Lowering) -> None:
+@lowering("block_sparse_attention", views="q k v", also=TABLES)
+def lower_block_sparse_attention(op: Any, c: Lowering) -> None:
     t = config_of(op, c, "forward")
     c.launch(
         block_sparse_attention_forward,

@@ -113,8 +113,8 @@ def block_sparse_attention_dq(
     store_rows(dq + token0 * DQ_STRIDE + head * D, m0, seq, total * SOFTMAX_SCALE, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP)
 
 
-@lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
-def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
+@lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
+def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
     """lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))

@@ -21,8 +21,7 @@ the next sequence's queries in a last, partial block get the probability zero, s
 Tuples of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row
 to the next of dx and dy. Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring,
 b_ring, stats_ring or None, full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in
-hopper_attention.py.
-"""
+hopper_attention.py."""
 
 from __future__ import annotations
 

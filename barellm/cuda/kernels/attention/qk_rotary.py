@@ -3,8 +3,7 @@ W), rows of x and dx X_STRIDE and DX_STRIDE elements apart; rstd (batch, seq, CO
 cos, sin (positions, D / 4) fp32. PAIRED: two neighbouring heads are one of a sequence of twice the length. SHIFT: the upper half of
 each key's columns belongs to the next position.
 
-A program has BR heads, one after the other in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two.
-"""
+A program has BR heads, one after the other in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the vec
 
 A tile of BT queries from m0 on and BT keys from n0 on has 2 BT - 1 distances. The matmul of the queries with the vectors of
 distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is
-unused. Both are gathers along a row.
-"""
+unused. Both are gathers along a row."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A program has one gap, in tiles, between a tile of queries and one of keys, and looks through the layout for tiles that far apart.
 It has the sums of 2 BT distances, the lower half of which the program of the gap before has too. Each half goes to partials of its
 own, (slices, 2, M, H * D), which are added in order, so no program adds to another's sums. It does 10 BT^2 D operations for each
-tile that it finds, for it computes the scores and their gradient again.
-"""
+tile that it finds, for it computes the scores and their gradient again."""
 
 from __future__ import annotations
 

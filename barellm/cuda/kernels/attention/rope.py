@@ -2,8 +2,7 @@
 columns.
 
 A plane is a pair of columns, HALF apart in one head, that is rotated. x and y are moved once; the tables' rows come from the
-caches.
-"""
+caches."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ Shapes: tiles of pixels (tiles, F, F), spectra (F / 2, F, tiles) complex, in mem
 elements from a position to the next. TH x TW tiles cover an image, tile (i, j) begins STEP = m pixels after its neighbour; a pass
 has up to PASS_TILES tiles. 128 threads do 16 tiles, or 8, and have two columns and then a row each. So lanes side by side write one
 position of 16 or 8 tiles, 64 or 32 bytes. The compiler would shuffle all of them to write 16 bytes for each thread, if it knew that
-addresses are multiples of 16: it gets an operand `unaligned`, always 0, which hides that.
-"""
+addresses are multiples of 16: it gets an operand `unaligned`, always 0, which hides that."""
 
 from __future__ import annotations
 

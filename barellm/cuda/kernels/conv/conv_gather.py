@@ -4,8 +4,7 @@ Names as in cuDNN: images (N, C, H, W), outputs (N, K, P, Q), filters (K, C, R, 
 pixel (i, j) meets it at the row i STRIDE_H + R_FIRST + r R_STEP and the column j STRIDE_W + S_FIRST + s S_STEP of the image, where
 FIRST holds the padding and STEP the dilation (negative where the filter is flipped).
 
-GATHER, a tuple of constants: H, W, P, Q, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT (padding reflects).
-"""
+GATHER, a tuple of constants: H, W, P, Q, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT (padding reflects)."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ sum over tiles, with split-K. Everything is fp32, whatever images are stored in:
 transforms.
 
 `rows` and `channels` are those of one group: for fprop K / groups and C / groups, for dgrad the other way round. `batch`: one
-position and one group of the batched GEMM.
-"""
+position and one group of the batched GEMM."""
 
 from __future__ import annotations
 

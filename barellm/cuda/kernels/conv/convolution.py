@@ -8,8 +8,7 @@ Tuples of constants: GATHER (conv_gather.py), and
 
     FILTER  where a filter's element lies: strides of group, row and channel, offset of the first tap, strides of r and s; so dgrad
             reads the same filters flipped, and a phase of a stride some of their taps
-    OUTPUT  where a pixel (i, j) goes: height and width of out, first row and column, row and column step
-"""
+    OUTPUT  where a pixel (i, j) goes: height and width of out, first row and column, row and column step"""
 
 from __future__ import annotations
 

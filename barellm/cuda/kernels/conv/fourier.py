@@ -18,8 +18,7 @@ By halves (Cooley and Tukey 1965) such a transform takes some 3,000 operations f
 in the compiled code); as matmuls with the DFT matrices it would take 26,000 and 200,000. What a square of 16 comes from and goes to
 are 2.5 KB, which an H100's L2 moves in about 0.5 ns. 3,000 operations of fp32 take less than 0.1 ns and 26,000 take 0.4, or 0.16 on
 tensor cores, where TF32 needs three multiplications for the accuracy of fp32. So the transform is bound by bytes if it is done by
-halves, and would not be if it were done by matmuls.
-"""
+halves, and would not be if it were done by matmuls."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 Positions (conv_transform_domain.py) are the n^2 elements of a transformed tile, n = m + 2. In a transform each thread has one tile,
 or one filter: a matrix of tiles is a Python tuple of tensors (BLOCK,), row by row, element e of all tiles of the program. MATRIX is
 one of the transforms' constant matrices (Lavin and Gray 2016: B^T, G or A^T). TH x TW tiles cover an image, neighbours are STEP
-pixels apart; a pass has up to PASS_TILES tiles.
-"""
+pixels apart; a pass has up to PASS_TILES tiles."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position:
 merging, where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted
 keys each, whatever their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's
 keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
-reduction).
-"""
+reduction)."""
 
 from __future__ import annotations
 

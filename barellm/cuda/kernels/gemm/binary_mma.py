@@ -7,8 +7,7 @@ An instruction, mma.m16n8k256, counts the ones of `a and b` for 16 rows, 8 colum
 (The instruction has a xor of its own, of which ptxas makes two BMMA; of the and it makes one.) Four warps do a tile of TILE_M x
 TILE_N, each a quarter of it. Words come to shared memory by cp.async, in a ring of STAGES buffers of DEPTH words of each row, whose
 units of 16 bytes are exchanged so that no bank is met twice: neither by ldmatrix, which brings operands to the tensor cores, nor
-where a lane reads a row to count its ones.
-"""
+where a lane reads a row to count its ones."""
 
 from __future__ import annotations
 

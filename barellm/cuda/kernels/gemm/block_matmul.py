@@ -10,8 +10,7 @@ block column of x and the number of the block in weight.
 
 A program of y or dx is BM tokens and one segment, whose blocks it walks in one chain of additions, so that nothing is added to
 memory twice; an empty list gives zeros. Segments of a long list, which would keep one multiprocessor busy alone, go to `partials`
-and are added in order. A program of the gradient is one block and a split-K slice of the tokens.
-"""
+and are added in order. A program of the gradient is one block and a split-K slice of the tokens."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ It takes what `matmul.append_gemm` takes where rows are contiguous multiples of 
 in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 GEMMs with GELU stay ours. A bias has the dtype of
 the result there: in 16 bits it is rounded first. Otherwise it rounds as ours does, in another order of the sums."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.cublaslt import EPILOGUES, WORKSPACE_ALIGN

@@ -6,8 +6,7 @@ both operands K-major (the contracted dimension, `depth`, as the last axis). So 
 and b (N, depth), and what lies the other way round is transposed first: the weight for y, x and dy for dweight; a byte to read and
 a byte to write for each code. per_target: a gradient's scale is relative to 1 / targets of the step (`inv_targets`).
 
-Hopper's tensor cores keep few bits of a sum over e4m3 or e5m2: after each DEPTH of them it is added to one in fp32.
-"""
+Hopper's tensor cores keep few bits of a sum over e4m3 or e5m2: after each DEPTH of them it is added to one in fp32."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Shapes: out (M, N) = a b over depth K, row-major, by gemm_kind (BLAS's transpose
 A persistent thread block of 384 threads does tiles of 128 x TILE_N one after the other, warp-specialized: the protocol of its warps
 is in hopper_warp_specialized.py. Operands lie in shared memory as in global memory, with 128-byte swizzle; what is stored along the
 other dimension is read transposed by wgmma. Edges need no masks: TMA loads beyond a matrix give zeros, stores beyond it are
-dropped. What it should reach, by arithmetic: docs/cuda_gemm.md.
-"""
+dropped. What it should reach, by arithmetic: docs/cuda_gemm.md."""
 
 from __future__ import annotations
 

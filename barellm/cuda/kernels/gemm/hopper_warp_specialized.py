@@ -27,8 +27,7 @@ block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, 
 
 A barrier's phase is the parity of how often its ring has gone round: i // STAGES & 1 in waits for a full stage, its opposite in
 waits for an empty one; waiting for the phase before the first passes at once. Within a consumer, Triton's barriers order its four
-warps' writes to a c_buffer before fence.proxy.async and the TMA store.
-"""
+warps' writes to a c_buffer before fence.proxy.async and the TMA store."""
 
 from __future__ import annotations
 

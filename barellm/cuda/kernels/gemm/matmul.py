@@ -18,8 +18,7 @@ contiguous.
 
 Protocol of a program: a tile (BM, BN) of fp32 accumulators stays in registers. All warps load blocks of a and b with cp.async into
 `num_stages` buffers of shared memory; Triton places the waits and barriers. Programs are rasterized in groups of GROUP rows of
-tiles.
-"""
+tiles."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def append_gemm(
     "nn"  out (rows, K) = a (rows, N) b, b (N, K)
     "tn"  out (N, K) fp32 = a^T b of a (rows, N), b (rows, K): the sum over rows
 
-    With an activation's derivative ("gelu_backward", ...) as `epilogue` of "nt" or "nn", out is multiplied by it at `pre`.
-    """
+    With an activation's derivative ("gelu_backward", ...) as `epilogue` of "nt" or "nn", out is multiplied by it at `pre`."""
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
     if gemm_kind == "nt" and skinny_gemm.fits(c, most=most, K=K):  # and a second launch below

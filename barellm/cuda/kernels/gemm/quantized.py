@@ -10,8 +10,7 @@ Few rows (skinny GEMM) of 16 bits with 4-bit codes are multiplied on tensor core
 tile, BLOCKS_AT_ONCE blocks at a time, and dequantizes the words in registers. It reads them again for each row, from L2. An integer
 of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in the lowest mantissa bits, so
 a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits (T0 to T3, four
-bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other.
-"""
+bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Shapes: x (rows, K), weight (N, K), y (rows, N); rows is 1 to SKINNY_M (gemm_config.py). The roofline is bandwidth: N K elements are
 read for 2 rows N K operations. So a program reads whole rows of the weight, once, every load in flight before the first
 multiplication, and keeps them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone:
-results are batch-invariant.
-"""
+results are batch-invariant."""
 
 from __future__ import annotations
 

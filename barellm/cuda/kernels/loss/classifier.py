@@ -4,10 +4,7 @@ gradient, weight gradient.
 Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
 for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written,
 read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
-summed in the order of the tokens.
-"""
-
-from __future__ import annotations
+summed in the order of the tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

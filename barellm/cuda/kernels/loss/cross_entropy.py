@@ -4,8 +4,7 @@ fp32. Columns from VALID on are padding. `loss_scale`: the state of loss scaling
 A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from L2. V
 elements of a row are read, with the gradient as many written, at one exponential each time. BLOCKS: columns at a time, of the whole
 blocks without padding, and of the rest. Whole blocks have no masks: those of each column were a third of the instructions of both
-loops, and issuing them took longer than moving the bytes (an H200's counters: 76 % of the issue slots, 41 % of the memory's).
-"""
+loops, and issuing them took longer than moving the bytes (an H200's counters: 76 % of the issue slots, 41 % of the memory's)."""
 
 from __future__ import annotations
 

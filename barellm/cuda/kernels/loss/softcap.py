@@ -4,8 +4,7 @@ launch is number `first` + r of the run, in sequences of `length` rows; `targets
 that the target AHEAD tokens further is AHEAD rows below.
 
 A SCALE of 0 stands for logits that are not capped. With one, z lies below it, so that exp(z - SCALE) needs no maximum. An element
-costs two exponentials and a division each time its row is read.
-"""
+costs two exponentials and a division each time its row is read."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Two stages: rows go by chunks of `per` rows whose number depends on the row count alone, each summed by one program (per block of BC
 columns, BR rows at a time) into its row of partials; then the partials are added in order. So the bits do not depend on the
-machine. Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, COUNT, C) fp32, COUNT the number of results; results (C).
-"""
+machine. Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, COUNT, C) fp32, COUNT the number of results; results (C)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Shapes: x, y, b, total, dy, dx (rows, C); weight, bias (C); mean, rstd (rows) fp32. A residual addition may come before the norm:
 its sum `total` = x + b, or x + dropout(b), is normalized and stored. Short rows: a program has BR whole rows of BC >= C columns in
 registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR, BC);
-masks `live` of rows, `inside` of columns, `mask` of both. n: the normalized row (x - mean) rstd; dn = dy weight.
-"""
+masks `live` of rows, `inside` of columns, `mask` of both. n: the normalized row (x - mean) rstd; dn = dy weight."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the GEMM's bias gradient and operand (cast, or dropout) read dx
 twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4, dx 4 + 4,
 narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, COUNT, C) fp32: the sums of
-dweight, dbias and dx_sum that there are. `narrow`: dx rounded to 16 bits, or with dropout's mask, for the GEMM that reads it.
-"""
+dweight, dbias and dx_sum that there are. `narrow`: dx rounded to 16 bits, or with dropout's mask, for the GEMM that reads it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """RMSNorm forward; its gradient is LayerNorm's without the mean (layernorm.py, layernorm_backward.py).
 
-Shapes: x, y, b, total (rows, C); weight (C) or None; rstd (rows) fp32. Names as in layernorm.py.
-"""
+Shapes: x, y, b, total (rows, C); weight (C) or None; rstd (rows) fp32. Names as in layernorm.py."""
 
 from __future__ import annotations
 

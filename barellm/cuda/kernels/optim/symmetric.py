@@ -2,8 +2,7 @@
 matrices of one shape in one launch, by a table of their addresses (multi_tensor.py), axis 1 of the grid being the matrix.
 
 Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
-What is below it is stored as it is and transposed, so both triangles are bitwise equal. HALF, FP16: `matrix_constants`.
-"""
+What is below it is stored as it is and transposed, so both triangles are bitwise equal. HALF, FP16: `matrix_constants`."""
 
 from __future__ import annotations
 

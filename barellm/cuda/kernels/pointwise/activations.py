@@ -1,7 +1,6 @@
 """Activations on fp32 values. What they mean is said in program/ops/pointwise/elementwise.py.
 
-Each is two functions, the value and the slope, and a line in each of `value_of` and `slope_of`, by the names of its two ops.
-"""
+Each is two functions, the value and the slope, and a line in each of `value_of` and `slope_of`, by the names of its two ops."""
 
 from __future__ import annotations
 

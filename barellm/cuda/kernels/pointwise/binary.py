@@ -2,8 +2,7 @@
 W), b (N, W), y (rows, N), with W = ceil(K / 32). Bit k % 32 of word k / 32 is 1 where element k is not negative.
 
 It runs on tensor cores with 1-bit instructions (binary_mma.py), from sm_80 to sm_90. Later cards have no such instruction, and
-ptxas would make a call of it. There ones are counted by popc, 16 words a clock and multiprocessor.
-"""
+ptxas would make a call of it. There ones are counted by popc, 16 words a clock and multiprocessor."""
 
 from __future__ import annotations
 

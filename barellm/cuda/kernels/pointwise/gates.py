@@ -3,8 +3,7 @@
 Shapes: of the logits x (rows, WX) and extra (rows, WE) or None, columns of wider rows, NAME_STRIDE elements apart; weight (N, WX +
 WE); z, dz (rows, N) fp32. Of the gating base, x, y, dy, dx (rows, C): gate n of N is for the columns [n, n + 1) * C / N; factor
 (1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x is that of the position SHIFT before, zero at a sequence's
-start.
-"""
+start."""
 
 from __future__ import annotations
 

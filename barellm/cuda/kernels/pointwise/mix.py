@@ -6,8 +6,7 @@ Tuples of constants, one entry for each term: NUMBERS: a coefficient that is a c
 most programs, has the sums of dk_j, None where it is not learned.
 
 A gradient of a coefficient is a dot product over all elements: each program sums SPAN of them into `partials`, and the last program
-of the launch adds up each row in order (single_pass_reduction.py).
-"""
+of the launch adds up each row in order (single_pass_reduction.py)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 the caches after the first pass.
 
 Shapes: x, dx (rows, C); values, dvalues, indices (rows, K); scratch selected_keys, selected_columns (rows, K) i32: the K largest in
-the order of their columns. Elements are compared by integer keys in the same order.
-"""
+the order of their columns. Elements are compared by integer keys in the same order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Matrix transpose. Shapes: x (rows, columns), y (columns, rows). Offsets have 64 bits: there may be more than 2^31 elements.
 
-A program transposes one tile: it reads parts of the rows of x and writes parts of the rows of y, whole cache lines of both.
-"""
+A program transposes one tile: it reads parts of the rows of x and writes parts of the rows of y, whole cache lines of both."""
 
 from __future__ import annotations
 

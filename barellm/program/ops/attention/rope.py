@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al. 2021) in Llama's half-split layout. Shapes: x, y (B, T, W); cos, sin (maxT, D / 2) fp32.
 
 Head h owns columns h*D .. (h+1)*D. Its columns i and i + D/2 are a plane that turns by position * theta^(-2i/D). Only the first
-`heads` heads turn; columns behind them pass through, so that one pass over packed q | k | v turns q and k.
-"""
+`heads` heads turn; columns behind them pass through, so that one pass over packed q | k | v turns q and k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention by layout on every instruction set against the float64 reference with a dense mask."""
+"""Block-sparse attention on every instruction set against the float64 reference with a dense mask."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ def along_diagonals(x: np.ndarray, count: int, first: int) -> np.ndarray:
     return np.where((column >= 0) & (column < n), found, 0.0)
 
 
-class LayoutAttention(Listed):
+class BlockSparseAttention(Listed):
     """out = softmax(q (k + r)^T / sqrt(D), of the keys that the layout shows) v per head; lse: log of the denominator."""
 
-    name = "layout_attention"
+    name = "block_sparse_attention"
 
     def infer(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, masks: Tensor, relative: Tensor | None = None
@@ -108,17 +108,17 @@ class LayoutAttention(Listed):
         assert lse is None, "lse is a saved value, not a differentiable output"
         operands = self.inputs | {"out": self.out, "lse": self.lse}
         targets = {f"d{name}": self.inputs[name] for name in ("q", "k", "v", "relative") if name in self.inputs}
-        g.write(LayoutAttentionBackward, targets, **operands, dout=g.cast(out, self.out.dtype), **self.attrs)
+        g.write(BlockSparseAttentionBackward, targets, **operands, dout=g.cast(out, self.out.dtype), **self.attrs)
 
     def flops(self) -> int:
         return self.products(2, 1)
 
 
-class LayoutAttentionBackward(Listed):
+class BlockSparseAttentionBackward(Listed):
     """dq, dk, dv from dout, as `AttentionBackward` has them. Relative terms add ds_ij r_(i-j) to dq_i, and drelative_d is
     the sum of ds_ij q_i over the pairs of distance d, of all sequences."""
 
-    name = "layout_attention_backward"
+    name = "block_sparse_attention_backward"
     optional = ("relative", "drelative")
 
     def infer(
@@ -149,7 +149,7 @@ class LayoutAttentionBackward(Listed):
 
 
 class Calls(Graph):
-    def layout_attention(
+    def block_sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, relative: Tensor | None = None,
         *, layout: layouts.Layout, heads: int, kv_heads: int = 0,
     ) -> Tensor:  # fmt: skip
@@ -157,4 +157,4 @@ class Calls(Graph):
         `relative` (M, heads * D) has a vector for each distance, which is added to the keys at that distance."""
         tables = {name: self.constant(f"layout.{layout.digest}.{name}", x, "i32") for name, x in layout.tables.items()}
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "layout": layout}
-        return self.apply(LayoutAttention, q=q, k=k, v=v, relative=relative, **tables, **attrs).out
+        return self.apply(BlockSparseAttention, q=q, k=k, v=v, relative=relative, **tables, **attrs).out
