@@ -67,7 +67,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 -e ".[data,chat,tensorboard,wandb,trackio,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 accelerate -e ".[data,chat,tensorboard,wandb,trackio,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0  # only its files of chat templates are read
 	touch $@
 

@@ -12,7 +12,9 @@ from barellm.errors import UserError
 
 def configure(parser: Parser) -> None:
     parser.add_argument(
-        "source", metavar="SOURCE", help="a Hugging Face folder with config.json and model.safetensors, or an llm.c file"
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face folder with config.json and model.safetensors, a GGUF file, or an llm.c file",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
     parser.add_argument(

@@ -35,12 +35,12 @@ LLAMA_3_WORDS = (  # its rule for words, as Meta published it
 PLAIN, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 
 
-def package() -> Any:
+def package(needs: str = "--format gguf needs") -> Any:
     """UserError where it is missing."""
     try:
         return import_module("gguf")
     except ModuleNotFoundError:
-        raise UserError("--format gguf needs the package gguf: pip install gguf") from None
+        raise UserError(f"{needs} the package gguf: pip install gguf") from None
 
 
 def refused(model: Any) -> str | None:
@@ -77,7 +77,7 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
             writer.add_license(licence)
         _sizes(writer, weights, getattr(gguf.LlamaFileType, {"fp32": "ALL_F32"}.get(dtype, f"MOSTLY_{matrices.name}")))
         missing = _tokenizer(writer, weights.tokenizer, weights.model.vocab_size)
-        listed = [(_name(names, known, part), part) for part in parts(known, weights.model, weights.tensors)]
+        listed = [(name_of(names, known, part), part) for part in parts(known, weights.model, weights.tensors)]
         for tensor, part in listed:
             kind = kind_of(tensor, part)
             shape = part.shape[::-1] if part.transposed else part.shape
@@ -102,7 +102,8 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
     return missing
 
 
-def _name(names: Any, known: Any, part: Part) -> str:
+def name_of(names: Any, known: Any, part: Part) -> str:
+    """llama.cpp's name of a tensor, by the package's table `names`."""
     theirs = part.name if part.name == known.head else known.prefix + part.name
     found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
     assert found is not None, theirs

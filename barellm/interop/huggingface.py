@@ -59,11 +59,19 @@ def hugging_face(model: ModelConfig) -> HuggingFace:
 def read(folder: Path) -> Weights:
     """The weights of a folder, without its tokenizer. It is a UserError if the model is none of our architectures, or is not
     whole."""
-    model = model_of(folder / CONFIG)
+    model = read_model(folder)
+    return whole(folder, model, *_tensors(folder, hugging_face(model)))
+
+
+def whole(
+    path: Path, model: ModelConfig, tensors: dict[str, Any], origin: dict[str, tuple[str, str]], *, rows_are_out: bool = False
+) -> Weights:
+    """The weights in arrays by Hugging Face's names; `origin`: the file of each and its name there. With `rows_are_out` every
+    matrix is (out, in). UserError if one is missing or of another shape, or one is too many."""
     known = hugging_face(model)
-    tensors, origin = _tensors(folder, known)
-    expected = parameters(model)
-    places = {part.name: part for part in parts(known, model, expected)}
+    if rows_are_out:
+        known = replace(known, transposed=lambda ours: False)
+    places = {part.name: part for part in parts(known, model, parameters(model))}
     tied = known.tied(model)
     embedding = next((name for name, part in places.items() if part.ours == tied), "")
     if tied and embedding not in tensors and known.head in tensors:  # one matrix, under its other name
@@ -72,7 +80,7 @@ def read(folder: Path) -> Weights:
     spelled = {name: name if name == known.head else begins + name for name in places}
     spelled |= {name: full for name, (_, full) in origin.items()}
     named = [{spelled[name] for name in names} for names in (tensors.keys() - ({known.head} if tied else set()), places)]
-    tensorfile.check_names(folder, *named)
+    tensorfile.check_names(path, *named)
     found: dict[str, list[np.ndarray | Reordered]] = {}
     for theirs, part in places.items():
         array, shape = tensors[theirs], part.shape
@@ -86,7 +94,7 @@ def read(folder: Path) -> Weights:
         other = origin[embedding][1]
         raise UserError(f"{': '.join(origin[known.head])} is not {other}, expected a classifier that is tied to it")
     arrays: dict[str, RowsOfArray] = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
-    return Weights(folder, model, arrays, tokenizer=None)
+    return Weights(path, model, arrays, tokenizer=None)
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,15 @@ def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]
         assert first == t.valid_rows, ours
 
 
-def model_of(path: Path) -> ModelConfig:
-    """The configuration that a config.json says."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing, expected the sizes of the model in it")
-    config = read_json(path)
+def read_model(folder: Path) -> ModelConfig:
+    """The configuration that the config.json of a folder says."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder / CONFIG} is missing, expected the sizes of the model in it")
+    return model_of(folder / CONFIG, read_json(folder / CONFIG))
+
+
+def model_of(path: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """The configuration that a config.json at `path` says."""
     known, module = _known(path, config)
     try:
         for key, values in known.kinds.items():

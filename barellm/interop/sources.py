@@ -1,4 +1,4 @@
-"""Weights from whatever a path names: a barellm run or checkpoint, a Hugging Face folder, an llm.c file."""
+"""Weights from whatever a path names: a barellm run or checkpoint, a Hugging Face folder, a GGUF file, an llm.c file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from barellm.config.aliases import PRESETS
 from barellm.data.kinds import check_kind, fitting, make_tokenizer
 from barellm.data.tokenizers import Ids
 from barellm.errors import UserError, nearest
-from barellm.interop import huggingface, llmc, llmc_tokenizer, vocabulary
+from barellm.interop import gguf_reader, huggingface, llmc, llmc_tokenizer, vocabulary
 
-KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
+KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llama.cpp (GGUF) or llm.c"
 
 
 def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
@@ -37,7 +37,8 @@ def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
     if not path.exists():
         checkpoint.must_exist(path, expected=f"{KNOWN}{_elsewhere(path)}")
     if path.is_file():
-        _refuse_pickle(path)
+        if _first_bytes(path) == gguf_reader.MAGIC:
+            return gguf_reader.read(path, tokenizer=not tokenizer)
         return llmc.read(path)
     if not huggingface.is_folder(path):
         return None
@@ -58,15 +59,16 @@ def _elsewhere(path: Path) -> str:
     return "".join(f"; {word}" for word in words) or nearest(name, models.presets())
 
 
-def _refuse_pickle(path: Path) -> None:
-    """UserError for a file of torch.save, new or old: reading it runs whatever its writer wanted."""
+def _first_bytes(path: Path) -> bytes:
+    """The first four. UserError for a file of torch.save, new or old: reading it runs whatever its writer wanted."""
     with path.open("rb") as file:
-        begin = file.read(2)
-    if begin in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".pth", ".ckpt", ".pkl"):
+        begin = file.read(4)
+    if begin[:2] in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".pth", ".ckpt", ".pkl"):
         raise UserError(
             f"{path} is a pickle of torch.save, which is never read, as it may run code: "
             "save the model with save_pretrained(folder), or its tensors as safetensors"
         )
+    return begin
 
 
 def is_checkpoint(weights: Weights) -> bool:

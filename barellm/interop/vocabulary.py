@@ -39,7 +39,7 @@ def read(folder: Path, rows: int) -> Tokenizer | None:
         return Gpt2().with_files(conventions.collect(folder), rows=rows) if rows == VOCAB else None
     files = conventions.collect(folder)
     try:
-        tokenizer = _of_ids(path, *_of_two_files(folder)) if path.name == IDS else _of_one_file(path, files)
+        tokenizer = _of_ids(path, *_of_two_files(folder)) if path.name == IDS else of_one_file(path, path.read_bytes(), files)
     except UserError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError):
@@ -74,10 +74,9 @@ def _of_two_files(folder: Path) -> tuple[dict[str, int], list[str]]:
     return loads((folder / IDS).read_bytes()), [line for line in lines[first:] if line]
 
 
-def _of_one_file(path: Path, files: Mapping[str, bytes]) -> Tokenizer:
+def of_one_file(path: Path, content: bytes, files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer in a file that the library `tokenizers` wrote. One without a chat template, which gives every text the ids of
     GPT-2's kind, is of that kind: shards of GPT-2's ids are for it too."""
-    content = path.read_bytes()
     found = loads(content)
     whole = HuggingFace(content, path=path)
     words = found["pre_tokenizer"] or {}

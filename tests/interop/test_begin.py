@@ -140,7 +140,7 @@ def test_options_that_contradict_the_source(tmp_path, begin, refused):
 
 
 def test_sources_that_are_none(tmp_path, begin, refused):
-    known = "expected a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
+    known = "expected a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llama.cpp (GGUF) or llm.c"
     assert refused(*begin(tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'} does not exist, {known}"
     (tmp_path / "empty").mkdir()
     assert refused(*begin(tmp_path / "empty")) == f"{tmp_path / 'empty'} holds no model, {known}"

@@ -1,16 +1,22 @@
-"""What a file of llama.cpp says of its tokenizer and its model. What llama.cpp makes of it: tests/oracle/test_gguf.py."""
+"""Files of llama.cpp, out and in. What llama.cpp makes of ours: tests/oracle/test_gguf.py; what comes in: test_gguf_in.py there."""
 
 from __future__ import annotations
 
 import json
+import re
+import struct
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from barellm.cli.main import main
 from barellm.data.huggingface import HuggingFace
 from barellm.errors import UserError
-from barellm.interop import gguf
+from barellm.interop import gguf, gguf_reader
+from barellm.interop.sources import open_weights
 from tests.data.llama import PATTERN, llama_json
 from tests.interop.models import TINY, checkpoint_of, random_arrays
 
@@ -59,3 +65,118 @@ def test_a_file_has_the_run_s_name_and_licence(tmp_path):
     fields = package.GGUFReader(out).fields
     assert [fields[f"general.{name}"].contents() for name in ("name", "license")] == ["poems", "mit"]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["m.gguf"]
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+def head(*keys: bytes, tensors: bytes = b"", count: int = 0, version: int = 3, keys_said: int | None = None) -> bytes:
+    said = len(keys) if keys_said is None else keys_said
+    return b"GGUF" + struct.pack("<IQQ", version, count, said) + b"".join(keys) + tensors
+
+
+def strings(name: str, count: int, *items: str) -> bytes:
+    return text(name) + struct.pack("<IIQ", 9, 8, count) + b"".join(map(text, items))
+
+
+LLAMA = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+TENSOR = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
+HOSTILE = {
+    "another version": (head(LLAMA, version=1), "its version is 1, expected 2 or 3"),
+    "big-endian": (head(LLAMA, version=3 << 24), "in little-endian order"),
+    "keys that are not there": (head(LLAMA, keys_said=2**62), "it ends at byte"),
+    "tensors that are not there": (head(LLAMA, count=2**62), "it ends at byte"),
+    "a long text": (head(struct.pack("<Q", 2**62)), "it ends at byte"),
+    "a long array of strings": (head(strings("tokens", 2**60)), "array of 1152921504606846976 strings, and 0 bytes are left"),
+    "a long array of numbers": (head(text("x") + struct.pack("<IIQ", 9, 0, 2**62)), "it ends at byte"),
+    "arrays of arrays": (head(text("x") + struct.pack("<IIQ", 9, 9, 2)), "an array of type 9, expected numbers or strings"),
+    "an unknown type": (head(text("x") + struct.pack("<I", 99)), "a value of type 99"),
+    "a key twice": (head(LLAMA, LLAMA), "the key 'general.architecture' twice"),
+    "a tensor twice": (head(LLAMA, tensors=TENSOR * 2, count=2), "the tensor 'token_embd.weight' twice"),
+    "no UTF-8": (head(struct.pack("<Q", 1) + b"\xff"), "can't decode byte"),
+    "an alignment of 3": (
+        head(text("general.alignment") + struct.pack("<II", 4, 3)),
+        "general.alignment is 3, expected a power of two",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_says_more_than_the_file_has_is_refused(tmp_path, name):
+    """And asks for no memory."""
+    content, says = HOSTILE[name]
+    (tmp_path / "m.gguf").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=re.escape(says)):
+        gguf_reader.header(tmp_path / "m.gguf")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_header_that_ends_anywhere_is_refused(tmp_path):
+    whole = head(LLAMA, strings("tokens", 2, "a", "b"), tensors=TENSOR, count=1)
+    path = tmp_path / "m.gguf"
+    for size in range(4, len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="is no GGUF file: it ends at byte|bytes are left"):
+            gguf_reader.header(path)
+    path.write_bytes(whole)
+    found = gguf_reader.header(path)
+    assert found.values["tokens"] == ["a", "b"] and found.infos == {"token_embd.weight": ((4, 32), 0, 0)}
+    assert found.data % 32 == 0 and 0 <= found.data - len(whole) < 32
+
+
+@pytest.mark.parametrize("shape, kind, offset, says", [
+    ((32, 4), 0, 32, "which is not within the file"), ((32, 4), 0, 8, "is not within"), ((32, 5), 0, 0, "not within the file"),
+    ((2**40, 2**40), 0, 0, "not within the file"), ((16, 4), 8, 0, "not within the file"), ((32, 4), 99, 0, "of type 99"),
+    ((32, 0), 0, 0, "not within the file"),
+])  # fmt: skip
+def test_a_tensor_outside_of_its_file_is_refused(tmp_path, shape, kind, offset, says):
+    pytest.importorskip("gguf")
+    tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, *shape, kind, offset)
+    content = head(LLAMA, tensors=tensor, count=1)
+    (tmp_path / "m.gguf").write_bytes(content + bytes(-len(content) % 32 + 512))
+    with pytest.raises(UserError, match=says):
+        open_weights(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_file_comes_back_as_the_run_that_it_was_made_of(tmp_path, dtype):
+    pytest.importorskip("gguf")
+    model = replace(TINY, vocab_size=288, padded_vocab=0)
+    arrays = {name: x.astype(np.float16).astype(np.float32) for name, x in random_arrays(model).items()}
+    step, out = checkpoint_of(tmp_path / "run", model, arrays, tokenizer(PLAIN)), tmp_path / "m.gguf"
+    assert main(["export", str(step), "--format", "gguf", "--dtype", dtype, "--out", str(out)]) == 0
+    found, expected = open_weights(out), open_weights(step)
+    assert found.model == expected.model
+    for name, t in expected.tensors.items():
+        assert np.array_equal(*(each.read_rows(name, 0, int(t.shape[0])) for each in (found, expected))), name
+    assert found.tokenizer and expected.tokenizer
+    assert found.tokenizer.encode(TEXT).tolist() == expected.tokenizer.encode(TEXT).tolist()
+    assert main(["import", str(out), "--out", str(tmp_path / "again")]) == 0
+
+
+def test_a_file_in_parts_is_read_with_all_of_them(tmp_path):
+    package = pytest.importorskip("gguf")
+    step, out = checkpoint_of(tmp_path / "run", TINY, random_arrays(TINY)), tmp_path / "m.gguf"
+    assert main(["export", str(step), "--format", "gguf", "--out", str(out)]) == 0
+    whole = package.GGUFReader(out)
+    writer = package.GGUFWriter(tmp_path / "parts.gguf", "gpt2", split_max_tensors=7)
+    for field in whole.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(parts) > 2
+    found, expected = open_weights(parts[0]), open_weights(step)
+    for name, t in expected.tensors.items():
+        assert np.array_equal(*(each.read_rows(name, 0, int(t.shape[0])) for each in (found, expected))), name
+    parts[1].unlink()
+    with pytest.raises(UserError, match=f"expected all in its folder: {parts[1].name} is missing"):
+        open_weights(parts[0])

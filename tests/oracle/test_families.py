@@ -47,7 +47,7 @@ def test_every_family_has_a_row():
 def test_keys_that_a_config_leaves_out_are_what_transformers_takes(tmp_path, known):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": known.model_type}))
     there = getattr(transformers, known.class_name.replace("ForCausalLM", "Config"))()
-    found: Any = huggingface.model_of(tmp_path / "config.json")
+    found: Any = huggingface.read_model(tmp_path)
     for key, (name, _) in known.sizes.items():
         assert getattr(found, name) == getattr(there, key), key
     for key, (name, _, values) in known.words.items():

@@ -1,0 +1,287 @@
+"""Reading llama.cpp's files (GGUF version 2 and 3): sizes, tensors of every block type, tokenizer, chat template.
+
+A tensor is dequantized by the package `gguf` (extra "gguf"), row by row when it is asked for, so no whole fp32 copy is in memory.
+Its reader is not used: it believes the counts of a file, and a small one can ask it for all memory. What llama.cpp's converter
+changed is undone: rows of queries and keys in pairs, norms that are stored as w + 1, the order of GPT-NeoX's queries, keys and
+values."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from struct import Struct, error
+from typing import Any
+
+import numpy as np
+
+from barellm.checkpoint.weights import Weights, parameters
+from barellm.data import mapping
+from barellm.errors import UserError
+from barellm.interop import gguf, gguf_tokenizer, huggingface
+from barellm.models.hf_mapping import HuggingFace
+from barellm.program.ops.attention.rope import Scaling, frequencies
+
+MAGIC = b"GGUF"
+MODEL_TYPES = {  # general.architecture -> Hugging Face's model_type
+    "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2", "arcee": "arcee",
+    "granite": "granite", "stablelm": "stablelm", "gptneox": "gpt_neox", "phi3": "phi3", "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}  # fmt: skip
+SIZES = {  # Hugging Face's key -> the file's, behind the architecture
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count", "hidden_size": "embedding_length",
+    "num_key_value_heads": "attention.head_count_kv", "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa", "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "n_layer": "block_count", "n_head": "attention.head_count", "n_embd": "embedding_length", "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}  # fmt: skip
+PAIRED = ("llama", "granite", "smollm3", "arcee")  # whose rows of a head lie there in the pairs that RoPE turns together
+NO_PARAMETER = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight$")
+
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+STRING, ARRAY = 8, 9
+_LENGTH = Struct("<Q")
+
+
+@dataclass
+class Header:
+    """What a file says before its numbers. `infos`: of each tensor its shape, (out, in), its type, and its place behind `data`."""
+
+    path: Path
+    content: np.ndarray
+    values: dict[str, Any] = field(default_factory=dict)
+    infos: dict[str, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
+    data: int = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own."""
+        return self.values.get(f"{self.values['general.architecture']}.{key}", default)
+
+
+class _Cursor:
+    """Takes values one after the other. ValueError where the file ends before: nothing is made for a count that it cannot hold."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.content, self.at = content, 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.content) - self.at:
+            raise ValueError(f"it ends at byte {len(self.content)}, within a value that begins at {self.at}")
+        self.at += size
+        return self.content[self.at - size : self.at].tobytes()
+
+    def number(self, kind: str) -> Any:
+        found = np.frombuffer(self.take(np.dtype(kind).itemsize), kind)[0]
+        return float(str(found)) if kind == "<f4" else found.item()  # 1e-05, as config.json has it, and not 9.99999974e-06
+
+    def string(self) -> str:
+        return self.take(_LENGTH.unpack(self.take(8))[0]).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.number(NUMBERS[kind])
+        of, count = self.number("<u4"), self.number("<u8")
+        if of in NUMBERS:
+            return np.frombuffer(self.take(count * np.dtype(NUMBERS[of]).itemsize), NUMBERS[of])
+        if of != STRING:
+            raise ValueError(f"it has an array of type {of}, expected numbers or strings")
+        if count > (len(self.content) - self.at) // 8:
+            raise ValueError(f"it has an array of {count} strings, and {len(self.content) - self.at} bytes are left")
+        return [self.string() for _ in range(count)]
+
+
+def header(path: Path) -> Header:
+    """UserError for a file that is damaged, or of another version."""
+    content = mapping.mapped(path)
+    found = Header(path, content)
+    take = _Cursor(content)
+    try:
+        if take.take(4) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        version = take.number("<u4")
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}, expected 2 or 3 in little-endian order")
+        tensors, keys = take.number("<u8"), take.number("<u8")
+        for _ in range(keys):
+            name = take.string()
+            if name in found.values:
+                raise ValueError(f"it has the key {name!r} twice")
+            found.values[name] = take.value(take.number("<u4"))
+        for _ in range(tensors):
+            name = take.string()
+            if name in found.infos:
+                raise ValueError(f"it has the tensor {name!r} twice")
+            shape = tuple(take.number("<u8") for _ in range(take.number("<u4")))[::-1]
+            found.infos[name] = shape, take.number("<u4"), take.number("<u8")
+    except (ValueError, KeyError, UnicodeDecodeError, error) as wrong:
+        what = f"it has a value of type {wrong}" if isinstance(wrong, KeyError) else wrong
+        raise UserError(f"{path} is no GGUF file: {what}") from None
+    alignment = found.values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise UserError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
+    found.data = -(-take.at // alignment) * alignment
+    return found
+
+
+class Quantized:
+    """A tensor (out, in), or a vector, of which rows become fp32 when they are taken. `order`: where each row lies."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, rows: np.ndarray, shape: tuple[int, ...], dequantize: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.rows, self.shape, self.dequantize = rows, shape, dequantize
+        self.order: np.ndarray | None = None
+        self.shift = 0.0
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        taken = self.rows[rows if self.order is None else self.order[rows]]
+        if not len(taken):  # which the package takes for a block
+            return np.zeros((0, *self.shape[1:]), np.float32)
+        found = self.dequantize(np.ascontiguousarray(taken)).reshape(-1, *self.shape[1:])
+        return found + np.float32(self.shift) if self.shift else found
+
+
+def _tensor(package: Any, head: Header, name: str) -> Quantized:
+    """UserError for a type that nothing here knows, and for a place outside of the file."""
+    shape, kind, offset = head.infos[name]
+    try:
+        kind = package.GGMLQuantizationType(kind)
+        per, size = package.GGML_QUANT_SIZES[kind]
+        package.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        raise UserError(f"{head.path}: {name} is of type {getattr(kind, 'name', kind)}, which is not known here") from None
+    width = (shape or (0,))[-1]
+    nbytes, begin = prod(shape) // per * size, head.data + offset
+    if not 0 < len(shape) <= 4 or width % per or offset % 32 or not 0 < nbytes <= len(head.content) - begin:
+        raise UserError(
+            f"{head.path}: {name} is {shape} at byte {begin}, which is not within the file of {len(head.content):,} bytes"
+        )
+    held = head.content[begin : begin + nbytes]
+    rows = held.reshape(prod(shape[:-1]), -1) if shape[1:] else held.reshape(-1, size) if per == 1 else held.reshape(1, -1)
+    return Quantized(rows, shape, lambda taken: package.dequantize(taken, kind))
+
+
+# --- the model ---
+
+
+def read(path: Path, *, tokenizer: bool = True) -> Weights:
+    """The weights of a file, or of all of its parts, with its `tokenizer` unless another was named. UserError for an architecture
+    that is not known, and for a damaged file."""
+    package = gguf.package(f"{path} is a GGUF file, which needs")
+    heads = [header(path)]
+    head = heads[0]
+    for number in range(2, int(head.values.get("split.count", 1)) + 1):
+        part = path.with_name(re.sub(r"-\d{5}-of-", f"-{number:05}-of-", path.name))
+        if part == path or not part.is_file():
+            raise UserError(
+                f"{path} is one of {head.values['split.count']} parts, expected all in its folder: {part.name} is missing"
+            )
+        heads.append(header(part))
+    architecture = head.values.get("general.architecture")
+    if architecture not in MODEL_TYPES:
+        raise UserError(f"{path}: general.architecture is {architecture!r}, expected {' or '.join(map(repr, MODEL_TYPES))}")
+    if head.get("expert_count", 0):
+        raise UserError(f"{path}: {architecture}.expert_count is {head.get('expert_count')}, expected a model without experts")
+    tensors = {name: _tensor(package, one, name) for one in heads for name in one.infos}
+    config = _config(head, tensors)
+    model = huggingface.model_of(path, config)
+    known = huggingface.hugging_face(model)
+    names = package.get_tensor_name_map(
+        _architecture(package, architecture), int(config.get("num_hidden_layers", 0) or config["n_layer"])
+    )
+    found: dict[str, Any] = {name: t for name, t in tensors.items() if not NO_PARAMETER.match(name)}
+    origin = {name: (str(path), name) for name in found}
+    for part in huggingface.parts(known, model, parameters(model)):
+        theirs = gguf.name_of(names, known, part)
+        if theirs in found:
+            t = found[part.name] = found.pop(theirs)
+            origin[part.name] = origin.pop(theirs)
+            t.order, t.shift = _order(known, model, part.name), -1.0 * (architecture.startswith("gemma") and "norm" in theirs)
+    found, origin = ({known.head if name == "output.weight" else name: one for name, one in d.items()} for d in (found, origin))
+    weights = huggingface.whole(path, model, found, origin, rows_are_out=True)
+    return Weights(path, model, weights.arrays, gguf_tokenizer.read(path, head.values, model.vocab_size) if tokenizer else None)
+
+
+def _architecture(package: Any, name: str) -> Any:
+    return next(kind for kind, known in package.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _config(head: Header, tensors: Mapping[str, Quantized]) -> dict[str, Any]:
+    """Sizes and options as config.json would say them. What a file of this architecture does not say has transformers' default."""
+    kind = MODEL_TYPES[head.values["general.architecture"]]
+    found: dict[str, Any] = {key: head.get(name) for key, name in SIZES.items()}
+    for key, value in found.items():
+        if isinstance(value, np.ndarray):  # one for each layer
+            if len(set(value.tolist())) != 1:
+                raise UserError(f"{head.path}: {key} is {value.tolist()}, expected the same in all layers")
+            found[key] = value[0].item()
+    found = {key: value for key, value in found.items() if value is not None}
+    heads, width = found.get("num_attention_heads"), found.get("hidden_size")
+    if "token_embd.weight" not in tensors or not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
+        raise UserError(f"{head.path} lacks token_embd.weight, attention.head_count or embedding_length")
+    size = found.setdefault("head_dim", width // heads)
+    found |= {"model_type": kind, "vocab_size": tensors["token_embd.weight"].shape[0]}
+    found["tie_word_embeddings"] = "output.weight" not in tensors
+    biased = [f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_qkv")]
+    found |= {"attention_bias": any(biased), "use_qkv_bias": any(biased), "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    found |= {"n_inner": head.get("feed_forward_length")} if kind == "gpt2" else {}
+    if head.get("rope.dimension_count", size) != size:
+        found["partial_rotary_factor"] = head.get("rope.dimension_count") / size
+    if kind.startswith("gemma"):  # llama.cpp has the scale of its largest models in code
+        largest = {"gemma2": 46, "gemma3_text": 62}[kind] == found.get("num_hidden_layers")
+        found["query_pre_attn_scalar"] = width // heads if largest else size
+    return found | _rope(head, tensors, found)
+
+
+def _rope(head: Header, tensors: Mapping[str, Quantized], config: Mapping[str, Any]) -> dict[str, Any]:
+    kind, old = head.get("rope.scaling.type", "none"), head.get("rope.scaling.original_context_length")
+    said = {"factor": head.get("rope.scaling.factor", head.get("rope.scale_linear")), "original_max_position_embeddings": old}
+    if "rope_factors_long.weight" in tensors:
+        each = {key: tensors[f"rope_factors_{key}.weight"][:].ravel().tolist() for key in ("short", "long")}
+        by = head.get("rope.scaling.attn_factor")
+        scaling = {"rope_type": "longrope", "short_factor": each["short"], "long_factor": each["long"], "attention_factor": by}
+        return {"rope_scaling": scaling, "original_max_position_embeddings": old}
+    if "rope_freqs.weight" in tensors:
+        return {"rope_scaling": _llama3(head, tensors["rope_freqs.weight"][:].ravel(), config)}
+    if kind in ("linear", "yarn"):
+        kept = {key: value for key, value in said.items() if value is not None}
+        return {"rope_scaling": {"rope_type": kind, **kept}}
+    if kind != "none":
+        raise UserError(f"{head.path}: rope.scaling.type is {kind!r}, expected 'none', 'linear', 'yarn' or 'longrope'")
+    return {}
+
+
+def _llama3(head: Header, divisors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a llama3 scaling that gives these divisors of the frequencies: llama.cpp keeps the divisors alone. Every model of
+    Meta's has the same low and high; they are taken for given, and the result is compared."""
+    factor, theta = float(divisors.max()), config.get("rope_theta", 10_000.0)
+    for old in (8192, *(2**i for i in range(4, 20))):
+        scaling = Scaling(factor=factor, old_seq=old)
+        plain, scaled = (frequencies(config["head_dim"], theta=theta, scaling=s) for s in (None, scaling))
+        if len(plain) == len(divisors) and np.allclose(plain / scaled, divisors, rtol=1e-5):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": old,
+            }  # fmt: skip
+    raise UserError(f"{head.path}: no llama3 scaling gives the divisors in rope_freqs.weight, the largest of which is {factor:g}")
+
+
+def _order(known: HuggingFace, model: Any, name: str) -> np.ndarray | None:
+    """Where the rows of Hugging Face's tensor lie in the file's; None: in the same order."""
+    kind = name.rsplit(".", 2)[-2]
+    if kind == "query_key_value":  # there q, k and v of each head, here all q, all k, all v
+        return np.arange(3 * model.heads * model.head_size).reshape(3, model.heads, -1).swapaxes(0, 1).ravel()
+    heads = {"q_proj": getattr(model, "heads", 0), "k_proj": getattr(model, "kv_heads", 0)}.get(kind, 0)
+    if not heads or known.model_type not in PAIRED:
+        return None
+    return np.arange(heads * model.head_size).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
