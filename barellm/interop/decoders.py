@@ -61,21 +61,27 @@ NEEDED = {  # key beside a rope_type -> our field
 # --- RoPE, as config.json has it ---
 
 
-def _rope(config: Mapping[str, Any], theta: float, old: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """Where it was found, and its keys with `rope_theta` among them. Later versions of transformers have all in
-    `rope_parameters`, earlier ones in `rope_scaling` and beside it. `old`: still earlier names of keys beside it."""
+def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Where it was found, its keys with `rope_theta` among them, and those of the layers with a window where these have their own.
+    Later versions of transformers have all in `rope_parameters`, earlier ones in `rope_scaling` and beside it."""
     place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
     rope = config.get(place) or {}
     if not isinstance(rope, dict):
         raise UnknownConfig(f"{place} is {rope!r}, expected keys with values, or null")
-    beside = {key: config[name] for key in KEYS for name in (key, old.get(key, key)) if name in config}
-    return place, {"rope_theta": theta, **beside, **rope}
+    local = {}
+    if f.local_theta is not None and place == "rope_parameters":
+        rope, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+        if not isinstance(rope, dict) or not isinstance(local, dict):
+            raise UnknownConfig(f"{place} is {str(config[place])[:60]}, expected keys with values for each kind of layers")
+    beside = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
+    key, theta = f.local_theta or ("", 0.0)
+    return place, {"rope_theta": f.theta, **beside, **rope}, {"rope_theta": config.get(key, theta), **local}
 
 
 def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:
     """The fields of a rope that is scaled; `most` positions are what the file says."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in rope) else kind  # Phi-3's names of it
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in NEEDED:
@@ -146,6 +152,9 @@ def _halves(cfg: Any) -> list[int]:
 def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
     """Where our rows of a tensor lie in theirs; None: in the same order."""
     kind, D = theirs.rsplit(".", 2)[-2], cfg.head_size
+    if kind == "qkv_proj" and cfg.rotated < D:
+        first = cfg.heads + cfg.kv_heads
+        return [head * D + row for head in range(first) for row in _halves(cfg)] + list(range(first * D, sum(cfg.qkv_widths)))
     if kind == "query_key_value":  # of each head its q, its k and its v
         halves = _halves(cfg)
         return [
@@ -168,9 +177,10 @@ def hugging_face(f: Family) -> HuggingFace:
     sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
     if "layer_norm_eps" in sizes:
         del sizes["rms_norm_eps"]
-    words = {"hidden_act": ("activation", f.act, ACTIVATIONS), **f.words}
+    words = {f.act_key: ("activation", f.act, ACTIVATIONS), **f.words}
     said = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
     said |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
+    said |= {"rope_local_theta"} if f.local_theta else set()
 
     def parts(cfg: Any, ours: str) -> dict[str, int]:
         if ours in ("wte", "head"):
@@ -184,7 +194,9 @@ def hugging_face(f: Family) -> HuggingFace:
         return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)}
 
     def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-        place, rope = _rope(config, f.theta, f.old_rope)
+        place, rope, local = _rope(config, f)
+        old = "original_max_position_embeddings"
+        config = {**{key: n for key, n in f.defaults.items() if key == old}, **config}
         H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
         width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
         beside = "" if "rope_theta" in (config.get(place) or {}) else "rope_theta"
@@ -193,6 +205,11 @@ def hugging_face(f: Family) -> HuggingFace:
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
+        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+        if f.local_theta and (scaled or local["rope_theta"] != rope["rope_theta"]) and local != rope:
+            if local.get("rope_type", "default") != "default":
+                raise UnknownConfig(f"{place}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
+            found["rope_local_theta"] = (f.local_theta[0] or f"{place}.sliding_attention.rope_theta", local["rope_theta"])
         known_sizes = all(isinstance(n, int) for n in (width, H, C))
         if width is not None and f.own_head and not (known_sizes and H > 0 and width * H == C):
             found["head_dim"] = ("head_dim", width)
@@ -205,6 +222,11 @@ def hugging_face(f: Family) -> HuggingFace:
 
     def all_written(cfg: Any) -> dict[str, Any]:
         found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
+        if f.local_theta:
+            full = {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}
+            local = {"rope_theta": cfg.rope_local_theta, "rope_type": "default"} if cfg.rope_local_theta else full
+            found |= {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+            found |= {f.local_theta[0]: local["rope_theta"]} if f.local_theta[0] else {}
         found |= {"head_dim": cfg.head_size} if f.own_head else {}
         found |= {"partial_rotary_factor": cfg.rotary_fraction} if f.partial is not None else {}
         return {**found, **f.written(cfg)}
@@ -219,7 +241,7 @@ def hugging_face(f: Family) -> HuggingFace:
         for key, (name, _, table) in words.items():
             if getattr(cfg, name) not in table.values():
                 return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"
-        return None
+        return f.refused(cfg)
 
     return HuggingFace(
         preset=f.preset, model_type=f.model_type, class_name=f.class_name, sizes=sizes, words=words, fixed=f.fixed, kinds=f.kinds,

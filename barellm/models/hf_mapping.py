@@ -65,11 +65,15 @@ class Family:
     others: Mapping[str, str] = field(default_factory=dict)  # outside of blocks: "wte", "norm", "head" -> theirs
     theta: float = 10_000.0  # these four are defaults too
     act: str = "silu"
+    act_key: str = "hidden_act"
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     own_head: bool = True  # whether there is a key head_dim, and heads may be no part of hidden_size
     partial: float | None = None  # the part of a head that turns, if that is a key
     old_rope: Mapping[str, str] = field(default_factory=dict)  # key of RoPE's -> its name in early files
-    also: tuple[str, ...] = ()  # further fields, that the two below know
+    # Where RoPE of the layers with a window is another one: the key of its theta in early files, and the theta.
+    local_theta: tuple[str, float] | None = None
+    also: tuple[str, ...] = ()  # further fields, that those below know
+    refused: Callable[[Any], str | None] = lambda cfg: None  # of our configuration
     read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
     written: Callable[[Any], Mapping[str, Any]] = nothing

@@ -21,10 +21,25 @@ SIZES: dict[str, Any] = {
     "layers": 2, "heads": 4, "kv_heads": 2, "d_model": 32, "d_ff": 33, "vocab_size": 256, "max_seq": 40, "tied": False,
 }  # fmt: skip
 MADE: dict[str, dict[str, Any]] = {  # family -> what makes one from scratch, beside sizes
-    "qwen2": {"attention_bias": "qkv"},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"attention_bias": "qkv", "sliding_window": 7, "window_layers": "1"},
     "qwen3": {"qk_norm": "head", "head_dim": 10},
     "smollm3": {"nope_layers": "1"},
     "olmo2": {"qk_norm": "row", "norm_position": "post"},
+    "olmo3": {"qk_norm": "row", "norm_position": "post", "sliding_window": 7, "window_layers": "0", "rope_local_theta": 300.0},
+    "gemma2": {
+        "norm_position": "both", "norm_unit_offset": True, "activation": "gelu", "embedding_multiplier": 32**0.5, "head_dim": 10,
+        "sliding_window": 7, "window_layers": "0", "attention_softcap": 50.0, "logits_softcap": 30.0, "attention_multiplier": 0.5,
+    },
+    "gemma3_text": {
+        "norm_position": "both", "norm_unit_offset": True, "activation": "gelu", "embedding_multiplier": 32**0.5, "head_dim": 10,
+        "sliding_window": 7, "window_layers": "1", "rope_local_theta": 1e4, "qk_norm": "head", "rope_theta": 1e6,
+    },
+    "phi3": {
+        "rotary_fraction": 0.75, "rope_type": "longrope", "rope_factor": 4.0,
+        "rope_short": "1.0,2.0,3.0", "rope_long": "2.0,3.0,4.0",
+        "rope_old_seq": 10, "sliding_window": 7,
+    },
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
     "arcee": {"mlp": "plain", "activation": "relu2"},
     "stablelm": {"norm": "layer", "rotary_fraction": 0.5, "attention_bias": "qkv"},

@@ -73,15 +73,16 @@ def test_options_are_parameters(name):
 
 
 def test_layers_without_rope_and_a_part_of_a_head():
-    """A column that does not turn has cosine 1 and sine 0; multipliers of scores are in both."""
-    cfg = replace(SMALL, rotary_fraction=0.5, nope_layers="0,2", attention_multiplier=0.5)
+    """A column that does not turn has cosine 1 and sine 0; layers with a window have tables of their own."""
+    cfg = replace(SMALL, rotary_fraction=0.5, nope_layers="0", sliding_window=5, window_layers="1", rope_local_theta=90.0)
     store, programs = build(cfg, batch=1, seq=8, optimizer=lambda p: None)
     tables = [op.cos.name for op in programs["forward_backward"].ops if op.name == "rope" and not op.inverse]
-    assert tables == ["nope.cos", "rope.cos", "nope.cos"]
+    assert tables == ["rope_local.cos", "rope.cos"]
+    windows = {op.name: op.sliding_window for op in programs["forward_backward"].ops if op.name == "attention"}
+    assert windows == {"attention": 0} and [cfg.window_of(i) for i in range(3)] == [0, 5, 0]
     cos, sin = (store.tensors[f"rope.{name}"].value for name in ("cos", "sin"))
     assert cos is not None and sin is not None
-    scale = (0.5 * 16**0.5) ** 0.5
-    assert (sin[:, 4:] == 0).all() and np.allclose(cos[:, 4:], scale) and np.allclose(np.hypot(cos, sin), scale)
+    assert (sin[:, 4:] == 0).all() and (cos[:, 4:] == 1).all() and np.allclose(np.hypot(cos, sin), 1)
     plain = build(replace(SMALL, nope_layers="0,2"), batch=1, seq=8, optimizer=lambda p: None)[1]["forward_backward"]
     assert sum(op.name == "rope" and not op.inverse for op in plain.ops) == 1
 
