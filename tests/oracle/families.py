@@ -26,6 +26,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from barellm.api import load as barellm_load
 from barellm.assembly.build import opened
 from barellm.assembly.programs import build
 from barellm.checkpoint.weights import Weights, parameters
@@ -202,7 +203,8 @@ def ours(
     (batch, seq), cfg = tokens.shape, case.weights.model
     _, programs = build(cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig()))
     micro = programs["forward_backward"]
-    micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
+    loss = next(op for op in micro.ops if op.name.endswith("cross_entropy"))
+    micro.output("logits", loss.logits)
     with opened(programs, device) as session:
         case.weights.load(session)
         session.write("tokens", tokens)
@@ -212,7 +214,8 @@ def ours(
         names = ["loss", *(name for name, t in session.tensors.items() if t.role == "gradient")]
         rows = {name: t.valid_rows for name, t in parameters(cfg).items()}
         found = {name: session.read(name)[: rows.get(name.removesuffix(".grad"))].copy() for name in names}
-        return {"logits": session.read("logits")[..., : cfg.vocab_size].astype(np.float64)} | found
+        logits, cap = session.read("logits")[..., : cfg.vocab_size].astype(np.float64), getattr(cfg, "logits_softcap", 0.0)
+        return {"logits": cap * np.tanh(logits / cap) if cap else logits} | found
 
 
 def greedy(case: Case, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
@@ -276,8 +279,14 @@ def check_logits(case: Case) -> None:
 
 
 def check_greedy(case: Case) -> None:
-    found, expected = greedy(case, [1, 4, 2, 3], 50)
+    """After a prompt that is longer than the windows, in one piece; the logits of "logits" too, which are as a user has them."""
+    prompt = [1, 4, 2, 3, 9, 7, 5, 11, 2, 8, 13]
+    found, expected = greedy(case, prompt, 50)
     assert found == expected, f"{found} {expected}"
+    with torch.no_grad():
+        logits = case.model(torch.tensor([prompt])).logits.numpy()
+    with barellm_load(case.folder, device="cpu", dtype="fp32") as model:
+        _compare({"logits": model.logits(np.array([prompt]))}, {"logits": logits}, LIMIT)
 
 
 def check_gradients(case: Case) -> None:

@@ -154,8 +154,8 @@ class Calls(Graph):
     ) -> Tensor:  # fmt: skip
         """x (B, T, C), head (C, Vp), or (Vp, C) if not `transposed`, targets (B, T) i32, -1 ignored -> loss (1,), times the scalar
         inv_targets: the sum of the losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits
-        capped by `cap` (scale, shift, width), or not capped where it is None. With a `scaling` the matmuls are done in 8 bits. Where
-        there are several, the output "next_loss" has the loss of the next target alone, whose weight is 1."""
+        capped by `cap` (scale, shift, width), or not capped where it is None. With a `scaling` the matmuls are done in 8 bits.
+        Where there are several, the output "next_loss" has the loss of the next target alone, whose weight is 1."""
         if len(head.shape) != 2 or x.shape[-1] != head.shape[0 if transposed else 1]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
         if scaling is not None:
