@@ -48,6 +48,7 @@ ROPE = (
     "kv_heads", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq", "rope_type", "rope_attention_factor",
     "rope_truncate", "rope_short", "rope_long", "head_dim",
 )  # fmt: skip
+KINDS = ("full_attention", "sliding_attention")  # of layers
 KEYS = ("rope_theta", "partial_rotary_factor")  # which lie beside it in earlier versions
 NEEDED = {  # key beside a rope_type -> our field
     "linear": {"factor": "rope_factor"},
@@ -139,6 +140,36 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
     return {**found, "rope_scaling": scaling}
 
 
+# --- windows ---
+
+
+def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
+    """The window, and which of so many layers have it, unless the file says otherwise. Where they have a RoPE of their own it must
+    be a number."""
+    w, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
+    count, kinds = config.get("num_hidden_layers", layers), config.get("layer_types")
+    if w is None or (window is None and f.local_theta is None) or (w.switch and not config.get("use_sliding_window", False)):
+        return {}
+    if w.has is None or not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
+        return {"sliding_window": ("sliding_window", window)}
+    kinds = [KINDS[w.has(config, i)] for i in range(count)] if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
+        raise UnknownConfig(f"layer_types is {str(kinds)[:60]}, expected {' or '.join(KINDS)} for each of {count} layers")
+    which = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
+    listed = {"window_layers": ("layer_types", ",".join(which) * (len(which) < count))}
+    return {"sliding_window": ("sliding_window", window), **listed} if which else {}
+
+
+def _written_windows(f: Family, cfg: Any) -> dict[str, Any]:
+    if f.windows is None:
+        return {}
+    has = [bool(cfg.window_of(i)) for i in range(cfg.layers)]
+    found: dict[str, Any] = {"sliding_window": cfg.sliding_window or (f.local_theta and f.windows.usual)}
+    found |= {"layer_types": [KINDS[one] for one in has]} if f.windows.has else {}
+    switch = {"use_sliding_window": any(has), "max_window_layers": has.index(True) if any(has) else cfg.layers}
+    return {**found, **(switch if f.windows.switch else {})}
+
+
 # --- rows ---
 
 
@@ -181,6 +212,8 @@ def hugging_face(f: Family) -> HuggingFace:
     said = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
     said |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
     said |= {"rope_local_theta"} if f.local_theta else set()
+    said |= {name for name, _ in f.optional.values()} | ({"sliding_window"} if f.windows else set())
+    said |= {"window_layers"} if f.windows and f.windows.has else set()
 
     def parts(cfg: Any, ours: str) -> dict[str, int]:
         if ours in ("wte", "head"):
@@ -218,7 +251,8 @@ def hugging_face(f: Family) -> HuggingFace:
             found["rotary_fraction"] = ("partial_rotary_factor", turned)
         elif turned != 1.0:
             raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in {f.model_type}")
-        return {**found, **f.read(config)}
+        found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in f.optional.items()}
+        return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
 
     def all_written(cfg: Any) -> dict[str, Any]:
         found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
@@ -229,7 +263,8 @@ def hugging_face(f: Family) -> HuggingFace:
             found |= {f.local_theta[0]: local["rope_theta"]} if f.local_theta[0] else {}
         found |= {"head_dim": cfg.head_size} if f.own_head else {}
         found |= {"partial_rotary_factor": cfg.rotary_fraction} if f.partial is not None else {}
-        return {**found, **f.written(cfg)}
+        found |= {key: getattr(cfg, name) or None for key, (name, _) in f.optional.items()}
+        return {**found, **f.written(cfg), **_written_windows(f, cfg)}
 
     def refused(cfg: Any) -> str | None:
         usual = {field.name: field.default for field in fields(cfg)}

@@ -3,13 +3,12 @@ them it always has. A family is a row of FAMILIES (`hf_mapping.Family`); the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import isclose, sqrt
 from typing import Any
 
 from barellm.config.fields import converted
-from barellm.models.hf_mapping import Family, UnknownConfig
+from barellm.models.hf_mapping import Family, UnknownConfig, Windows
 
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "granite", "arcee",
@@ -17,56 +16,12 @@ NAMES = (
 )  # fmt: skip
 
 BIAS, QKV_BIAS = {False: "none", True: "all"}, {False: "none", True: "qkv"}
-WINDOW, LAYERS, KINDS = "sliding_window", "num_hidden_layers", ("full_attention", "sliding_attention")
-Config = Mapping[str, Any]
-Fields = Mapping[str, tuple[str, Any]]
+EVERYWHERE, SOMETIMES = Windows(4096, None), Windows(None, None)
+OF_QWEN = Windows(4096, lambda c, i: i >= converted("max_window_layers", c.get("max_window_layers", 28), int), switch=True)
+OF_SMOLLM3 = Windows(None, lambda c, i: str(i) in _nope_layers(c)["nope_layers"][1].split(","), switch=True)
 
 
-@dataclass(frozen=True)
-class Windows:
-    """How a family's config.json says which layers have a sliding window, and what transformers takes where a key is missing."""
-
-    usual: int | None  # the window
-    layers: int  # how many
-    has: Callable[[Config, int], bool]  # whether a layer has a window if the file does not list kinds of layers
-    listed: bool = True  # whether it may list them
-    switch: bool = False  # whether there are no windows unless `use_sliding_window` says so
-    whole: bool = True  # whether a window of null is none
-
-    def read(self, config: Config) -> Fields:
-        window, count = config.get(WINDOW, self.usual), config.get(LAYERS, self.layers)
-        if (window is None and self.whole) or (self.switch and not config.get("use_sliding_window", False)):
-            return {}
-        if not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
-            return {}
-        kinds = config.get("layer_types") if self.listed else None
-        kinds = [KINDS[self.has(config, i)] for i in range(count)] if kinds is None else kinds
-        if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
-            raise UnknownConfig(f"layer_types is {str(kinds)[:60]}, expected {' or '.join(KINDS)} for each of {count} layers")
-        which = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
-        if not which:
-            return {}
-        return {"sliding_window": (WINDOW, window), "window_layers": ("layer_types", ",".join(which) * (len(which) < count))}
-
-    def written(self, cfg: Any) -> dict[str, Any]:
-        windows = [bool(cfg.window_of(i)) for i in range(cfg.layers)]
-        found: dict[str, Any] = {WINDOW: cfg.sliding_window or (None if self.whole else self.usual)}
-        found |= {"layer_types": [KINDS[has] for has in windows]} if self.listed else {}
-        first = windows.index(True) if any(windows) else cfg.layers
-        return found | ({"use_sliding_window": any(windows), "max_window_layers": first} if self.switch else {})
-
-
-EVERYWHERE = Windows(4096, 32, lambda config, i: True, listed=False)
-SOMETIMES = Windows(None, 32, lambda config, i: True, listed=False)
-OF_QWEN = Windows(4096, 32, lambda config, i: i >= config.get("max_window_layers", 28), switch=True)
-OF_SMOLLM3 = Windows(None, 36, lambda config, i: str(i) in _nope_layers(config)["nope_layers"][1].split(","), switch=True)
-OF_OLMO3 = Windows(4096, 32, lambda config, i: (i + 1) % 4 != 0, whole=False)
-OF_GEMMA2 = Windows(4096, 26, lambda config, i: i % 2 == 0)
-OF_GEMMA3 = Windows(4096, 26, lambda config, i: (i + 1) % _pattern(config) != 0, whole=False)
-WINDOWED = ("sliding_window", "window_layers")
-
-
-def _pattern(config: Config) -> int:
+def _pattern(config: Mapping[str, Any]) -> int:
     """Every so many layers of a Gemma 3 one sees all keys."""
     key = "sliding_window_pattern"
     found = config.get(key, config.get(f"_{key}", 6))
@@ -75,40 +30,25 @@ def _pattern(config: Config) -> int:
     return found
 
 
-def _gemma(windows: Windows, caps: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
-    """What `Family` takes of Gemma 2 and 3. `caps`: key -> our field, and what transformers takes where the key is missing."""
+def _gemma(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    scalar, width = config.get("query_pre_attn_scalar", 256), config.get("hidden_size", 2304)
+    for key, n in (("query_pre_attn_scalar", scalar), ("hidden_size", width)):
+        if converted(key, n, float) <= 0:
+            raise UnknownConfig(f"{key} is {n}, expected above 0")
+    by = 0.0 if scalar == config.get("head_dim", 256) else scalar**-0.5
+    return {"attention_multiplier": ("query_pre_attn_scalar", by), "embedding_multiplier": ("hidden_size", sqrt(width))}
 
-    def read(config: Config) -> Fields:
-        scalar, width = config.get("query_pre_attn_scalar", 256), config.get("hidden_size", 2304)
-        numbers = {key: (key, converted(key, n, float)) for key, n in (("query_pre_attn_scalar", scalar), ("hidden_size", width))}
-        if wrong := next((key for key, n in numbers.values() if n <= 0), None):
-            raise UnknownConfig(f"{wrong} is {config.get(wrong)}, expected above 0")
-        by = 0.0 if scalar == config.get("head_dim", 256) else numbers["query_pre_attn_scalar"][1] ** -0.5
-        found = {"attention_multiplier": ("query_pre_attn_scalar", by)}
-        found |= {"embedding_multiplier": ("hidden_size", sqrt(numbers["hidden_size"][1]))}
-        found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in caps.items()}
-        return found | dict(windows.read(config))
 
-    def written(cfg: Any) -> dict[str, Any]:
-        scalar = round(cfg.attention_multiplier**-2, 6) if cfg.attention_multiplier else cfg.head_size
-        found = {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
-        return found | {key: getattr(cfg, name) or None for key, (name, _) in caps.items()} | windows.written(cfg)
+def _written_gemma(cfg: Any) -> dict[str, Any]:
+    scalar = round(cfg.attention_multiplier**-2, 6) if cfg.attention_multiplier else cfg.head_size
+    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
-    def refused(cfg: Any) -> str | None:
-        wanted = sqrt(cfg.d_model)
-        if isclose(cfg.embedding_multiplier, wanted, rel_tol=1e-6):
-            return None
-        return f"model.embedding_multiplier is {cfg.embedding_multiplier}, a Gemma has the root of model.d_model, {wanted}"
 
-    return {
-        "act": "gelu_pytorch_tanh", "act_key": "hidden_activation", "kv_heads": 4, "head_dim": 256, "words": BIASES,
-        "block": {
-            "attn_post_norm": ("post_attention_layernorm",), "mlp_norm": ("pre_feedforward_layernorm",),
-            "mlp_post_norm": ("post_feedforward_layernorm",),
-        },
-        "read": read, "written": written, "refused": refused,
-        "also": (*WINDOWED, "attention_multiplier", "embedding_multiplier", *(name for name, _ in caps.values())),
-    }  # fmt: skip
+def _no_gemma(cfg: Any) -> str | None:
+    wanted = sqrt(cfg.d_model)
+    if isclose(cfg.embedding_multiplier, wanted, rel_tol=1e-6):
+        return None
+    return f"model.embedding_multiplier is {cfg.embedding_multiplier}, a Gemma has the root of model.d_model, {wanted}"
 
 
 def _nope_layers(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -126,39 +66,41 @@ def _nope_layers(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _written_nope(cfg: Any) -> dict[str, Any]:
     without = {int(n) for n in cfg.nope_layers.split(",") if n.strip()}
-    return {"no_rope_layers": [int(i not in without) for i in range(cfg.layers)], **OF_SMOLLM3.written(cfg)}
-
-
-def _long_rope(cfg: Any) -> dict[str, Any]:
-    of = {"original_max_position_embeddings": cfg.rope_old_seq} if cfg.rope_factor else {}
-    return {**of, **SOMETIMES.written(cfg)}
+    return {"no_rope_layers": [int(i not in without) for i in range(cfg.layers)]}
 
 
 BIASES = {"attention_bias": ("attention_bias", False, BIAS)}
 MLP_BIAS = {"mlp_bias": ("mlp_bias", False)}
-GEMMA = {"norm_unit_offset": True, "norm_position": "both"}
+POST_NORMS = {"attn_post_norm": ("post_attention_layernorm",), "mlp_post_norm": ("post_feedforward_layernorm",)}
+GEMMA: dict[str, Any] = {
+    "act": "gelu_pytorch_tanh", "act_key": "hidden_activation", "kv_heads": 4, "head_dim": 256, "words": BIASES, "read": _gemma,
+    "block": {**POST_NORMS, "mlp_norm": ("pre_feedforward_layernorm",)}, "written": _written_gemma, "refused": _no_gemma,
+    "also": ("attention_multiplier", "embedding_multiplier"), "kinds": {"use_bidirectional_attention": (False, None)},
+}  # fmt: skip
 GEMMA_SIZES = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "tie_word_embeddings": True,
 }  # fmt: skip
-OLMO = {
-    "defaults": {"vocab_size": 50304, "rms_norm_eps": 1e-5}, "words": BIASES, "fixed": {"qk_norm": "row", "norm_position": "post"},
-    "block": {"attn_post_norm": ("post_attention_layernorm",), "mlp_post_norm": ("post_feedforward_layernorm",)},
+OF_GEMMA = {"norm_unit_offset": True, "norm_position": "both"}
+CAPS = {"final_logit_softcapping": ("logits_softcap", 30.0), "attn_logit_softcapping": ("attention_softcap", 50.0)}
+OLMO: dict[str, Any] = {
+    "defaults": {"vocab_size": 50304, "rms_norm_eps": 1e-5}, "words": BIASES, "block": POST_NORMS,
+    "fixed": {"qk_norm": "row", "norm_position": "post"},
 }  # fmt: skip
 QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
 
 FAMILIES = (
     Family(model_type="llama", class_name="LlamaForCausalLM", words=BIASES, sizes=MLP_BIAS),
     Family(
-        model_type="mistral", class_name="MistralForCausalLM", kv_heads=8, also=WINDOWED[:1],
-        defaults={"intermediate_size": 14336, "max_position_embeddings": 131072}, read=EVERYWHERE.read, written=EVERYWHERE.written,
+        model_type="mistral", class_name="MistralForCausalLM", kv_heads=8, windows=EVERYWHERE,
+        defaults={"intermediate_size": 14336, "max_position_embeddings": 131072},
     ),
     Family(
         model_type="qwen2", class_name="Qwen2ForCausalLM", defaults=QWEN, fixed={"attention_bias": "qkv"}, kv_heads=32,
-        also=WINDOWED, read=OF_QWEN.read, written=OF_QWEN.written,
+        windows=OF_QWEN,
     ),
     Family(
         model_type="qwen3", class_name="Qwen3ForCausalLM", defaults=QWEN, words=BIASES, fixed={"qk_norm": "head"},
-        kv_heads=32, head_dim=128, also=WINDOWED, read=OF_QWEN.read, written=OF_QWEN.written,
+        kv_heads=32, head_dim=128, windows=OF_QWEN,
     ),
     Family(
         model_type="smollm3", class_name="SmolLM3ForCausalLM", words=BIASES, sizes=MLP_BIAS, theta=2e6, kv_heads=4,
@@ -166,35 +108,32 @@ FAMILIES = (
             "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
             "max_position_embeddings": 32768, "tie_word_embeddings": True,
         },
-        read=lambda config: {**_nope_layers(config), **OF_SMOLLM3.read(config)}, written=_written_nope,
-        also=("nope_layers", *WINDOWED),
+        read=_nope_layers, written=_written_nope, also=("nope_layers",), windows=OF_SMOLLM3,
     ),
     Family(model_type="olmo2", class_name="Olmo2ForCausalLM", **OLMO),
     Family(
-        model_type="olmo3", class_name="Olmo3ForCausalLM", **OLMO, theta=5e5, local_theta=("", 5e5), also=WINDOWED,
-        read=OF_OLMO3.read, written=OF_OLMO3.written,
+        model_type="olmo3", class_name="Olmo3ForCausalLM", **OLMO, theta=5e5, local_theta=("", 5e5),
+        windows=Windows(4096, lambda config, i: (i + 1) % 4 != 0),
     ),
     Family(
-        model_type="gemma2", class_name="Gemma2ForCausalLM", fixed=GEMMA,
+        model_type="gemma2", class_name="Gemma2ForCausalLM", fixed=OF_GEMMA, **GEMMA, optional=CAPS,
         defaults={**GEMMA_SIZES, "vocab_size": 256000, "max_position_embeddings": 8192},
-        kinds={"use_bidirectional_attention": (None, False)},
-        **_gemma(OF_GEMMA2, {
-            "final_logit_softcapping": ("logits_softcap", 30.0), "attn_logit_softcapping": ("attention_softcap", 50.0),
-        }),
+        windows=Windows(4096, lambda config, i: i % 2 == 0),
     ),
     Family(
-        model_type="gemma3_text", class_name="Gemma3ForCausalLM", fixed={**GEMMA, "qk_norm": "head"}, theta=1e6,
+        model_type="gemma3_text", class_name="Gemma3ForCausalLM", fixed={**OF_GEMMA, "qk_norm": "head"}, **GEMMA, theta=1e6,
         defaults={**GEMMA_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
-        kinds={"use_bidirectional_attention": (False, None)}, local_theta=("rope_local_base_freq", 1e4),
-        **_gemma(OF_GEMMA3, {"final_logit_softcapping": ("logits_softcap", 0.0)}),
+        optional={"final_logit_softcapping": ("logits_softcap", 0.0)}, local_theta=("rope_local_base_freq", 1e4),
+        windows=Windows(4096, lambda config, i: (i + 1) % _pattern(config) != 0),
     ),
     Family(
-        model_type="phi3", class_name="Phi3ForCausalLM", partial=1.0, also=WINDOWED[:1],
+        model_type="phi3", class_name="Phi3ForCausalLM", partial=1.0, windows=SOMETIMES,
         defaults={
             "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         },
-        rates=("attention_dropout", "resid_pdrop", "embd_pdrop"), read=SOMETIMES.read, written=_long_rope,
+        rates=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+        written=lambda cfg: {"original_max_position_embeddings": cfg.rope_old_seq} if cfg.rope_factor else {},
         block={"attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
     ),
     Family(

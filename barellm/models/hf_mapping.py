@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from barellm.errors import UserError
 
@@ -47,6 +47,14 @@ class HuggingFace:
     written: Callable[[Any], Mapping[str, Any]] = nothing
 
 
+class Windows(NamedTuple):
+    """How a family's config.json says which layers have a sliding window."""
+
+    usual: int | None  # what transformers takes for the window where the key is missing
+    has: Callable[[Mapping[str, Any], int], bool] | None  # whether a layer that no `layer_types` lists has one; None: all, always
+    switch: bool = False  # whether there are none unless `use_sliding_window` says so
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A decoder of Llama's kind in transformers' words (`interop/decoders.py`): what is not as in a Llama."""
@@ -71,6 +79,8 @@ class Family:
     own_head: bool = True  # whether there is a key head_dim, and heads may be no part of hidden_size
     partial: float | None = None  # the part of a head that turns, if that is a key
     old_rope: Mapping[str, str] = field(default_factory=dict)  # key of RoPE's -> its name in early files
+    windows: Windows | None = None
+    optional: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # as sizes, but null is 0
     # Where RoPE of the layers with a window is another one: the key of its theta in early files, and the theta.
     local_theta: tuple[str, float] | None = None
     also: tuple[str, ...] = ()  # further fields, that those below know
