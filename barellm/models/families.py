@@ -21,22 +21,23 @@ OF_QWEN = Windows(4096, lambda c, i: i >= converted("max_window_layers", c.get("
 OF_SMOLLM3 = Windows(None, lambda c, i: str(i) in _nope_layers(c)["nope_layers"][1].split(","), switch=True)
 
 
-def _pattern(config: Mapping[str, Any]) -> int:
-    """Every so many layers of a Gemma 3 one sees all keys."""
-    key = "sliding_window_pattern"
-    found = config.get(key, config.get(f"_{key}", 6))
-    if not isinstance(found, int) or found < 1:
-        raise UnknownConfig(f"{key} is {found!r}, expected at least 1")
+def _positive(config: Mapping[str, Any], key: str, usual: float) -> Any:
+    found = config.get(key, usual)
+    if converted(key, found, type(usual)) <= 0:
+        raise UnknownConfig(f"{key} is {found}, expected above 0")
     return found
 
 
 def _gemma(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    scalar, width = config.get("query_pre_attn_scalar", 256), config.get("hidden_size", 2304)
-    for key, n in (("query_pre_attn_scalar", scalar), ("hidden_size", width)):
-        if converted(key, n, float) <= 0:
-            raise UnknownConfig(f"{key} is {n}, expected above 0")
+    scalar, width = _positive(config, "query_pre_attn_scalar", 256.0), _positive(config, "hidden_size", 2304)
     by = 0.0 if scalar == config.get("head_dim", 256) else scalar**-0.5
     return {"attention_multiplier": ("query_pre_attn_scalar", by), "embedding_multiplier": ("hidden_size", sqrt(width))}
+
+
+def _sees_a_window(config: Mapping[str, Any], layer: int) -> bool:
+    """All layers of a Gemma 3 but every 6th."""
+    key = "sliding_window_pattern"
+    return (layer + 1) % _positive(config, key if key in config else f"_{key}", 6) != 0
 
 
 def _written_gemma(cfg: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ FAMILIES = (
         model_type="gemma3_text", class_name="Gemma3ForCausalLM", fixed={**OF_GEMMA, "qk_norm": "head"}, **GEMMA, theta=1e6,
         defaults={**GEMMA_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
         optional={"final_logit_softcapping": ("logits_softcap", 0.0)}, local_theta=("rope_local_base_freq", 1e4),
-        windows=Windows(4096, lambda config, i: (i + 1) % _pattern(config) != 0),
+        windows=Windows(4096, _sees_a_window),
     ),
     Family(
         model_type="phi3", class_name="Phi3ForCausalLM", partial=1.0, windows=SOMETIMES,

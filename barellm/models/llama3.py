@@ -118,12 +118,8 @@ class Config(ModelConfig):
     rotary_fraction: float = value(1.0, "partial_rotary_factor: the fraction of a head that RoPE rotates", check=_part_of_head)
     nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
     sliding_window: int = at_least(0, 0, "sliding-window attention: keys that a query sees, its own among them; 0: all before it")
-    window_layers: str = value(
-        "", "layers with the sliding window, counted from 0, with commas between them; empty: all", check=_layers
-    )
-    rope_local_theta: float = at_least(
-        0, 0.0, "rope_theta of the layers with the window, without scaling; 0: RoPE as in the others"
-    )
+    window_layers: str = value("", "layers with the window, counted from 0, with commas between them; empty: all", check=_layers)
+    rope_local_theta: float = at_least(0, 0.0, "rope_theta of layers with the window, without scaling; 0: RoPE as in the others")
     qk_norm: str = one_of(("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row")
     norm: str = one_of(("rms", "layer"), "rms", "RMSNorm, or LayerNorm with biases")
     norm_position: str = one_of(("pre", "post", "both"), "pre", "norms before attention and MLP, behind them, or both")

@@ -87,6 +87,42 @@ def test_sizes_that_a_config_claims_take_no_memory(tmp_path, family, refused):
         tracemalloc.stop()
 
 
+WRONG = {  # of a Gemma 3: key -> value, and what is said
+    "layer_types": (["sliding_attention"], "layer_types is ['sliding_attention'], expected full_attention or"),
+    "sliding_window": (None, "sliding_window is None, expected an integer"),
+    "query_pre_attn_scalar": (0, "query_pre_attn_scalar is 0, expected above 0"),
+    "hidden_size": ("wide", "hidden_size is 'wide', expected an integer"),
+    "sliding_window_pattern": (0, "sliding_window_pattern is 0, expected above 0"),
+    "rope_parameters": (
+        {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters.sliding_attention.rope_type is 'linear', expected 'default'",
+    ),
+    "final_logit_softcapping": (50.0, "model.logits_softcap is 50.0, expected at most 35"),
+    "use_bidirectional_attention": (True, "use_bidirectional_attention is True, expected False or None"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_no_gemma_has_is_named(tmp_path, refused, key):
+    cfg = Config(**SIZES | MADE["gemma3_text"])
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    assert main(["export", str(step), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text()) | {key: WRONG[key][0]}
+    path.write_text(json.dumps(config | ({"layer_types": None} if key == "sliding_window_pattern" else {})))
+    assert WRONG[key][1] in refused("import", tmp_path / "hf", "--out", tmp_path / "x", "--tokenizer", "bytes")
+
+
+def test_a_window_of_some_layers_and_an_embedding_of_another_size_are_no_mistral_and_no_gemma(tmp_path, refused):
+    for family, change, says in (
+        ("mistral", {"window_layers": "1"}, "model.window_layers is '1', mistral has ''"),
+        ("gemma2", {"embedding_multiplier": 2.0}, "model.embedding_multiplier is 2.0, a Gemma has the root of model.d_model, 5.65"),
+    ):
+        cfg = replace(Config(**SIZES | MADE[family]), family=family, **change)
+        step = checkpoint_of(tmp_path / family, cfg, random_arrays(cfg))
+        assert says in refused("export", step, "--format", "huggingface", "--out", tmp_path / "hf")
+
+
 def test_a_file_without_model_type_is_known_by_its_class(tmp_path, refused):
     cfg = Config(**SIZES | MADE["qwen3"])
     step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))

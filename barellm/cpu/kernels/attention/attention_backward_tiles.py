@@ -173,7 +173,7 @@ class BackwardHead:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
-            def row_pair(r: Value, is_visible: attention_amx.LaneMask | None, j: Value = j) -> None:
+            def row_pair(r: Value, is_visible: micro.LaneMask | None, j: Value = j) -> None:
                 """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
@@ -231,14 +231,9 @@ class BackwardHead:
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         """A hook for dS of the tile from row j on."""
 
-    def tile_mask(
-        self, key: Value, t: Value, key_bounds: micro.KeyBounds | None
-    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
-        length = self.length
-        return micro.needs_mask(self.g, key, t, key_bounds, length), lambda: micro.lane_mask(
-            self.k, self.g, key, t, key_bounds, length
-        )
+    def tile_mask(self, key: Value, t: Value, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], micro.LaneMask]]:
+        """`micro.tile_mask` of the tile of keys from `key` on and the group."""
+        return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
         """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's

@@ -93,7 +93,7 @@ def attend_queries(
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
             with k.when(num_keys > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
-                tile_mask = partial(causal_tile_mask, k, g, j0, pos + t, key_bounds, length)
+                tile_mask = partial(micro.tile_mask, k, g, pos + t, key_bounds, length, j0)
                 online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill, capped=capped)
 
     with k.loop(first, last, g.queries) as t:
@@ -115,7 +115,7 @@ def init_softmax(
 
 def online_softmax_step(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
-    softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
+    softmax_scale_log2: Any, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
     capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
@@ -153,25 +153,13 @@ def finish_softmax(
             lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
-LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose queries see the row's key
-TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
 Start = Callable[[Value], list[list[Value]]]
 Capped = Callable[[Value], Value]
 
 
-def causal_tile_mask(
-    k: KernelBuilder, g: micro.Geometry, j0: Value, position: Value, key_bounds: micro.KeyBounds | None, length: Value | None, j:
-    Value,
-) -> tuple[Value, Callable[[], LaneMask]]:  # fmt: skip
-    """A TileMask of the key block from key j0 on and the group of queries from `position` on: of the tile from row j on. Causal,
-    from the keys of `key_bounds` on, or with `length` all keys below it."""
-    key = j0 + j
-    return micro.needs_mask(g, key, position, key_bounds, length), lambda: micro.lane_mask(k, g, key, position, key_bounds, length)
-
-
 def score_key_block(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask:
-    TileMask, start: Start | None, capped: Capped,
+    micro.TileMask, start: Start | None, capped: Capped,
 ) -> list[Value]:  # fmt: skip
     """s["p"] (keys, queries) = the capped K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not
     see a key. Returns the largest of each query (g.vectors vectors). `start`, `capped` as in `online_softmax_step`: None or
