@@ -154,9 +154,10 @@ class Exact:
         self.groups = op.kv_heads // op.fold
         self.q, self.k, self.v = op.operands(q, k, v)
         self.D = self.q.shape[-1]
-        self.scale = BOUNDS[op.scale] if op.scale else 1 / sqrt(self.D)
+        self.scale = op.scale_of(BOUNDS) or 1 / sqrt(self.D)
         self.s = op.scores(self.q, self.k, starts, BOUNDS)
         size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) * self.scale
+        self.slope = 1 - np.where(np.isinf(self.s), 0, self.s / op.softcap) ** 2 if op.softcap else 1.0
         self.relative = relative
         if layout is not None:
             T, scores = q.shape[1], self.q @ self.k.transpose(0, 1, 3, 2) * self.scale
@@ -201,9 +202,10 @@ class Exact:
         do, o = op.split(dout, op.heads), op.split(out, op.heads)
         relative = self.p_error + POLYNOMIAL[dtype]
         dp, delta = do @ self.v.transpose(0, 1, 3, 2), (do * o).sum(-1, keepdims=True)
-        ds = self.p * (self.m * dp - delta)
+        ds = self.p * (self.m * dp - delta) * self.slope
         dp_size = self.m * (np.abs(do) @ np.abs(self.v).transpose(0, 1, 3, 2)) + np.abs(do * o).sum(-1, keepdims=True)
         ds_error = relative * np.abs(ds) + 4 * EPS * sqrt(self.D) * self.p * dp_size
+        ds_error = ds_error + (4 * EPS + 2 * self.score_error / (op.softcap or np.inf)) * self.p * dp_size
         ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
         pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
         dq = ds_error @ np.abs(self.k) * self.scale
@@ -250,6 +252,26 @@ def bounded(window: int | None = None, *, scale: float | None = None, starts: Se
     return {**names, "paired": paired, "documents": tuple(starts)}
 
 
+# (batch, length, heads, head size), heads of keys, constants of scores and mask, starts of documents: windows of one key, beside
+# the edges of tiles and blocks, as wide as the sequence; caps that scores reach; wide heads
+SCORED: list[tuple[tuple[int, int, int, int], int, dict[str, Any]]] = [
+    ((1, 67, 2, 32), 2, {"sliding_window": 1}),
+    ((2, 131, 4, 20), 2, {"sliding_window": 6, "scale": 0.4}),
+    ((1, 300, 2, 16), 1, {"softcap": 2.0, "scale": 0.7}),
+    ((2, 97, 3, 5), 3, {"softcap": 1.5, "sliding_window": 65, "documents": (40, 64)}),
+    ((2, 48, 2, 64), 1, {"softcap": 3.0, "sliding_window": 48}),
+    ((1, 45, 2, 256), 1, {"softcap": 50.0, "sliding_window": 33, "scale": 0.0625}),
+]
+each_scored = pytest.mark.parametrize("shape, groups, scored", SCORED, ids=str)
+# pos, new tokens, constants, of caches of 113 positions
+CACHED_SCORED: list[tuple[int, int, dict[str, Any]]] = [
+    (37, 1, {"sliding_window": 1}), (3, 1, {"sliding_window": 6, "softcap": 1.5, "scale": 0.9}), (70, 1, {"sliding_window": 65}),
+    (0, 40, {"sliding_window": 6}), (70, 40, {"sliding_window": 33, "softcap": 2.0}), (30, 3, {"softcap": 1.5}),
+    (60, 17, {"sliding_window": 113, "scale": 0.4}),
+]  # fmt: skip
+each_cached_scored = pytest.mark.parametrize("pos, T, scored", CACHED_SCORED, ids=str)
+
+
 def first_positions(documents: Sequence[int], B: int, T: int) -> np.ndarray:
     """(B, T): where each token's document starts. The second row of a batch has a document more, which starts at 1."""
     at = [np.array([0, *documents, *[1] * (b % 2)]) for b in range(B)]
@@ -277,7 +299,7 @@ def attention_attrs(H: int, groups: int, rate: float, shape, given: dict, more: 
 
 
 def used(attrs: dict) -> dict:
-    return {name: BOUNDS[name] for name in (attrs.get("window"), attrs.get("scale")) if name}
+    return {name: BOUNDS[name] for name in (attrs.get("window"), attrs.get("scale")) if isinstance(name, str)}
 
 
 def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, below=0.0, **more) -> dict:
@@ -314,7 +336,7 @@ def attention_both(
     return saved, dqkv
 
 
-def cached_case(dtype, *, pos, T, heads, D, length, batch=2, groups=0, packed=True) -> dict:
+def cached_case(dtype, *, pos, T, heads, D, length, batch=2, groups=0, packed=True, **more) -> dict:
     groups = groups or heads
     C = groups * D
     caches = {name: normal(batch, length, C, seed=i) for i, name in enumerate(("k_cache", "v_cache"), 5)}
@@ -323,11 +345,13 @@ def cached_case(dtype, *, pos, T, heads, D, length, batch=2, groups=0, packed=Tr
     k[:, pos : pos + T], v[:, pos : pos + T] = new_k, new_v
     q = split_heads(q, heads)
     k, v = (shared(split_heads(x[:, : pos + T], groups), heads) for x in (k, v))
-    s = scores(q, k, pos)
+    window = more.get("sliding_window", 0)
+    first = pos + np.arange(T)[:, None] - (window - 1 if window else pos + T)
+    s = scores(q, k, pos, scale=more.get("scale"), softcap=more.get("softcap", 0.0), first=first)
     p = np.exp(s - log_sum_exp(s)[..., None])
     bound = join_heads(p @ np.abs(v)) * (HALF_ULP[dtype] + POLYNOMIAL[dtype] + 64 * EPS * (sqrt(D) + sqrt(length)))
     given |= {n: persistent(c, dtype, "cache") for n, c in caches.items()}
-    attrs = {"heads": heads, "kv_heads": groups}
+    attrs = {"heads": heads, "kv_heads": groups, **more}
     return {"given": given, "views": views, "bounds": {"out": bound}, "scalars": {"pos": pos}, **attrs}
 
 

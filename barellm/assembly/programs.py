@@ -71,7 +71,7 @@ def build(
     if score_batch:
         p = programs["score"] = Program(store, compute=compute)
         _loss(p, model, score_batch, score_seq, training=False)
-        if p.ops[-1].name != "cross_entropy":
+        if not p.ops[-1].name.endswith("cross_entropy"):
             raise UserError(
                 f"the loss of {models.name_of(model)} is {p.ops[-1].name}, expected cross_entropy: "
                 "it has no loss of a target by itself"

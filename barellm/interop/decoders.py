@@ -48,6 +48,7 @@ ROPE = (
     "kv_heads", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq", "rope_type", "rope_attention_factor",
     "rope_truncate", "rope_short", "rope_long", "head_dim",
 )  # fmt: skip
+KINDS = ("full_attention", "sliding_attention")  # of layers
 KEYS = ("rope_theta", "partial_rotary_factor")  # which lie beside it in earlier versions
 NEEDED = {  # key beside a rope_type -> our field
     "linear": {"factor": "rope_factor"},
@@ -61,21 +62,27 @@ NEEDED = {  # key beside a rope_type -> our field
 # --- RoPE, as config.json has it ---
 
 
-def _rope(config: Mapping[str, Any], theta: float, old: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """Where it was found, and its keys with `rope_theta` among them. Later versions of transformers have all in
-    `rope_parameters`, earlier ones in `rope_scaling` and beside it. `old`: still earlier names of keys beside it."""
+def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Where it was found, its keys with `rope_theta` among them, and those of the layers with a window where these have their own.
+    Later versions of transformers have all in `rope_parameters`, earlier ones in `rope_scaling` and beside it."""
     place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
     rope = config.get(place) or {}
     if not isinstance(rope, dict):
         raise UnknownConfig(f"{place} is {rope!r}, expected keys with values, or null")
-    beside = {key: config[name] for key in KEYS for name in (key, old.get(key, key)) if name in config}
-    return place, {"rope_theta": theta, **beside, **rope}
+    local = {}
+    if f.local_theta is not None and place == "rope_parameters":
+        rope, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+        if not isinstance(rope, dict) or not isinstance(local, dict):
+            raise UnknownConfig(f"{place} is {str(config[place])[:60]}, expected keys with values for each kind of layers")
+    beside = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
+    key, theta = f.local_theta or ("", 0.0)
+    return place, {"rope_theta": f.theta, **beside, **rope}, {"rope_theta": config.get(key, theta), **local}
 
 
 def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:
     """The fields of a rope that is scaled; `most` positions are what the file says."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in rope) else kind  # Phi-3's names of it
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in NEEDED:
@@ -133,6 +140,36 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
     return {**found, "rope_scaling": scaling}
 
 
+# --- windows ---
+
+
+def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
+    """The window, and which of so many layers have it, unless the file says otherwise. Where they have a RoPE of their own it must
+    be a number."""
+    w, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
+    count, kinds = config.get("num_hidden_layers", layers), config.get("layer_types")
+    if w is None or (window is None and f.local_theta is None) or (w.switch and not config.get("use_sliding_window", False)):
+        return {}
+    if w.has is None or not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
+        return {"sliding_window": ("sliding_window", window)}
+    kinds = [KINDS[w.has(config, i)] for i in range(count)] if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
+        raise UnknownConfig(f"layer_types is {str(kinds)[:60]}, expected {' or '.join(KINDS)} for each of {count} layers")
+    which = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
+    listed = {"window_layers": ("layer_types", ",".join(which) * (len(which) < count))}
+    return {"sliding_window": ("sliding_window", window), **listed} if which else {}
+
+
+def _written_windows(f: Family, cfg: Any) -> dict[str, Any]:
+    if f.windows is None:
+        return {}
+    has = [bool(cfg.window_of(i)) for i in range(cfg.layers)]
+    found: dict[str, Any] = {"sliding_window": cfg.sliding_window or (f.local_theta and f.windows.usual)}
+    found |= {"layer_types": [KINDS[one] for one in has]} if f.windows.has else {}
+    switch = {"use_sliding_window": any(has), "max_window_layers": has.index(True) if any(has) else cfg.layers}
+    return {**found, **(switch if f.windows.switch else {})}
+
+
 # --- rows ---
 
 
@@ -146,6 +183,9 @@ def _halves(cfg: Any) -> list[int]:
 def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
     """Where our rows of a tensor lie in theirs; None: in the same order."""
     kind, D = theirs.rsplit(".", 2)[-2], cfg.head_size
+    if kind == "qkv_proj" and cfg.rotated < D:
+        first = cfg.heads + cfg.kv_heads
+        return [head * D + row for head in range(first) for row in _halves(cfg)] + list(range(first * D, sum(cfg.qkv_widths)))
     if kind == "query_key_value":  # of each head its q, its k and its v
         halves = _halves(cfg)
         return [
@@ -168,9 +208,12 @@ def hugging_face(f: Family) -> HuggingFace:
     sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
     if "layer_norm_eps" in sizes:
         del sizes["rms_norm_eps"]
-    words = {"hidden_act": ("activation", f.act, ACTIVATIONS), **f.words}
+    words = {f.act_key: ("activation", f.act, ACTIVATIONS), **f.words}
     said = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
     said |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
+    said |= {"rope_local_theta"} if f.local_theta else set()
+    said |= {name for name, _ in f.optional.values()} | ({"sliding_window"} if f.windows else set())
+    said |= {"window_layers"} if f.windows and f.windows.has else set()
 
     def parts(cfg: Any, ours: str) -> dict[str, int]:
         if ours in ("wte", "head"):
@@ -184,7 +227,9 @@ def hugging_face(f: Family) -> HuggingFace:
         return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)}
 
     def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-        place, rope = _rope(config, f.theta, f.old_rope)
+        place, rope, local = _rope(config, f)
+        old = "original_max_position_embeddings"
+        config = {**{key: n for key, n in f.defaults.items() if key == old}, **config}
         H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
         width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
         beside = "" if "rope_theta" in (config.get(place) or {}) else "rope_theta"
@@ -193,6 +238,11 @@ def hugging_face(f: Family) -> HuggingFace:
             "kv_heads": ("num_key_value_heads", H if count is None else count),
             **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
+        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+        if f.local_theta and (scaled or local["rope_theta"] != rope["rope_theta"]) and local != rope:
+            if local.get("rope_type", "default") != "default":
+                raise UnknownConfig(f"{place}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
+            found["rope_local_theta"] = (f.local_theta[0] or f"{place}.sliding_attention.rope_theta", local["rope_theta"])
         known_sizes = all(isinstance(n, int) for n in (width, H, C))
         if width is not None and f.own_head and not (known_sizes and H > 0 and width * H == C):
             found["head_dim"] = ("head_dim", width)
@@ -201,13 +251,20 @@ def hugging_face(f: Family) -> HuggingFace:
             found["rotary_fraction"] = ("partial_rotary_factor", turned)
         elif turned != 1.0:
             raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in {f.model_type}")
-        return {**found, **f.read(config)}
+        found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in f.optional.items()}
+        return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
 
     def all_written(cfg: Any) -> dict[str, Any]:
         found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
+        if f.local_theta:
+            full = {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}
+            local = {"rope_theta": cfg.rope_local_theta, "rope_type": "default"} if cfg.rope_local_theta else full
+            found |= {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+            found |= {f.local_theta[0]: local["rope_theta"]} if f.local_theta[0] else {}
         found |= {"head_dim": cfg.head_size} if f.own_head else {}
         found |= {"partial_rotary_factor": cfg.rotary_fraction} if f.partial is not None else {}
-        return {**found, **f.written(cfg)}
+        found |= {key: getattr(cfg, name) or None for key, (name, _) in f.optional.items()}
+        return {**found, **f.written(cfg), **_written_windows(f, cfg)}
 
     def refused(cfg: Any) -> str | None:
         usual = {field.name: field.default for field in fields(cfg)}
@@ -219,7 +276,7 @@ def hugging_face(f: Family) -> HuggingFace:
         for key, (name, _, table) in words.items():
             if getattr(cfg, name) not in table.values():
                 return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"
-        return None
+        return f.refused(cfg)
 
     return HuggingFace(
         preset=f.preset, model_type=f.model_type, class_name=f.class_name, sizes=sizes, words=words, fixed=f.fixed, kinds=f.kinds,

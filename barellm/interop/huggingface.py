@@ -195,7 +195,6 @@ MISSING: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # what architecture
     "a mixture of experts": _any("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "cross attention": _any("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"),
     "ALiBi": lambda config: config.get("model_type") == "bloom" or _any("alibi")({**config, **(config.get("attn_config") or {})}),
-    "sliding windows or soft caps": _any("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     "state spaces": _any("mamba_d_state", "state_size", "ssm_cfg"),
     "pictures or sound": _any("vision_config", "audio_config"),
 }

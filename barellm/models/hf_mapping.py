@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from barellm.errors import UserError
 
@@ -47,6 +47,14 @@ class HuggingFace:
     written: Callable[[Any], Mapping[str, Any]] = nothing
 
 
+class Windows(NamedTuple):
+    """How a family's config.json says which layers have a sliding window."""
+
+    usual: int | None  # what transformers takes for the window where the key is missing
+    has: Callable[[Mapping[str, Any], int], bool] | None  # whether a layer that no `layer_types` lists has one; None: all, always
+    switch: bool = False  # whether there are none unless `use_sliding_window` says so
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A decoder of Llama's kind in transformers' words (`interop/decoders.py`): what is not as in a Llama."""
@@ -65,11 +73,17 @@ class Family:
     others: Mapping[str, str] = field(default_factory=dict)  # outside of blocks: "wte", "norm", "head" -> theirs
     theta: float = 10_000.0  # these four are defaults too
     act: str = "silu"
+    act_key: str = "hidden_act"
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     own_head: bool = True  # whether there is a key head_dim, and heads may be no part of hidden_size
     partial: float | None = None  # the part of a head that turns, if that is a key
     old_rope: Mapping[str, str] = field(default_factory=dict)  # key of RoPE's -> its name in early files
-    also: tuple[str, ...] = ()  # further fields, that the two below know
+    windows: Windows | None = None
+    optional: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # as sizes, but null is 0
+    # Where RoPE of the layers with a window is another one: the key of its theta in early files, and the theta.
+    local_theta: tuple[str, float] | None = None
+    also: tuple[str, ...] = ()  # further fields, that those below know
+    refused: Callable[[Any], str | None] = lambda cfg: None  # of our configuration
     read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
     written: Callable[[Any], Mapping[str, Any]] = nothing

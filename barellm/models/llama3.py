@@ -1,5 +1,6 @@
 """Decoders of Llama's kind (Llama 3: Grattafiori et al. 2024): pre-norm blocks of RMSNorm, rotary positions, grouped queries and
-SwiGLU, nowhere a bias; and by options what Qwen, SmolLM3, OLMo 2, GPT-NeoX, Granite, Arcee and StableLM do otherwise (`families`).
+SwiGLU, nowhere a bias; and by options what Mistral, Qwen, Gemma, Phi-3, SmolLM3, OLMo, GPT-NeoX, Granite, Arcee and StableLM do
+otherwise (`families`).
 
 Weights are stored (out, in), and what multiplies the same input is one matrix. In this order:
 
@@ -116,9 +117,13 @@ class Config(ModelConfig):
     head_dim: int = value(0, "head size; 0: d_model / heads", check=_even_head)
     rotary_fraction: float = value(1.0, "partial_rotary_factor: the fraction of a head that RoPE rotates", check=_part_of_head)
     nope_layers: str = value("", "layers without RoPE, counted from 0, with commas between them", check=_layers)
+    sliding_window: int = at_least(0, 0, "sliding-window attention: keys that a query sees, its own among them; 0: all before it")
+    window_layers: str = value("", "layers with the window, counted from 0, with commas between them; empty: all", check=_layers)
+    rope_local_theta: float = at_least(0, 0.0, "rope_theta of layers with the window, without scaling; 0: RoPE as in the others")
     qk_norm: str = one_of(("none", "head", "row"), "none", "RMSNorm of q and k: of each head, or of all heads as one row")
     norm: str = one_of(("rms", "layer"), "rms", "RMSNorm, or LayerNorm with biases")
-    norm_position: str = one_of(("pre", "post"), "pre", "norms before attention and MLP, or behind them")
+    norm_position: str = one_of(("pre", "post", "both"), "pre", "norms before attention and MLP, behind them, or both")
+    norm_unit_offset: bool = value(False, "norms multiply by 1 + weight")
     attention_bias: str = one_of(("none", "qkv", "all"), "none", "biases of q, k and v, or of attention's output too")
     mlp_bias: bool = value(False, "biases in the MLP")
     mlp: str = one_of(("gated", "plain"), "gated", "MLP: activation(gate) * up, or activation(up)")
@@ -127,7 +132,9 @@ class Config(ModelConfig):
     embedding_multiplier: float = above(0, 1.0, "multiplier of the embedding")
     residual_multiplier: float = above(0, 1.0, "multiplier of what attention and MLP add to the residual stream")
     attention_multiplier: float = at_least(0, 0.0, "multiplier of attention's scores; 0: 1 / sqrt(head size)")
+    attention_softcap: float = at_least(0, 0.0, "softcap c of attention's scores, c tanh(score / c); 0: none")
     logits_scaling: float = above(0, 1.0, "divisor of the logits")
+    logits_softcap: float = between(0, 35, 0.0, "softcap of the logits; 0: none")
     family: str = one_of(("", *families.NAMES), "", "model_type on export to Hugging Face; empty: the first that holds the options")
 
     @property
@@ -138,6 +145,10 @@ class Config(ModelConfig):
     def rotated(self) -> int:
         """Columns of a head that turn."""
         return int(self.head_size * self.rotary_fraction)
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of a layer; 0: none."""
+        return self.sliding_window if not self.window_layers or layer in numbers(self.window_layers) else 0
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
@@ -160,6 +171,7 @@ class Config(ModelConfig):
 @dataclass(frozen=True)
 class Block:
     name: str
+    window: int  # 0: none
     attn_norm: Affine | None
     qkv: list[Affine]  # one matmul, or where q and k are normalised three
     qk_norms: list[Tensor]
@@ -183,12 +195,12 @@ def declare(p: Program, cfg: Config) -> Weights:
     """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, biases 0, padded
     ids 0."""
     C, F = cfg.d_model, cfg.d_ff
-    residual_std = 0.02 / sqrt(2 * cfg.layers)
+    residual_std, gain = 0.02 / sqrt(2 * cfg.layers), 0.0 if cfg.norm_unit_offset else 1.0
 
     def norm(name: str, wanted: bool = True) -> Affine | None:
         if not wanted:
             return None
-        weight = p.parameter(f"{name}.weight", (C,), value=1.0)
+        weight = p.parameter(f"{name}.weight", (C,), value=gain)
         return weight, p.parameter(f"{name}.bias", (C,)) if cfg.norm == "layer" else None
 
     def linear(name: str, N: int, K: int, bias: bool, std: float = 0.02) -> Affine:
@@ -204,20 +216,21 @@ def declare(p: Program, cfg: Config) -> Weights:
             return [linear(f"{name}.qkv", sum(widths), C, biased)], []
         sizes = (cfg.head_size, cfg.head_size) if cfg.qk_norm == "head" else widths
         matmuls = [linear(f"{name}.{kind}", width, C, biased) for kind, width in zip("qkv", widths, strict=True)]
-        return matmuls, [p.parameter(f"{name}.{kind}_norm.weight", (n,), value=1.0) for kind, n in zip("qk", sizes, strict=False)]
+        return matmuls, [p.parameter(f"{name}.{kind}_norm.weight", (n,), value=gain) for kind, n in zip("qk", sizes, strict=False)]
 
-    def block(h: str) -> Block:
-        before, up = cfg.norm_position == "pre", ("gate_up", 2 * F) if cfg.mlp == "gated" else ("up", F)
+    def block(i: int) -> Block:
+        before, behind = (cfg.norm_position in (one, "both") for one in ("pre", "post"))
+        h, up = f"h.{i}", ("gate_up", 2 * F) if cfg.mlp == "gated" else ("up", F)
         return Block(
-            h, norm(f"{h}.attn_norm", before), *qkv(f"{h}.attn"),
+            h, cfg.window_of(i), norm(f"{h}.attn_norm", before), *qkv(f"{h}.attn"),
             linear(f"{h}.attn.proj", C, cfg.qkv_widths[0], cfg.attention_bias == "all", residual_std),
-            norm(f"{h}.attn_post_norm", not before), norm(f"{h}.mlp_norm", before),
+            norm(f"{h}.attn_post_norm", behind), norm(f"{h}.mlp_norm", before),
             linear(f"{h}.mlp.{up[0]}", up[1], C, cfg.mlp_bias), linear(f"{h}.mlp.down", C, F, cfg.mlp_bias, residual_std),
-            norm(f"{h}.mlp_post_norm", not before),
+            norm(f"{h}.mlp_post_norm", behind),
         )  # fmt: skip
 
     wte = vocabulary("wte")
-    blocks = [block(f"h.{i}") for i in range(cfg.layers)]
+    blocks = [block(i) for i in range(cfg.layers)]
     last = norm("norm")
     assert last is not None
     return Weights(wte, blocks, last, wte if cfg.tied else vocabulary("head"))
@@ -227,10 +240,14 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     """The loss (1,): the sum over valid targets times the scalar inv_targets. It has no dropout, so training changes nothing."""
     w = declare(p, cfg)
 
-    def attend(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return p.attention(q, k, v, heads=cfg.heads, kv_heads=cfg.kv_heads)
+    def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return p.attention(q, k, v, **_scores(cfg, block))
 
-    return p.classifier(_trunk(p, cfg, w, tokens_BT, attend), w.head, targets_BT, valid_vocab=cfg.vocab_size)
+    x_BTC = _trunk(p, cfg, w, tokens_BT, attend)
+    if cfg.logits_softcap:
+        how = {"cap": tanh_cap(cfg.logits_softcap), "predict": 1, "transposed": False}
+        return p.softcapped_classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size, **how)
+    return p.classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size)
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
@@ -241,9 +258,21 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(q, k, v, *caches, heads=cfg.heads, kv_heads=cfg.kv_heads)
+        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block))
 
-    return p.last_logits(_trunk(p, cfg, w, tokens_BT, attend), w.head)
+    logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend), w.head)
+    return p.softcap(logits, tanh_cap(cfg.logits_softcap)) if cfg.logits_softcap else logits
+
+
+def tanh_cap(c: float) -> tuple[float, float, float]:
+    """The softcap c tanh(x / c) as the ops of softcapped logits have it."""
+    return 2 * c, 0.0, c / 2
+
+
+def _scores(cfg: Config, block: Block) -> dict[str, Any]:
+    """What attention does with the heads of a block."""
+    how = {"heads": cfg.heads, "kv_heads": cfg.kv_heads, "sliding_window": block.window, "softcap": cfg.attention_softcap}
+    return how | {"scale": cfg.attention_multiplier or None}
 
 
 Attend = Callable[[Block, "Tensor", "Tensor", "Tensor"], "Tensor"]
@@ -253,7 +282,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Atten
     def normed(x_BTC: Tensor, norm: Affine | None) -> Tensor:
         if norm is None:
             return x_BTC
-        weight, bias = norm
+        weight, bias = _gain(p, cfg, norm[0]), norm[1]
         if cfg.norm == "rms":
             return p.rmsnorm(x_BTC, weight, eps=cfg.norm_eps)
         return p.layernorm(x_BTC, weight, bias, eps=cfg.norm_eps)
@@ -277,15 +306,19 @@ def _times(p: Program, x: Tensor, by: float) -> Tensor:
     return x if by == 1.0 else p.rescale(x, forward=by, backward=by)
 
 
+def _gain(p: Program, cfg: Config, weight: Tensor) -> Tensor:
+    """What a norm multiplies by."""
+    return p.unit_offset(weight) if cfg.norm_unit_offset else weight
+
+
 def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
-    """The tables of each layer; None: its heads pass as they are. Both q and k are multiplied by the root of what the scores are,
-    beside attention's own 1 / sqrt(D)."""
-    D, length = cfg.head_size, p.store.positions or cfg.max_seq
-    scale = sqrt(cfg.attention_multiplier * sqrt(D)) if cfg.attention_multiplier else 1.0
-    turning = p.rope_tables(length, D, theta=cfg.rope_theta, scaling=cfg.scaling, rotated=cfg.rotated, scale=scale)
-    without = set(numbers(cfg.nope_layers))
-    passing = p.rope_tables(length, D, theta=1.0, rotated=0, scale=scale, name="nope") if without and scale != 1 else None
-    return [passing if i in without else turning for i in range(cfg.layers)]
+    """The tables of each layer; None: its heads pass as they are."""
+    of: dict[str, Any] = {"length": p.store.positions or cfg.max_seq, "head_size": cfg.head_size, "rotated": cfg.rotated}
+    turning = local = p.rope_tables(theta=cfg.rope_theta, scaling=cfg.scaling, **of)
+    if cfg.rope_local_theta:
+        local = p.rope_tables(theta=cfg.rope_local_theta, name="rope_local", **of)
+    without = numbers(cfg.nope_layers)
+    return [None if i in without else local if cfg.window_of(i) else turning for i in range(cfg.layers)]
 
 
 def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
@@ -296,7 +329,7 @@ def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor,
     qkv = [p.linear(h_BTC, *affine) for affine in b.qkv]
     norm = p.head_rmsnorm if cfg.qk_norm == "head" else p.rmsnorm
     for i, weight in enumerate(b.qk_norms):
-        qkv[i] = norm(qkv[i], weight, eps=cfg.norm_eps)
+        qkv[i] = norm(qkv[i], _gain(p, cfg, weight), eps=cfg.norm_eps)
         qkv[i] = p.rope(qkv[i], tables, heads=heads[i]) if tables else qkv[i]
     return qkv
 
@@ -356,6 +389,12 @@ RELEASED: dict[str, dict[str, Any]] = {  # small models that others released, in
     "qwen3-0.6b": {
         "layers": 28, "d_model": 1024, "heads": 16, "kv_heads": 8, "d_ff": 3072, "head_dim": 128, "qk_norm": "head",
         "vocab_size": 151_936, "max_seq": 40960, "rope_theta": 1e6, "norm_eps": 1e-6,
+    },
+    "gemma3-270m": {
+        "layers": 18, "d_model": 640, "heads": 4, "kv_heads": 1, "d_ff": 2048, "head_dim": 256, "qk_norm": "head",
+        "vocab_size": 262_144, "max_seq": 32768, "rope_theta": 1e6, "rope_local_theta": 1e4, "norm_eps": 1e-6,
+        "norm_position": "both", "norm_unit_offset": True, "activation": "gelu", "embedding_multiplier": sqrt(640),
+        "sliding_window": 512, "window_layers": "0,1,2,3,4,6,7,8,9,10,12,13,14,15,16",
     },
     "llama3.2-1b": {"layers": 16, "d_model": 2048, "d_ff": 8192, "rope_factor": 32.0, "max_seq": 131_072},
 }  # fmt: skip

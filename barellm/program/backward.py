@@ -15,7 +15,7 @@ from typing import Any
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import loss_scale_of
 from barellm.program.ops.base import Op, Tensor, View, describe
-from barellm.program.ops.pointwise.elementwise import Add, Cast, Zeros
+from barellm.program.ops.pointwise.elementwise import Add, Cast, Rescale, Zeros
 
 
 @dataclass
@@ -96,12 +96,13 @@ class Gradients:
 
     def alias(self, forward: Tensor, grad: Tensor) -> None:
         """Contribute `grad`, unchanged, to the gradient of `forward`. The first contribution makes it the same tensor; a second is
-        added to it in a new tensor. A view's is copied into the columns of its base's gradient."""
+        added to it in a new tensor. A view's is copied into the columns of its base's gradient, and a parameter's into its own."""
         forward = self.key(forward)
         if forward.base not in self.needs:
             return
         if forward.role == "parameter":
-            raise ValueError(f"{forward.name} is a parameter and meets its gradient unchanged: no op stores that")
+            self.write(Rescale, {"y": forward}, x=grad, forward=1.0, backward=1.0)  # which stores it
+            return
         if isinstance(forward, View):
             target = self._columns(forward, grad.dtype)
             self.graph.apply(Cast, into={"y": target}, x=grad, dtype=grad.dtype)

@@ -34,25 +34,36 @@ CLASSIFIER: list[Fusion] = [
         optional=("loss_scale",),
     ),
     *_losses("matmul"),
-    # The loss and its gradients of softcapped logits, whose head is stored (C, V).
-    Fusion(
-        "softcapped_classifier",
-        [
-            ("matmul_dx", {}),
-            ("softcap_cross_entropy", {"logits": "0.dx"}),
-            ("softcap_cross_entropy_backward", {"logits": "0.dx", "targets": "1.targets", "lse": "1.lse"}),
-            ("matmul", {"x": "2.dlogits", "weight": "0.weight"}),
-            ("matmul_dw", {"dy": "0.dy", "x": "2.dlogits"}),
-        ],
-        inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
-        outputs={"loss": "1.loss", "next_loss": "1.next_loss", "dx": "3.y", "dweight": "4.dweight"},
-        optional=("loss_scale",),
+    # The loss and its gradients of softcapped logits, whose head is stored (C, V), or (V, C).
+    *(
+        Fusion(
+            "softcapped_classifier",
+            [
+                (first, {}),
+                ("softcap_cross_entropy", {"logits": f"0.{logits}"}),
+                ("softcap_cross_entropy_backward", {"logits": f"0.{logits}", "targets": "1.targets", "lse": "1.lse"}),
+                (second, {x2: "2.dlogits", "weight": "0.weight"}),
+                ("matmul_dw", {"dy": "0.dy", "x": "2.dlogits"} if x == "dy" else {"dy": "2.dlogits", "x": "0.x"}),
+            ],
+            inputs={"x": f"0.{x}", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
+            outputs={"loss": "1.loss", "next_loss": "1.next_loss", "dx": f"3.{dx}", "dweight": "4.dweight"},
+            optional=("loss_scale",),
+            attrs={"transposed": x == "dy"},
+        )
+        for first, x, logits, second, x2, dx in (
+            ("matmul_dx", "dy", "dx", "matmul", "x", "y"),
+            ("matmul", "x", "y", "matmul_dx", "dy", "dx"),
+        )
     ),
-    Fusion(
-        "softcapped_classifier_loss",
-        [("matmul_dx", {}), ("softcap_cross_entropy", {"logits": "0.dx"})],
-        inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"loss": "1.loss", "next_loss": "1.next_loss"},
+    *(
+        Fusion(
+            "softcapped_classifier_loss",
+            [(matmul, {}), ("softcap_cross_entropy", {"logits": f"0.{logits}"})],
+            inputs={"x": f"0.{x}", "weight": "0.weight", "targets": "1.targets"},
+            outputs={"loss": "1.loss", "next_loss": "1.next_loss"},
+            attrs={"transposed": matmul == "matmul_dx"},
+        )
+        for matmul, x, logits in (("matmul_dx", "dy", "dx"), ("matmul", "x", "y"))
     ),
 ]
 

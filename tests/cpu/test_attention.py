@@ -11,7 +11,7 @@ from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cases import attention_both, backward_case, bounded, cached_case, forward_case, normal
+from tests.cases import attention_both, backward_case, bounded, cached_case, each_cached_scored, each_scored, forward_case, normal
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
@@ -223,6 +223,36 @@ def test_bounded(isa, shape, groups, bounds, dtype):
     check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, **more), modes=added)
 
 
+@each_isa
+@each_scored
+@each_dtype
+@pytest.mark.extended
+def test_constant_windows_scales_and_caps(isa, shape, groups, scored, dtype):
+    more = {"groups": groups, "packed": shape[1] % 2 == 0, **scored}
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))
+    added = {"dk": "add"} if shape[1] % 2 else dict.fromkeys(("dq", "dk", "dv"), "add")
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, **more), modes=added)
+
+
+@each_isa
+def test_a_window_with_a_cap_and_dropout(isa):
+    more = {"groups": 2, "sliding_window": 33, "softcap": 1.5}
+    check_op(ops.Attention, isa, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more), threads=(2,))
+    check_op(ops.AttentionBackward, isa, **backward_case((1, 80, 4, 16), "bf16", 0.3, **more), threads=(2,))
+
+
+@pytest.mark.parametrize("window, masked", [(40, True), (41, False)])
+def test_a_window_that_reaches_over_the_planned_length_is_none(window, masked):
+    p = Program(Store())
+    attention_both(p, (Dim("batch", 2), Dim("seq", 41)), heads=2, D=32, sliding_window=window)
+    names = set()
+    for op in p.ops:
+        lowering = Lowering(op, isa_named(ISAS[0]), 2)
+        REGISTRY.lower(op, lowering)
+        names |= {call.spec.name for call in lowering.calls}
+    assert ("attention_backward_windowed" in names) == masked
+
+
 # (batch, length, heads, head size), heads of keys, dropout: lengths beside the edges of tiles, groups and blocks of 64 and 128
 WHOLE = [
     ((1, 1, 1, 1), 1, 0.0),
@@ -308,6 +338,16 @@ def test_emulated_tiles_with_bounds_dropout_and_caches(isa):
     check_op(ops.AttentionCached, isa, **cached_case("bf16", pos=30, T=35, heads=2, D=5, length=113), threads=(2,))
 
 
+@each_emulated
+@pytest.mark.usefixtures("emulated")
+def test_emulated_tiles_with_constant_windows_and_caps(isa):
+    scored = {"sliding_window": 33, "softcap": 1.5, "scale": 0.4}
+    for more in (scored, {"softcap": 1.5}):
+        check_op(ops.Attention, isa, **forward_case((1, 102, 2, 24), "bf16", 0.3, **more), threads=(2,))
+        check_op(ops.AttentionBackward, isa, **backward_case((1, 102, 2, 24), "bf16", 0.3, **more), threads=(2,))
+    check_op(ops.AttentionCached, isa, **cached_case("bf16", pos=30, T=35, heads=2, D=5, length=113, **scored), threads=(2,))
+
+
 def check_cached(isa, dtype, **sizes):
     check_op(ops.AttentionCached, isa, **cached_case(dtype, **sizes))
 
@@ -317,6 +357,13 @@ def check_cached(isa, dtype, **sizes):
 @pytest.mark.parametrize("pos, T", [(0, 1), (37, 1), (0, 35), (30, 3), (70, 40)])
 def test_cached(isa, dtype, pos, T):
     check_cached(isa, dtype, pos=pos, T=T, heads=3, D=5, length=113)
+
+
+@each_isa
+@each_cached_scored
+@each_dtype
+def test_cached_with_constant_windows_scales_and_caps(isa, pos, T, scored, dtype):
+    check_cached(isa, dtype, pos=pos, T=T, heads=4, groups=2, D=20, length=113, **scored)
 
 
 @each_isa

@@ -16,6 +16,7 @@ from tests.cpu.check import ISAS, check_op, isa_named
 from tests.softcap_cases import (
     LARGE,
     SPEEDRUN,
+    TANH,
     WEIGHTS,
     capped_logits_case,
     each_case,
@@ -64,11 +65,11 @@ def test_a_logit_that_is_no_number_shows_in_the_loss(isa, cap):
 
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2), ("fp16", 4e-3)])
-@pytest.mark.parametrize("activation, cap", [("relu2", SPEEDRUN), ("gelu", None)], ids=str)
+@pytest.mark.parametrize("activation, cap, transposed", [("relu2", SPEEDRUN, True), ("gelu", None, True), ("relu2", TANH, False)])
 @pytest.mark.extended
-def test_a_network_of_transposed_weights(isa, compute, limit, activation, cap, monkeypatch):
+def test_a_network_of_transposed_weights(isa, compute, limit, activation, cap, transposed, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: chunks end inside sequences, the last is not full
-    declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap)
+    declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap, transposed=transposed)
     session = partial(CpuSession, isa=isa, threads=2)
     found = check_model(session, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS)
     assert found >= transposed_rows(activation)
@@ -101,4 +102,5 @@ def test_bits_do_not_depend_on_threads(compute, monkeypatch):
 @each_isa
 @each_dtype
 def test_capped_logits(isa, dtype):
-    check_op(ops.Softcap, isa, **capped_logits_case(dtype))
+    for cap in (SPEEDRUN, TANH):
+        check_op(ops.Softcap, isa, **capped_logits_case(dtype, cap))

@@ -111,6 +111,13 @@ def test_ln(isa):
 
 
 @each_isa
+def test_tanh(isa):
+    """Of tiny numbers too, which it is nearly equal to."""
+    x = np.concatenate([every_exponent(), np.linspace(-12, 12, 400001)]).astype(np.float32)
+    assert relative_error(evaluate(isa, "tanh", x), np.tanh(x.astype(np.float64))) < 5
+
+
+@each_isa
 def test_gelu(isa):
     x = np.concatenate([every_exponent(), np.linspace(-12, 12, 400001)]).astype(np.float32)
     x = x[np.isfinite(x)]
@@ -171,7 +178,7 @@ def test_gelu_slope(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("function", ["exp", "exp2", "ln", "gelu", "gelu_slope", "silu"])
+@pytest.mark.parametrize("function", ["exp", "exp2", "ln", "tanh", "gelu", "gelu_slope", "silu"])
 def test_nan_stays_nan(isa, function):
     patterns = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC001FF, 0x7FD55555], np.uint32)
     assert np.isnan(evaluate(isa, function, patterns.view(np.float32))).all()

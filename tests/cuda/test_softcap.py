@@ -16,6 +16,7 @@ from tests.cuda.check import PLAIN, InterpretedSession, check_op
 from tests.softcap_cases import (
     LARGE,
     SPEEDRUN,
+    TANH,
     WEIGHTS,
     capped_logits_case,
     each_case,
@@ -68,15 +69,16 @@ def test_a_logit_that_is_no_number_shows_in_the_loss(cap):
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2), ("fp16", 4e-3)])
-@pytest.mark.parametrize("activation, cap", [("relu2", SPEEDRUN), ("gelu", None)], ids=str)
+@pytest.mark.parametrize("activation, cap, transposed", [("relu2", SPEEDRUN, True), ("gelu", None, True), ("relu2", TANH, False)])
 @pytest.mark.extended
-def test_a_network_of_transposed_weights(compute, limit, activation, cap, monkeypatch):
+def test_a_network_of_transposed_weights(compute, limit, activation, cap, transposed, monkeypatch):
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)  # chunks end inside sequences
-    declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap)
+    declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap, transposed=transposed)
     found = check_model(SmallTiles, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS)
     assert found >= transposed_rows(activation)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_capped_logits(dtype):
-    check_op(ops.Softcap, **capped_logits_case(dtype))
+    for cap in (SPEEDRUN, TANH):
+        check_op(ops.Softcap, **capped_logits_case(dtype, cap))

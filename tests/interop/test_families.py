@@ -21,10 +21,25 @@ SIZES: dict[str, Any] = {
     "layers": 2, "heads": 4, "kv_heads": 2, "d_model": 32, "d_ff": 33, "vocab_size": 256, "max_seq": 40, "tied": False,
 }  # fmt: skip
 MADE: dict[str, dict[str, Any]] = {  # family -> what makes one from scratch, beside sizes
-    "qwen2": {"attention_bias": "qkv"},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"attention_bias": "qkv", "sliding_window": 7, "window_layers": "1"},
     "qwen3": {"qk_norm": "head", "head_dim": 10},
     "smollm3": {"nope_layers": "1"},
     "olmo2": {"qk_norm": "row", "norm_position": "post"},
+    "olmo3": {"qk_norm": "row", "norm_position": "post", "sliding_window": 7, "window_layers": "0", "rope_local_theta": 300.0},
+    "gemma2": {
+        "norm_position": "both", "norm_unit_offset": True, "activation": "gelu", "embedding_multiplier": 32**0.5, "head_dim": 10,
+        "sliding_window": 7, "window_layers": "0", "attention_softcap": 50.0, "logits_softcap": 30.0, "attention_multiplier": 0.5,
+    },
+    "gemma3_text": {
+        "norm_position": "both", "norm_unit_offset": True, "activation": "gelu", "embedding_multiplier": 32**0.5, "head_dim": 10,
+        "sliding_window": 7, "window_layers": "1", "rope_local_theta": 1e4, "qk_norm": "head", "rope_theta": 1e6,
+    },
+    "phi3": {
+        "rotary_fraction": 0.75, "rope_type": "longrope", "rope_factor": 4.0,
+        "rope_short": "1.0,2.0,3.0", "rope_long": "2.0,3.0,4.0",
+        "rope_old_seq": 10, "sliding_window": 7,
+    },
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
     "arcee": {"mlp": "plain", "activation": "relu2"},
     "stablelm": {"norm": "layer", "rotary_fraction": 0.5, "attention_bias": "qkv"},
@@ -70,6 +85,42 @@ def test_sizes_that_a_config_claims_take_no_memory(tmp_path, family, refused):
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+WRONG = {  # of a Gemma 3: key -> value, and what is said
+    "layer_types": (["sliding_attention"], "layer_types is ['sliding_attention'], expected full_attention or"),
+    "sliding_window": (None, "sliding_window is None, expected an integer"),
+    "query_pre_attn_scalar": (0, "query_pre_attn_scalar is 0, expected above 0"),
+    "hidden_size": ("wide", "hidden_size is 'wide', expected an integer"),
+    "sliding_window_pattern": (0, "sliding_window_pattern is 0, expected above 0"),
+    "rope_parameters": (
+        {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters.sliding_attention.rope_type is 'linear', expected 'default'",
+    ),
+    "final_logit_softcapping": (50.0, "model.logits_softcap is 50.0, expected at most 35"),
+    "use_bidirectional_attention": (True, "use_bidirectional_attention is True, expected False or None"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_no_gemma_has_is_named(tmp_path, refused, key):
+    cfg = Config(**SIZES | MADE["gemma3_text"])
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    assert main(["export", str(step), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text()) | {key: WRONG[key][0]}
+    path.write_text(json.dumps(config | ({"layer_types": None} if key == "sliding_window_pattern" else {})))
+    assert WRONG[key][1] in refused("import", tmp_path / "hf", "--out", tmp_path / "x", "--tokenizer", "bytes")
+
+
+def test_a_window_of_some_layers_and_an_embedding_of_another_size_are_no_mistral_and_no_gemma(tmp_path, refused):
+    for family, change, says in (
+        ("mistral", {"window_layers": "1"}, "model.window_layers is '1', mistral has ''"),
+        ("gemma2", {"embedding_multiplier": 2.0}, "model.embedding_multiplier is 2.0, a Gemma has the root of model.d_model, 5.65"),
+    ):
+        cfg = replace(Config(**SIZES | MADE[family]), family=family, **change)
+        step = checkpoint_of(tmp_path / family, cfg, random_arrays(cfg))
+        assert says in refused("export", step, "--format", "huggingface", "--out", tmp_path / "hf")
 
 
 def test_a_file_without_model_type_is_known_by_its_class(tmp_path, refused):

@@ -126,7 +126,7 @@ def test_an_unexpected_tensor_is_named(tmp_path, refused, wrong):
 
 
 WRONG_CONFIGS = {
-    "model_type": ("mistral", "model_type is 'mistral', expected 'gpt2' or 'llama'"),
+    "model_type": ("bloom", "model_type is 'bloom', expected 'gpt2' or 'llama'"),
     "activation_function": ("relu", "activation_function is 'relu', expected 'gelu_new' or 'gelu_pytorch_tanh'"),
     "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, expected 1e-05"),
     "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx is True, expected False"),

@@ -11,9 +11,11 @@ import pytest
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
 from barellm.models import gpt2
 from barellm.models.llama3 import Config
+from barellm.runtime.reference import ReferenceSession
 from barellm.training import metrics
 
 SMALL = Config(layers=3, heads=4, kv_heads=2, d_model=64, d_ff=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False)
@@ -73,15 +75,16 @@ def test_options_are_parameters(name):
 
 
 def test_layers_without_rope_and_a_part_of_a_head():
-    """A column that does not turn has cosine 1 and sine 0; multipliers of scores are in both."""
-    cfg = replace(SMALL, rotary_fraction=0.5, nope_layers="0,2", attention_multiplier=0.5)
+    """A column that does not turn has cosine 1 and sine 0; layers with a window have tables of their own."""
+    cfg = replace(SMALL, rotary_fraction=0.5, nope_layers="0", sliding_window=5, window_layers="1", rope_local_theta=90.0)
     store, programs = build(cfg, batch=1, seq=8, optimizer=lambda p: None)
     tables = [op.cos.name for op in programs["forward_backward"].ops if op.name == "rope" and not op.inverse]
-    assert tables == ["nope.cos", "rope.cos", "nope.cos"]
+    assert tables == ["rope_local.cos", "rope.cos"]
+    windows = {op.name: op.sliding_window for op in programs["forward_backward"].ops if op.name == "attention"}
+    assert windows == {"attention": 0} and [cfg.window_of(i) for i in range(3)] == [0, 5, 0]
     cos, sin = (store.tensors[f"rope.{name}"].value for name in ("cos", "sin"))
     assert cos is not None and sin is not None
-    scale = (0.5 * 16**0.5) ** 0.5
-    assert (sin[:, 4:] == 0).all() and np.allclose(cos[:, 4:], scale) and np.allclose(np.hypot(cos, sin), scale)
+    assert (sin[:, 4:] == 0).all() and (cos[:, 4:] == 1).all() and np.allclose(np.hypot(cos, sin), 1)
     plain = build(replace(SMALL, nope_layers="0,2"), batch=1, seq=8, optimizer=lambda p: None)[1]["forward_backward"]
     assert sum(op.name == "rope" and not op.inverse for op in plain.ops) == 1
 
@@ -127,6 +130,9 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
         ({"nope_layers": "0,3"}, "model.nope_layers is '0,3', expected numbers from 0 to 2 with commas between them"),
         ({"rope_type": "longrope", "rope_factor": 2.0}, "model.rope_short has 0 numbers, expected 8, one for each pair of"),
         ({"rope_short": "a"}, "model.rope_short is 'a', expected numbers from 0 on with commas between them"),
+        ({"sliding_window": -1}, "model.sliding_window is -1, expected at least 0"),
+        ({"window_layers": "3"}, "model.window_layers is '3', expected numbers from 0 to 2 with commas between them"),
+        ({"logits_softcap": 40.0}, "model.logits_softcap is 40.0, expected at most 35"),
         ({"qk_norm": "rows"}, "model.qk_norm is 'rows', expected none, head or row"),
     ],
 )
@@ -134,6 +140,34 @@ def test_sizes_that_no_llama_has(change, message):
     with pytest.raises(UserError) as found:
         replace(SMALL, **change)
     assert str(found.value).startswith(message)
+
+
+def test_norms_around_one_and_caps_have_the_gradients_of_the_reference():
+    """Every option of Gemma's, with the classifier in one op and its score. The weight of such a norm is no parameter itself."""
+    cfg = replace(
+        SMALL, norm_unit_offset=True, norm_position="both", qk_norm="head", logits_softcap=3.0, attention_softcap=2.0,
+        attention_multiplier=0.3, sliding_window=3, window_layers="0,2", rope_local_theta=50.0,
+    )  # fmt: skip
+    r = np.random.default_rng(0)
+    found = []
+    for session in (CpuSession, ReferenceSession):
+        store, programs = build(cfg, batch=2, seq=8, score_batch=2, score_seq=8, optimizer=lambda p: None)
+        del programs["optimizer_step"]
+        opened = session(programs)
+        for t in store.of_role("parameter"):
+            opened.write(t.name, 0.3 * np.random.default_rng(len(t.name)).normal(size=t.shape))
+        for name in ("tokens", "targets"):
+            opened.write(name, r.integers(0, 90, (2, 8), dtype=np.int32) if not found else found[0][name])
+        opened.run("forward_backward", batch=2, seq=8, accumulate=0, inv_targets=1 / 16, step=1)
+        names = ["tokens", "targets", "loss", *(t.name for t in store.of_role("gradient"))]
+        found.append({name: opened.read(name).copy() for name in names})
+        opened.run("score", batch=2, seq=8)
+        found[-1] |= {name: opened.read(name).copy() for name in ("losses", "margins")}
+        if isinstance(opened, CpuSession):
+            opened.close()
+    for name, want in found[1].items():
+        assert np.linalg.norm(found[0][name] - want) <= 1e-5 * np.linalg.norm(want), name
+    assert np.isclose(found[0]["losses"].mean(), found[0]["loss"]).all()
 
 
 def test_gpt2_has_not_heard_of_it():

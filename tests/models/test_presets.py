@@ -32,6 +32,7 @@ PARAMETERS = {  # without padded rows of the vocabulary
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "qwen3-0.6b": 596_049_920,
+    "gemma3-270m": 268_098_176,
     "llama3.2-1b": 1_235_814_400,
 }
 

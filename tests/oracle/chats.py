@@ -17,10 +17,15 @@ LLAMA2 = """{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INS
 {%- elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 PAIRS = {  # a model's family -> the pipelines of tokenizers that models of it have, and a template for each
     "llama": (("llama3", "llama3_2"), ("llama2", "llama2"), ("starcoder", "qwen2_5")),  # Llama 3; Llama 2; SmolLM2
+    "mistral": (("llama2", "llama2"),),
     "qwen2": (("qwen", "qwen2_5"),),
     "qwen3": (("qwen", "qwen3"), ("qwen", "qwen3_instruct_2507")),
     "smollm3": (("smollm3", "qwen3"),),
     "olmo2": (("cl100k", "phi3"),),
+    "olmo3": (("cl100k", "phi3"),),
+    "gemma2": (("gemma", "gemma3"),),
+    "gemma3_text": (("gemma", "gemma3"),),
+    "phi3": (("phi3", "phi3"),),
     "granite": (("starcoder", "deepseekv3"),),
     "arcee": (("smollm3", "qwen2_5"),),
     "stablelm": (("cl100k", "qwen2_5"), ("gpt_neox", "phi3")),

@@ -26,6 +26,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from barellm.api import load as barellm_load
 from barellm.assembly.build import opened
 from barellm.assembly.programs import build
 from barellm.checkpoint.weights import Weights, parameters
@@ -53,6 +54,18 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.2, 2.0],
+    "long_factor": [1.5, 2.0, 6.0],
+}  # fmt: skip
+WINDOW = {"sliding_window": 7}
+TAIL = WINDOW | {"use_sliding_window": True, "max_window_layers": 1}  # layers 1 and 2
+LISTED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = WIDE | WINDOW | {"query_pre_attn_scalar": 20}
+LOCAL = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 200.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 LIMIT = 1e-5  # relative, per tensor
 Variants = dict[str, dict[str, Any]]
 FAMILIES: dict[str, tuple[str, Variants]] = {  # model_type -> transformers' class, and what differs from SIZES by variant
@@ -63,13 +76,45 @@ FAMILIES: dict[str, tuple[str, Variants]] = {  # model_type -> transformers' cla
             "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
         },
     ),
-    "qwen2": ("Qwen2", {"": {"tie_word_embeddings": True}, "yarn": {"rope_parameters": YARN}}),
-    "qwen3": ("Qwen3", {"": WIDE | {"tie_word_embeddings": True}, "biases": WIDE | {"attention_bias": True}}),
+    "mistral": ("Mistral", {"": WIDE | WINDOW, "whole": {"sliding_window": None, "tie_word_embeddings": True}}),
+    "qwen2": ("Qwen2", {"": {"tie_word_embeddings": True}, "yarn": {"rope_parameters": YARN}, "windows": TAIL}),
+    "qwen3": (
+        "Qwen3",
+        {
+            "": WIDE | {"tie_word_embeddings": True}, "biases": WIDE | {"attention_bias": True},
+            "windows": WIDE | TAIL | {"layer_types": LISTED},
+        },
+    ),
     "smollm3": (
         "SmolLM3",
-        {"": {"no_rope_layers": [1, 0, 1]}, "untied": {"no_rope_layers": [0, 0, 1], "tie_word_embeddings": False}},
+        {
+            "": {"no_rope_layers": [1, 0, 1]}, "untied": {"no_rope_layers": [0, 0, 1], "tie_word_embeddings": False},
+            "windows": WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0, 0]},
+        },
     ),
     "olmo2": ("Olmo2", {"": {}, "biases": {"attention_bias": True}}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "": WINDOW | {"layer_types": LISTED, "rope_parameters": {**LOCAL, "full_attention": YARN}},
+            "biases": WINDOW | {"attention_bias": True, "num_hidden_layers": 4},
+        },
+    ),
+    "gemma2": ("Gemma2", {"": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, "usual": WIDE | WINDOW}),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "": GEMMA | {"layer_types": LISTED, "rope_parameters": LOCAL},
+            "usual": WIDE | WINDOW | {"num_hidden_layers": 6, "final_logit_softcapping": 3.0},
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "": WINDOW | {"rope_parameters": LONG, "original_max_position_embeddings": 96},
+            "usual": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -96,7 +141,8 @@ def made(family: str, variant: str = "", *, seed: int = 0, **more: Any) -> Any:
     """A model of the family, every tensor of it random, norms and biases too."""
     name, variants = FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**SIZES | variants[variant] | more, attn_implementation="eager")
+    kind = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config = getattr(transformers, kind)(**SIZES | variants[variant] | more, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -157,7 +203,8 @@ def ours(
     (batch, seq), cfg = tokens.shape, case.weights.model
     _, programs = build(cfg, batch=batch, seq=seq, compute=compute, recompute=True, optimizer=partial(adamw, config=OptimConfig()))
     micro = programs["forward_backward"]
-    micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
+    loss = next(op for op in micro.ops if op.name.endswith("cross_entropy"))
+    micro.output("logits", loss.logits)
     with opened(programs, device) as session:
         case.weights.load(session)
         session.write("tokens", tokens)
@@ -167,7 +214,8 @@ def ours(
         names = ["loss", *(name for name, t in session.tensors.items() if t.role == "gradient")]
         rows = {name: t.valid_rows for name, t in parameters(cfg).items()}
         found = {name: session.read(name)[: rows.get(name.removesuffix(".grad"))].copy() for name in names}
-        return {"logits": session.read("logits")[..., : cfg.vocab_size].astype(np.float64)} | found
+        logits, cap = session.read("logits")[..., : cfg.vocab_size].astype(np.float64), getattr(cfg, "logits_softcap", 0.0)
+        return {"logits": cap * np.tanh(logits / cap) if cap else logits} | found
 
 
 def greedy(case: Case, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
@@ -231,8 +279,14 @@ def check_logits(case: Case) -> None:
 
 
 def check_greedy(case: Case) -> None:
-    found, expected = greedy(case, [1, 4, 2, 3], 50)
+    """After a prompt that is longer than the windows, in one piece; the logits of "logits" too, which are as a user has them."""
+    prompt = [1, 4, 2, 3, 9, 7, 5, 11, 2, 8, 13]
+    found, expected = greedy(case, prompt, 50)
     assert found == expected, f"{found} {expected}"
+    with torch.no_grad():
+        logits = case.model(torch.tensor([prompt])).logits.numpy()
+    with barellm_load(case.folder, device="cpu", dtype="fp32") as model:
+        _compare({"logits": model.logits(np.array([prompt]))}, {"logits": logits}, LIMIT)
 
 
 def check_gradients(case: Case) -> None:

@@ -46,13 +46,22 @@ def test_every_family_has_a_row():
 @pytest.mark.parametrize("known", huggingface.architectures(llama3), ids=lambda known: known.model_type)
 def test_keys_that_a_config_leaves_out_are_what_transformers_takes(tmp_path, known):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": known.model_type}))
-    there = getattr(transformers, known.class_name.replace("ForCausalLM", "Config"))()
+    there = transformers.AutoConfig.for_model(known.model_type)
     found: Any = huggingface.read_model(tmp_path)
     for key, (name, _) in known.sizes.items():
         assert getattr(found, name) == getattr(there, key), key
     for key, (name, _, values) in known.words.items():
         assert getattr(found, name) == values[getattr(there, key)], key
     rope = there.rope_parameters
+    if "full_attention" in rope:
+        rope, local = rope["full_attention"], rope["sliding_attention"]
+        assert (found.rope_local_theta or found.rope_theta) == local["rope_theta"]
+    usual = ["sliding_attention" if found.sliding_window else "full_attention"] * found.layers
+    windows = [kind == "sliding_attention" for kind in getattr(there, "layer_types", usual)]
+    assert [found.window_of(i) for i in range(found.layers)] == [
+        getattr(there, "sliding_window", 0) if has else 0 for has in windows
+    ]
+    assert found.sliding_window == (there.sliding_window if any(windows) else 0)
     assert (found.rope_theta, found.rotary_fraction) == (rope["rope_theta"], rope.get("partial_rotary_factor", 1.0))
     assert found.head_size == getattr(there, "head_dim", there.hidden_size // there.num_attention_heads)
     assert found.kv_heads == getattr(there, "num_key_value_heads", there.num_attention_heads)

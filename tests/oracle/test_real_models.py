@@ -1,4 +1,4 @@
-"""The docs' way through, for three families: a folder that transformers saved is imported, talked to, fine-tuned on conversations,
+"""The docs' way through, for four families: a folder that transformers saved is imported, talked to, fine-tuned on conversations,
 sampled and exported, and transformers gives the export the same logits and the same text of a conversation."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.oracle.torch_gpt2 import relative  # noqa: E402
 
 pytestmark = [pytest.mark.oracle, pytest.mark.extended]
 SUMS = [(a, b) for a in range(4) for b in range(4)]
-SAYS = {"qwen3": "", "smollm3": "You add.", "olmo2": "You add."}  # Qwen's parts of a content are below
+SAYS = {"qwen3": "", "smollm3": "You add.", "olmo2": "You add.", "gemma3_text": ""}  # Qwen's parts of a content are below
 
 
 def saved(folder, family):

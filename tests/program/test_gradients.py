@@ -64,6 +64,11 @@ CASES = {
         dict.fromkeys("qkv", (B, T, C)),
         {"heads": 2, "kv_heads": 2, "rate": 0.0, "stream": 0, "window": "reach", "scale": "heat"},
     ),
+    "attention of a constant window, scale and cap": (
+        ops.Attention,
+        {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
+        {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 1, "sliding_window": 2, "scale": 0.7, "softcap": 1.3},
+    ),
     "attention of paired heads": (
         ops.Attention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},

@@ -215,10 +215,11 @@ def test_a_norm_that_is_not_finite_skips_and_counts():
     assert all((kept[name] == 1).all() for name in ("param", "m", "v"))
 
 
-def test_the_cache_gives_what_whole_attention_gives():
+@pytest.mark.parametrize("more", [{}, {"sliding_window": 3, "scale": 0.9, "softcap": 0.8}, {"sliding_window": 9}], ids=str)
+def test_the_cache_gives_what_whole_attention_gives(more):
     rng = np.random.default_rng(0)
     qkv = rng.normal(size=(2, 9, 24))
-    attrs = {"heads": 2, "kv_heads": 2}
+    attrs = {"heads": 2, "kv_heads": 2, **more}
     whole = ops.Attention({}, {**attrs, "rate": 0.0, "stream": 0}).reference(*np.split(qkv, 3, -1))["out"]
     op = ops.AttentionCached({}, attrs)
     k, v = rng.normal(size=(2, 3, 12, 8))  # stale contents, and a sequence more than is used
@@ -233,7 +234,11 @@ ATTENTION: dict[str, Any] = {"heads": 4, "kv_heads": 4, "rate": 0.0, "stream": 0
 
 def attend(q, k, v, **more):
     """The reference's out of an attention of 4 heads; `more` are attributes, starts and scalars."""
-    attrs = {name: more.pop(name) for name in ("heads", "kv_heads", "window", "scale", "paired") if name in more}
+    attrs = {
+        name: more.pop(name)
+        for name in ("heads", "kv_heads", "window", "scale", "paired", "sliding_window", "softcap")
+        if name in more
+    }
     return ops.Attention({}, ATTENTION | attrs).reference(q, k, v, **more)["out"]
 
 
@@ -272,16 +277,36 @@ def test_attention_counts_the_pairs_of_the_widest_window():
         ({"window": "w", "most_window": 2}, 1 + 2 + 5 * 3),
         ({"window": "w", "most_window": 50}, 28),
         ({"causal": False}, 49),
+        ({"sliding_window": 3}, 1 + 2 + 5 * 3),
+        ({"sliding_window": 50}, 28),
         ({"window": "w", "most_window": 2, "paired": True}, (1 + 2 + 12 * 3) / 2),
     ):
         op = p.apply(ops.Attention, **x, **ATTENTION, **more)
         assert op.flops() == 2 * 2 * 2 * pairs * 8
 
 
-@pytest.mark.parametrize("more, says", [({"window": "w"}, "window"), ({"paired": True, "window": "w"}, "paired, window")])
+@pytest.mark.parametrize(
+    "more, says",
+    [({"window": "w"}, "window"), ({"sliding_window": 3}, "sliding_window"), ({"paired": True, "window": "w"}, "paired, window")],
+)
 def test_attention_over_all_keys_has_no_bounds(more, says):
     with pytest.raises(ValueError, match=f"attention that is not causal expects no {says}: q "):
         Program(Store()).apply(ops.Attention, **{name: t(2, 7, 8) for name in "qkv"}, **ATTENTION, causal=False, **more)
+
+
+@pytest.mark.parametrize("more", [{"scale": -1.0}, {"softcap": -2.0}, {"sliding_window": -1}, {"window": "w", "sliding_window": 2}])
+def test_numbers_that_no_attention_has(more):
+    with pytest.raises(ValueError, match="attention expects scale > 0, softcap >= 0, sliding_window >= 0 or a window instead: "):
+        Program(Store()).apply(ops.Attention, **{name: t(2, 7, 8) for name in "qkv"}, **ATTENTION, **more)
+
+
+def test_a_window_shows_as_many_keys_as_it_says():
+    """That of 3 keys is the run-time window of 2 before a query's own; scores are multiplied, then capped."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 9, 8))
+    np.testing.assert_array_equal(attend(q, k, v, sliding_window=3), attend(q, k, v, window="w", w=2))
+    one = {"heads": 1, "kv_heads": 1}
+    s = np.tril(np.ones((9, 9)))[None] * np.exp(0.6 * np.tanh(0.9 * (q @ k.transpose(0, 2, 1)) / 0.6))
+    np.testing.assert_allclose(attend(q, k, v, **one, scale=0.9, softcap=0.6), s / s.sum(-1, keepdims=True) @ v, rtol=1e-10)
 
 
 def test_attention_over_all_keys_has_no_documents():

@@ -2,9 +2,10 @@
 
 Errors are measured in tests/cpu/test_vector.py against float64 over the whole range."""
 
+import math
 from functools import cache
 from itertools import pairwise
-from math import cos, log, pi, sqrt, tanh
+from math import cos, log, pi, sqrt
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value, constant
@@ -66,6 +67,17 @@ def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
     r = k.fma(n, -0.693145751953125, clipped)
     r = k.fma(n, -1.428606765330187e-06, r)
     return _scale(k, polynomial(k, r, EXP), shifted, x, low=-87.33654, high=88.7228)
+
+
+def tanh(k: Builder, x: Value) -> Value:
+    """expm1(2 x) / (expm1(2 x) + 2), with expm1 = 2^n (e^r - 1) + (2^n - 1): no digits cancel, near 0 either."""
+    clipped = k.max(-40.0, k.min(40.0, x + x))  # of a NaN and a number the second: NaN stays
+    shifted = k.fma(clipped, LOG2E, MAGIC)
+    n = shifted - MAGIC
+    r = k.fma(n, -1.428606765330187e-06, k.fma(n, -0.693145751953125, clipped))
+    power = k.bitcast((k.bitcast(shifted, k.ivec) << 23) + 0x3F800000, k.vec)
+    e = k.fma(power, r * polynomial(k, r, EXP[1:]), power - 1.0)
+    return e / (e + 2.0)
 
 
 def ln(k: Builder, x: Value) -> Value:
@@ -197,7 +209,7 @@ def _slope_tables() -> list[list[float]]:
 
 def _slope(x: float) -> float:
     """gelu'(x), of the tanh form."""
-    t = tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
+    t = math.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
     return (1 + t + x * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)) / 2
 
 

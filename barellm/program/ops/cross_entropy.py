@@ -13,6 +13,7 @@ from barellm.program.ops.attention.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import Matmul
 from barellm.program.ops.pointwise.elementwise import operand
+from barellm.program.ops.softcap import Softcap
 
 
 class CrossEntropy(Op):
@@ -101,8 +102,10 @@ class Calls(Graph):
     def score_tokens(self) -> tuple[Tensor, Tensor]:
         """Put into the place of the loss, which is the program's last op, the loss of each target (B, T) and its margin (B, T)."""
         loss = self.ops.pop()
-        if loss.name != CrossEntropy.name:
+        if loss.name != CrossEntropy.name and loss.attrs.get("predict") != 1:
             raise ValueError(f"score_tokens expects a program that ends in {CrossEntropy.name}, found {loss.name}")
-        given = {"logits": loss.logits, "targets": loss.targets, "valid_vocab": loss.valid_vocab}
+        cap = loss.attrs.get("cap")
+        logits = self.apply(Softcap, x=loss.logits, cap=cap).y if cap else loss.logits
+        given = {"logits": logits, "targets": loss.targets, "valid_vocab": loss.valid_vocab}
         op = self.apply(TokenLosses, **given)
         return op.losses, op.margins

@@ -34,6 +34,11 @@ def capped(x: np.ndarray, cap: Cap | None) -> np.ndarray:
     return x if cap is None else cap[0] * sigmoid(x, cap)
 
 
+def centre(cap: Cap) -> float:
+    """What is taken from capped logits that somebody sees: half of the scale where they are symmetric."""
+    return 0.0 if cap[1] else cap[0] / 2
+
+
 def slope(x: np.ndarray, cap: Cap | None) -> np.ndarray | float:
     """dz/dx of the capped logit z of x."""
     if cap is None:
@@ -129,7 +134,8 @@ class SoftcapCrossEntropyBackward(Op):
 
 
 class Softcap(Op):
-    """y = scale * sigmoid((x + shift) / width), fp32: what a sampler draws from."""
+    """y = scale * sigmoid((x + shift) / width), fp32: what a sampler draws from. With a shift of 0 less scale / 2: c tanh(x / c) of
+    c = scale / 2 = 2 width, as a softmax does not see."""
 
     name = "softcap"
     flops_per_element = (5, "x")
@@ -138,29 +144,35 @@ class Softcap(Op):
         return {"y": (x.shape, "fp32")}
 
     def reference(self, x):
-        return {"y": capped(x, self.cap)}
+        return {"y": capped(x, self.cap) - centre(self.cap)}
 
 
 class Calls(Graph):
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
-        predict: int = 3, scaling: fp8.Scaling | None = None,
+        predict: int = 3, scaling: fp8.Scaling | None = None, transposed: bool = True,
     ) -> Tensor:  # fmt: skip
-        """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
-        losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
-        shift, width), or not capped where it is None. With a `scaling` the matmuls are done in 8 bits. Where there are several,
-        the output "next_loss" has the loss of the next target alone, whose weight is 1."""
-        if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
+        """x (B, T, C), head (C, Vp), or (Vp, C) if not `transposed`, targets (B, T) i32, -1 ignored -> loss (1,), times the scalar
+        inv_targets: the sum of the losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits
+        capped by `cap` (scale, shift, width), or not capped where it is None. With a `scaling` the matmuls are done in 8 bits.
+        Where there are several, the output "next_loss" has the loss of the next target alone, whose weight is 1."""
+        if len(head.shape) != 2 or x.shape[-1] != head.shape[0 if transposed else 1]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
         if scaling is not None:
             logits = fp8.scaled_matmul(self, x, head, scaling)
-        else:
+        elif transposed:
             logits = self.apply(matmul.MatmulDx, dy=operand(self, x), weight=head).dx
+        else:
+            logits = self.apply(matmul.Matmul, x=operand(self, x), weight=head).y
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
         op = self.apply(SoftcapCrossEntropy, **given)
         if predict > 1:
             self.output("next_loss", op.next_loss)
         return op.loss
+
+    def softcap(self, logits: Tensor, cap: Cap) -> Tensor:
+        """fp32 logits capped by `cap` (scale, shift, width). Any shape."""
+        return self.apply(Softcap, x=logits, cap=cap).y
 
     def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""

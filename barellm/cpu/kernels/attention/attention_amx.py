@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import Geometry, round_up, score_tile_amx
+from barellm.cpu.kernels.attention.attention_microkernels import Geometry, LaneMask, TileMask, round_up, score_tile_amx
 
-LaneMask = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 ROW_PAIR = 2  # rows of a tile that are one VNNI pair
 
 
@@ -35,10 +34,10 @@ def for_each_row_pair(
 
 def score_key_block_amx(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value,
-    tile_mask: Callable[[Value], tuple[Value, Callable[[], LaneMask]]],
+    tile_mask: TileMask, capped: Callable[[Value], Value],
 ) -> list[Value]:  # fmt: skip
-    """s["p"] (keys, queries) = K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not see a key.
-    Returns the largest score of each query (g.vectors vectors)."""
+    """s["p"] (keys, queries) = the `capped` K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does
+    not see a key. Returns the largest of each query (g.vectors vectors)."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)
@@ -49,9 +48,11 @@ def score_key_block_amx(
                 best = top[v].value
                 for i in range(ROW_PAIR):
                     at = (r + i) * g.queries + v * g.lanes
-                    x = target.load(at)
+                    score = target.load(at)
+                    x = capped(score)
                     if is_visible is not None:
                         x = k.select(is_visible(r + i, v), x, float("-inf"))
+                    if x is not score:
                         target.store(x, at)
                     best = k.max(x, best)
                 top[v].value = best

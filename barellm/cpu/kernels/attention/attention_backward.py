@@ -149,19 +149,18 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     }
     written = "dq dkeys dvalues"
     if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
-        del shape["mask_spec"]
         c.thread_scratch(micro.offsets(backward_units(g, shared))[1])
         c.call(attention_backward_single_block, operands, shape, writes=written)
         return
     operands |= {"starts": op.starts, "stream": op.stream}
     constants = {**shape, "rate": op.rate, "modes": modes}
-    bounded = op.window is not None or op.starts is not None
-    if bounded:
+    if op.bounded:
         constants["length"] = min(length, CHUNK)
         schedules = (attention_backward_windowed,)
     else:
         constants["length"] = length
         schedules = (attention_backward_dkdv, attention_backward_dq)
-    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
+    kinds = {"shared": shared, "bounded": op.bounded, "capped": bool(op.softcap)}
+    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, constants["length"], **kinds))[1])
     for emit in schedules:
         c.call(emit, operands, constants, writes=written)

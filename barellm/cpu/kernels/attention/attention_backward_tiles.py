@@ -13,7 +13,7 @@ from barellm.cpu.kernels.attention import attention_amx, attention_mask
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 
-def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
+def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
     """The blocks of scratch, in units. `length` is the number of queries whose dq accumulates there. With grouped queries
     (`shared`), it is also the number of keys whose dk and dv do."""
     kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
@@ -37,6 +37,7 @@ def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, 
         "out": g.queries * g.padded_D,
         "dq": g.accumulator_units(-(-length // g.queries)),
         "first_keys": g.queries if bounded else 0,
+        **({"slope_tile": g.rows * g.queries} if capped else {}),
     }
 
 
@@ -59,7 +60,8 @@ class BackwardHead:
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate
-        self.softmax_scale, self.softmax_scale_log2 = mask_spec.softmax_scale(k, D), mask_spec.softmax_scale_log2(k, D)
+        self.mask_spec = mask_spec
+        self.score_scale, self.softmax_scale_log2 = mask_spec.score_scale(k, D), mask_spec.softmax_scale_log2(k, D)
         self.T, self.head = mask_spec.length(k, seq), head
         self.length = None if mask_spec.causal else self.T  # the keys that every query sees
         token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
@@ -69,7 +71,7 @@ class BackwardHead:
         self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
         self.key_range = attention_mask.KeyRange.of(k, mask_spec, self.T, starts, sequence)
-        shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None}
+        shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None, "capped": bool(mask_spec.softcap)}
         self.s = micro.blocks_of(k, self.scratch_sizes(rate, length, **shape))
         self.dropout = micro.Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
@@ -126,8 +128,8 @@ class BackwardHead:
         *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None,
     ) -> None:  # fmt: skip
         """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
-        exp(S - lse) and dS = P (M dP - delta): s["ds_vnni"] = dS in units along the keys; `for_dkdv` also s["p"] = P M and s["ds"]
-        = dS in units along the queries. `shift` and `delta` from `pack_queries`."""
+        exp(S - lse) and dS = P (M dP - delta), with a softcap times its slope: s["ds_vnni"] = dS in units along the keys;
+        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift` and `delta` from `pack_queries`."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         if self.rate:
@@ -147,6 +149,8 @@ class BackwardHead:
                 else:
                     kept = p
                 ds.append([x * (y - d) for x, y, d in zip(p, dp[r], delta, strict=True)])
+                if self.mask_spec.softcap:
+                    ds[r] = [x * s["slope_tile"].load(r * g.queries + v * g.lanes) for v, x in enumerate(ds[r])]
                 if for_dkdv:
                     micro.store_units(k, g, s["p"].at((j + r) * per_row), kept)
                 if for_dkdv or g.pair == 1:
@@ -169,15 +173,15 @@ class BackwardHead:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
-            def row_pair(r: Value, is_visible: attention_amx.LaneMask | None, j: Value = j) -> None:
+            def row_pair(r: Value, is_visible: micro.LaneMask | None, j: Value = j) -> None:
                 """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
                     at = i * g.queries
-                    p = [
-                        micro.exp2_nonpositive(k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.softmax_scale_log2, shift[v]))
-                        for v in range(g.vectors)
-                    ]
+                    p, scores = [], []
+                    for v in range(g.vectors):
+                        scores.append(self.mask_spec.capped(k, s["p_tile"].load(at + v * g.lanes), g.D))
+                        p.append(micro.exp2_nonpositive(k, g, k.fma(scores[v], self.softmax_scale_log2, shift[v])))
                     if is_visible is not None:
                         p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
                     dp = [s["dp_tile"].load(at + v * g.lanes) for v in range(g.vectors)]
@@ -186,6 +190,8 @@ class BackwardHead:
                         keep = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
                         kept, dp = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp))
                     ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
+                    if self.mask_spec.softcap:
+                        ds[-1] = [x * (1.0 - y * y) for x, y in zip(ds[-1], scores, strict=True)]
                     if for_dkdv:
                         micro.store_units(k, g, s["p"].at((j + i) * per_row), kept)
                         micro.store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
@@ -196,15 +202,20 @@ class BackwardHead:
             attention_amx.for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
 
     def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: micro.KeyBounds | None) -> None:
-        """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked."""
+        """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked. With a
+        softcap s["slope_tile"] is its slope."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
-        tile = micro.score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
-        p = [[micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
 
-        def store_tile(values: list[list[Value]]) -> None:
+        def store_tile(values: list[list[Value]], name: str = "p_tile") -> None:
             for r, row in enumerate(values):
                 for v, x in enumerate(row):
-                    self.s["p_tile"].store(x, r * g.queries + v * g.lanes)
+                    self.s[name].store(x, r * g.queries + v * g.lanes)
+
+        tile = micro.score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
+        if self.mask_spec.softcap:
+            tile = [[self.mask_spec.capped(k, x, g.D) for x in row] for row in tile]
+            store_tile([[1.0 - x * x for x in row] for row in tile], "slope_tile")
+        p = [[micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
 
         partly_masked, make_mask = self.tile_mask(key, t, key_bounds)
         with k.when(partly_masked):
@@ -220,14 +231,9 @@ class BackwardHead:
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
         """A hook for dS of the tile from row j on."""
 
-    def tile_mask(
-        self, key: Value, t: Value, key_bounds: micro.KeyBounds | None
-    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """Whether the tile of keys from `key` on is partly masked for the group, and a function that makes the mask."""
-        length = self.length
-        return micro.needs_mask(self.g, key, t, key_bounds, length), lambda: micro.lane_mask(
-            self.k, self.g, key, t, key_bounds, length
-        )
+    def tile_mask(self, key: Value, t: Value, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], micro.LaneMask]]:
+        """`micro.tile_mask` of the tile of keys from `key` on and the group."""
+        return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
         """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's
@@ -240,7 +246,7 @@ class BackwardHead:
         """Write dk and dv of `count` keys from j0 on; `keep`: where they are added to, of dk and of dv."""
         k, g = self.k, self.g
         micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
-        micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.softmax_scale, keep[0])
+        micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, keep[0])
 
     def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
         """acc, dQ^T of a group of queries before scaling, += K^T dS^T over the keys [begin, num_keys) of a block."""
@@ -251,6 +257,6 @@ class BackwardHead:
     def store_dq(self, t: Value, acc: Pointer, keep: Value | None) -> None:
         """Write dq of the group of queries from t on, scaled, or add it where `keep`."""
         k, g, s = self.k, self.g, self.s
-        scale = [k.to(self.softmax_scale, k.vec)] * g.vectors
+        scale = [k.to(self.score_scale, k.vec)] * g.vectors
         micro.transpose_accumulator(k, g, acc, s["out"], scale)
         micro.unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, keep)

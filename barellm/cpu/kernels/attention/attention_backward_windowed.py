@@ -25,7 +25,7 @@ INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and what a p
 def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
     """The number of chunks of a sequence of `blocks` with the shortest makespan on these threads, which share `heads`."""
     min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
-    window = blocks if mask_spec.window is None else k.min(k.scalar(mask_spec.window) // KEY_BLOCK + 1, blocks)
+    window = blocks if mask_spec.window is None else k.min(mask_spec.keys_before(k) // KEY_BLOCK + 1, blocks)
     best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
     for n in CHUNK_COUNTS:
         chunk_blocks = k.ceil_div(blocks, n)

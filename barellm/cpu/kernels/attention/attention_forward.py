@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import e, log2, sqrt
+from math import e, log2
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
@@ -18,7 +18,7 @@ from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_ke
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang.vector import ln
+from barellm.cpu.lang.vector import ln, tanh
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
@@ -59,23 +59,27 @@ def scratch_units(g: micro.Geometry, rate: float = 0.0, bounded: bool = False) -
 def attend_queries(
     k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: micro.Rows, lse: Pointer | None,
     first: Value, last: Value, pos: Value, dropout: micro.Dropout | None = None, head: Value | None = None, sample_key: Any = None,
-    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None,
+    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None, cached: bool = False,
 ) -> None:  # fmt: skip
     """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
     keys, values, out and lse (None: not wanted) begin at token 0. `head`, `sample_key` are for `dropout`; `key_range`: the keys
-    that windows or documents leave; `length`: the number of keys of full attention, None: causal."""
+    that windows or documents leave; `length`: the number of keys of full attention, None: causal; `cached`: `pos` may be > 0."""
     s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
-    first_keys = s["first_keys"].as_dtype("i32")
+    first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
+
+    def at(t: Value) -> Value:
+        """The position of query t."""
+        return pos + t if cached else t
 
     with k.loop(first, last, g.queries) as t:
         group = (t - first) // g.queries
         init_softmax(k, g, s, q, t, last, group, LOWEST if key_range else float("-inf"))
         if key_range:
-            key_range.store_first_keys(k, g, t, first_keys.at(group * g.queries))
+            key_range.store_first_keys(k, g, at(t), first_keys.at(group * g.queries))
 
     end = pos + last if length is None else length
-    with k.loop(key_range.first_key(k, first) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
+    with k.loop(key_range.first_key(k, at(first)) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
         count = k.min(end - j0, micro.KEY_BLOCK)
         micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
         micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
@@ -85,12 +89,12 @@ def attend_queries(
             stop = pos + k.min(t + g.queries, last) if length is None else length
             num_keys = round_to_tiles(k, g, k.min(stop - j0, micro.KEY_BLOCK))
             group = (t - first) // g.queries
-            key_bounds = key_range.bounds_of(k, g, t, first_keys.at(group * g.queries)) if key_range else None
+            key_bounds = key_range.bounds_of(k, g, at(t), first_keys.at(group * g.queries)) if key_range else None
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
             with k.when(num_keys > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
-                tile_mask = partial(causal_tile_mask, k, g, j0, pos + t, key_bounds, length)
-                online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill)
+                tile_mask = partial(micro.tile_mask, k, g, pos + t, key_bounds, length, j0)
+                online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill, capped=capped)
 
     with k.loop(first, last, g.queries) as t:
         finish_softmax(k, g, s, out, lse, t, last, (t - first) // g.queries, softmax_scale)
@@ -111,14 +115,16 @@ def init_softmax(
 
 def online_softmax_step(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
-    softmax_scale_log2: Any, tile_mask: TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
+    softmax_scale_log2: Any, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
+    capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
     m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values; `fill()` writes the multipliers of dropout to
-    s["keep"]; start(j) gives what the scores of the tile from key j on begin with (a position bias)."""
+    s["keep"]; start(j) gives what the scores of the tile from key j on begin with (a position bias); `capped`: of a vector of
+    scores what the softmax is made of."""
     stats = s["stats"].at(group * (2 * g.queries))
     transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
-    for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start)):
+    for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
         before = stats.load(v * g.lanes)
         highest = k.max(top, before)
         s["alpha"].store(micro.exp2_nonpositive(k, g, (before - highest) * softmax_scale_log2), v * g.lanes)
@@ -147,34 +153,23 @@ def finish_softmax(
             lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
-LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose queries see the row's key
-TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
 Start = Callable[[Value], list[list[Value]]]
-
-
-def causal_tile_mask(
-    k: KernelBuilder, g: micro.Geometry, j0: Value, position: Value, key_bounds: micro.KeyBounds | None, length: Value | None, j:
-    Value,
-) -> tuple[Value, Callable[[], LaneMask]]:  # fmt: skip
-    """A TileMask of the key block from key j0 on and the group of queries from `position` on: of the tile from row j on. Causal,
-    from the keys of `key_bounds` on, or with `length` all keys below it."""
-    key = j0 + j
-    return micro.needs_mask(g, key, position, key_bounds, length), lambda: micro.lane_mask(k, g, key, position, key_bounds, length)
+Capped = Callable[[Value], Value]
 
 
 def score_key_block(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask:
-    TileMask, start: Start | None = None,
+    micro.TileMask, start: Start | None, capped: Capped,
 ) -> list[Value]:  # fmt: skip
-    """s["p"] (keys, queries) = K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not see a key.
-    Returns the largest score of each query (g.vectors vectors). `start` as in `online_softmax_step`: None or start(j) is the
-    initial tile."""
+    """s["p"] (keys, queries) = the capped K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not
+    see a key. Returns the largest of each query (g.vectors vectors). `start`, `capped` as in `online_softmax_step`: None or
+    start(j) is the initial tile."""
     if g.tiles:
         assert start is None
-        return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask)
+        return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask, capped)
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
-        tile = micro.score_tile(k, g, s["k"], j, transposed, start and start(j))
+        tile = [[capped(x) for x in row] for row in micro.score_tile(k, g, s["k"], j, transposed, start and start(j))]
         target = s["p"].at(j * g.queries)
 
         def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
@@ -258,10 +253,9 @@ def lower_attention(op: Op, c: Lowering) -> None:
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
     if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
         c.thread_scratch(micro.offsets(forward_units(g))[1])
-        c.call(attention_single_block, operands, micro.size_constants(op), writes="out lse")
+        c.call(attention_single_block, operands, constants, writes="out lse")
         return
-    bounded = op.window is not None or op.starts is not None
-    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, bounded))[1])
+    c.thread_scratch(micro.offsets(scratch_units(g, op.rate, op.bounded))[1])
     operands |= {"starts": op.starts, "stream": op.stream}
     c.call(attention, operands, constants | {"rate": op.rate}, writes="out lse")
 
@@ -283,9 +277,11 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
                 cache.store(source.load(whole, mask), row + whole, mask)
 
 
-def attention_cached(k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length) -> None:
+def attention_cached(
+    k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec
+) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
-    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own."""
+    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own, which of a window reads its keys alone."""
     g = micro.Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos")
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
@@ -296,19 +292,29 @@ def attention_cached(k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, 
         cached = [micro.Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
-            attend_one_query(k, D, queries.pointer, *cached, dst.pointer, pos + 1)
+            seen, count = cached, pos + 1
+            if mask_spec.window is not None:
+                begin = k.max(pos - mask_spec.window, 0)
+                seen, count = [rows.start(begin) for rows in cached], count - begin
+            attend_one_query(k, D, queries.pointer, *seen, dst.pointer, count, mask_spec)
         with k.otherwise(one):
-            attend_queries(k, g, queries, *cached, dst, None, first, k.min(first + block, T), pos)
+            last = k.min(first + block, T)
+            key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
+            attend_queries(
+                k, g, queries, *cached, dst, None, first, last, pos, mask_spec=mask_spec, key_range=key_range, cached=True
+            )
 
 
 def attend_one_query(
-    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value
+    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value, mask_spec: MaskSpec
 ) -> None:
     """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
     lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
-    query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
+    cap = mask_spec.softcap
+    factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
+    query = [q.load(c, mask) * factor for c, mask in columns]
     g = micro.Geometry.of(k.isa, "fp32", D)
     top = k.var_vec(float("-inf"))
     with k.loop(0, count, k.lanes) as j:
@@ -319,7 +325,8 @@ def attend_one_query(
             for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
                 sum_ = k.fma(x, row.load(c, mask), sum_)
             partial.append(sum_)
-        s = k.select(k.mask_first(count - j), lane_sums(k, partial), float("-inf"))
+        exists, sums = k.mask_first(count - j), lane_sums(k, partial)
+        s = k.select(exists, tanh(k, sums) * (cap * log2(e)) if cap else sums, float("-inf"))
         top.value = k.max(s, top.value)
         scratch.store(s, j)
     highest = k.splat(k.maximum(top.value))
@@ -353,9 +360,11 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
     g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
-    c.thread_scratch(max(micro.offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
+    mask_spec = MaskSpec.of(op, length)
+    units = scratch_units(g, bounded=mask_spec.window is not None)
+    c.thread_scratch(max(micro.offsets(units)[1], 4 * (length + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")
-    constants = {**shape, "stride": q_stride, "length": length}
+    constants = {**shape, "stride": q_stride, "length": length, "mask_spec": mask_spec}
     c.call(attention_cached, {"out": op.out, "q": op.q, **caches}, constants, writes="out")

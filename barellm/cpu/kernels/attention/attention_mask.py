@@ -1,4 +1,5 @@
-"""Attention masks: causal or full, and at run time sliding windows, documents (packed sequences) and paired heads.
+"""Attention masks: causal or full, sliding windows (constant or at run time), documents (packed sequences), paired heads; and what
+becomes of a score before the softmax.
 
 A `KeyRange` gives the first key that a query sees, and the end of the queries that see a key. Neither decreases along a sequence,
 so a block of queries needs the keys from its first query's first one on, and inside that range only register tiles at its two
@@ -13,32 +14,50 @@ from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import Geometry, KeyBounds, Rows, runtime_size, size_constants
+from barellm.cpu.lang.vector import tanh
 
 
 class MaskSpec(NamedTuple):
-    """The mask as constants of the code: `fold` positions per token (2 of paired heads), the names of its run-time scalars `window`
-    and `scale`, and whether it is causal."""
+    """The mask as constants of the code: `fold` positions per token (2 of paired heads); the `window` of keys before a query's own
+    and the `scale`, each a number or the name of a run-time scalar; whether it is causal; the `softcap` of scores, or 0."""
 
     fold: int = 1
-    window: str | None = None
-    scale: str | None = None
+    window: str | int | None = None
+    scale: str | float | None = None
     causal: bool = True
+    softcap: float = 0.0
 
     @classmethod
-    def of(cls, op: Op) -> MaskSpec:
-        return cls(op.fold, op.window, op.scale, op.causal)
+    def of(cls, op: Op, length: int) -> MaskSpec:
+        """Of an attention over sequences of `length` positions at most."""
+        window = op.keys_before(length) if op.window is None else op.window
+        return cls(op.fold, window, op.scale, op.causal, op.softcap)
+
+    def keys_before(self, k: KernelBuilder) -> Value:
+        """The window."""
+        return k.scalar(self.window) if isinstance(self.window, str) else k.int(self.window)
 
     def length(self, k: KernelBuilder, seq: str | int) -> Value:
         """Positions of a sequence."""
         return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
 
-    def softmax_scale(self, k: KernelBuilder, D: int) -> Any:
-        """The factor that multiplies scores."""
-        return k.splat(k.scalar(self.scale)) if self.scale else 1 / sqrt(D)
+    def score_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
+        """The factor of q k^T, times `by`."""
+        if isinstance(self.scale, str):
+            return k.splat(k.scalar(self.scale) * by if by != 1.0 else k.scalar(self.scale))
+        return self.scale * by if self.scale else by / sqrt(D)
+
+    def softmax_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
+        """The factor, times `by`, of what the softmax is made of: of q k^T, or of its `capped` form."""
+        return self.softcap * by if self.softcap else self.score_scale(k, D, by)
 
     def softmax_scale_log2(self, k: KernelBuilder, D: int) -> Any:
-        """The factor that makes scores exponents of 2."""
-        return k.splat(k.scalar(self.scale) * log2(E)) if self.scale else log2(E) / sqrt(D)
+        """The factor that makes it exponents of 2."""
+        return self.softmax_scale(k, D, log2(E))
+
+    def capped(self, k: KernelBuilder, x: Value, D: int) -> Value:
+        """The score x of q k^T, or with a softcap tanh(x scale / softcap): between -1 and 1."""
+        return tanh(k, x * self.score_scale(k, D, 1 / self.softcap)) if self.softcap else x
 
     def rows(self, tensor: Pointer, position: Value, head: Value, *, D: int, heads: int, stride: int) -> Rows:
         """The rows of one of `heads` heads, from an even position on. `stride`: elements from one token to the next. Of paired
@@ -55,7 +74,8 @@ PLAIN = MaskSpec()
 
 def dense_constants(op: Op) -> dict[str, Any]:
     """Constants of the kernels of a dense attention. Of paired heads they are those of the folded sequence."""
-    constants, mask_spec = size_constants(op), MaskSpec.of(op)
+    constants = size_constants(op)
+    mask_spec = MaskSpec.of(op, op.fold * int(op.out.shape[1]))
     folded = {name: constants[name] // mask_spec.fold for name in ("heads", "kv_heads")}
     return constants | folded | {"mask_spec": mask_spec}
 
@@ -75,7 +95,7 @@ class KeyRange:
         """The range of a sequence, or None where the mask is causal or full only."""
         if mask_spec.window is None and starts is None:
             return None
-        window = None if mask_spec.window is None else k.min(k.scalar(mask_spec.window), T)
+        window = None if mask_spec.window is None else k.min(mask_spec.keys_before(k), T)
         return cls(T, mask_spec.fold, window, None if starts is None else starts.at(sequence * T // mask_spec.fold))
 
     def _document(self, t: Value) -> Value:

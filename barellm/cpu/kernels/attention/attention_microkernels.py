@@ -420,29 +420,33 @@ class KeyBounds:
         return k.max(self.first - j0, 0) & -g.rows
 
 
-def needs_mask(g: Geometry, key: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None) -> Value:
-    """Whether (i1) the tile of keys [key, key + g.rows) is partly masked for the group of queries from `position` on. `length`: the
-    number of keys of full attention; None: causal."""
+LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose queries see the row's key
+TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
+
+
+def tile_mask(
+    k: KernelBuilder, g: Geometry, position: Value, key_bounds: KeyBounds | None, length: Value | None, j0: Value | None, j: Value
+) -> tuple[Value, Callable[[], LaneMask]]:
+    """Whether (i1) the tile of g.rows keys from row j of the block from key j0 on (None: j counts all keys) is partly masked for
+    the group of queries from `position` on, and a function that makes the mask. `length`: the number of keys of full attention;
+    None: causal, from the keys of `key_bounds` on."""
+    key = j if j0 is None else j0 + j
+
+    def make_mask() -> LaneMask:
+        if length is not None:
+            left = length - key
+            return lambda r, v: k.splat(left - r) > 0
+        gap = k.splat(key - position)
+        if key_bounds is None:
+            return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()
+        at = k.splat(key)
+        first_keys = [key_bounds.first_keys.load(v * g.lanes) for v in range(g.vectors)]
+        return lambda r, v: ((gap + (r - v * g.lanes)) <= k.iota()) & (first_keys[v] <= (at + r))
+
     if length is not None:
-        return (key + g.rows) > length
+        return (key + g.rows) > length, make_mask
     late = (key + (g.rows - 1)) > position
-    return late if key_bounds is None else late | (key < key_bounds.last)
-
-
-def lane_mask(
-    k: KernelBuilder, g: Geometry, key: Value, position: Value, key_bounds: KeyBounds | None, length: Value | None
-) -> Callable[[Any, int], Value]:
-    """The mask of the same tile: a function from (row r of the tile, vector v) to the lanes whose queries, from `position` on, see
-    key `key` + r. Parameters as in `needs_mask`."""
-    if length is not None:
-        left = length - key
-        return lambda r, v: k.splat(left - r) > 0
-    gap = k.splat(key - position)
-    if key_bounds is None:
-        return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()
-    at = k.splat(key)
-    first_keys = [key_bounds.first_keys.load(v * g.lanes) for v in range(g.vectors)]
-    return lambda r, v: ((gap + (r - v * g.lanes)) <= k.iota()) & (first_keys[v] <= (at + r))
+    return late if key_bounds is None else late | (key < key_bounds.last), make_mask
 
 
 @dataclass(frozen=True)

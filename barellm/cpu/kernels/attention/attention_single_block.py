@@ -8,7 +8,7 @@ probabilities need no repacking), and the causal half is skipped by vectors of q
 Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention."""
 
 from contextlib import nullcontext
-from math import e, log2, sqrt
+from math import e, log2
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
@@ -134,11 +134,13 @@ def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Va
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
-def attention_single_block(k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides) -> None:
+def attention_single_block(
+    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec
+) -> None:
     """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     s = micro.blocks_of(k, forward_units(g))
-    softmax_scale_log2 = log2(e) / sqrt(D)
+    softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
     with k.parallel_for(micro.runtime_size(k, batch) * heads) as item:
         sequence, head = item // heads, item % heads
         token, kv_head = sequence * T, micro.kv_head_of(head, heads, kv_heads)
@@ -151,7 +153,7 @@ def attention_single_block(k: KernelBuilder, out, lse, q, keys, values, *, batch
             totals = single_block_probabilities(k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2)
             for v in range(g.vectors):
                 s["inverse"].store(1.0 / totals[v], v * g.lanes)
-                value = k.fma(highest[v], 1 / sqrt(D), ln(k, totals[v]))
+                value = k.fma(highest[v], mask_spec.score_scale(k, D), ln(k, totals[v]))
                 lse.at(item * T + t).store(value, v * g.lanes, k.mask_first(T - t - v * g.lanes))
             with k.loop(0, g.queries, g.rows) as i:
                 pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
@@ -209,14 +211,14 @@ def single_block_probabilities(
 
 def attention_backward_single_block(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
-    *, batch, seq, heads, kv_heads, D, strides,
+    *, batch, seq, heads, kv_heads, D, strides, mask_spec,
 ) -> None:  # fmt: skip
     """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
     group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))
-    scale, ones = [1 / sqrt(D)] * g.rows, [1.0] * g.rows
+    scale, ones = [mask_spec.score_scale(k, D)] * g.rows, [1.0] * g.rows
     half = MAX_SEQ // 2
     with k.parallel_for(micro.runtime_size(k, batch) * kv_heads) as item:
         sequence, kv_head = item // kv_heads, item % kv_heads
@@ -241,7 +243,7 @@ def attention_backward_single_block(
                 s["shift"].store(lse.at(of_head).load(t, mask) * -log2(e), t)
                 s["delta"].store(delta.at(of_head).load(t, mask), t)
             with k.loop(0, T, g.queries) as t:
-                single_block_gradients(k, g, s, t)
+                single_block_gradients(k, g, s, t, mask_spec.softmax_scale_log2(k, D))
             # dV = P^T dO and dK = dS^T Q, for g.rows keys at a time: only the queries from key j on see it.
             pairs = k.ceil_div(T, 2)
             with k.loop(0, T, g.rows) as j:
@@ -256,13 +258,12 @@ def attention_backward_single_block(
                 gemm_rows(k, g, micro.Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, to_dq, i, T, scale)
         if group > 1:
             micro.unpack_tile(k, g, s["dv"], T, dv, 1.0)
-            micro.unpack_tile(k, g, s["dk"], T, dk, 1 / sqrt(D))
+            micro.unpack_tile(k, g, s["dk"], T, dk, scale[0])
 
 
-def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value) -> None:
+def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, softmax_scale_log2: float) -> None:
     """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] in units along the queries,
     s["ds_vnni"] = dS in units along the keys."""
-    softmax_scale_log2 = log2(e) / sqrt(g.D)
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
         """`rows` keys from j on; of the queries, those of the vectors from `first` on, which begin at query `at`."""

@@ -22,15 +22,14 @@ class Loss:
     """A loss over rows of logits, and the head that goes with it. `constants` are those of its kernels, by the op, the columns
     and the tensor whose sizes count the rows; `scratch` bytes of each thread are wanted by `gradients`, by the columns."""
 
-    transposed: bool
     losses: Emit
     gradients: Emit  # and losses
     constants: Callable[[Op, int, Tensor], dict[str, Any]]
     scratch: Callable[[int], int] = lambda V: 0
 
 
-PLAIN = Loss(False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of)
-SOFTCAPPED = Loss(True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V)
+PLAIN = Loss(cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of)
+SOFTCAPPED = Loss(softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V)
 
 
 @lowering("classifier", "softcapped_classifier", adds="dx", starts="dweight",
@@ -45,8 +44,9 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
     """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` in place their gradients, then dx and dweight
     from these; at the end the total of the losses. A quantized head (`weight` None) has losses only."""
     x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
+    transposed = op.attrs.get("transposed", False)
     width = int(x.shape[-1])
-    V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
+    V = op.columns if weight is None else int(weight.shape[1 if transposed else 0])
     rows = x.size // width
     logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
@@ -55,7 +55,7 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
         c.thread_scratch(loss.scratch(V))
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
         chunk = (first, CHUNK)
-        x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
+        x_rows = append_logits(op, c, logits, V, chunk, transposed=transposed)
         operands = {
             "lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
             "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK,
@@ -66,10 +66,10 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
             linear.append_gemm(
-                c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
+                c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
-            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            dy, by = (x_rows, logits) if transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
             linear.append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
     for name, total in totals.items():

@@ -14,7 +14,7 @@ from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm,
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
 from barellm.program.dtypes import EIGHTS
-from barellm.program.ops.softcap import MTP, Cap, cap_of
+from barellm.program.ops.softcap import MTP, Cap, cap_of, centre
 from barellm.program.tensor import Dim, Tensor
 
 SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero there, and their products finite
@@ -233,7 +233,10 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
+    def less_centre(z: Value) -> Value:
+        return z - centre(cap) if centre(cap) else z
+
     elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0],
+        k, k.num_elements(dims) * width, y, lambda i, mask: less_centre(sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]),
         mode=mode_y,
     )  # fmt: skip

@@ -167,13 +167,17 @@ def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count,
     column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
 
 
+def read_outputs(op: Op) -> dict[str, Any]:
+    """Those that something reads: a LayerNorm without bias has a dbias that nobody reads."""
+    return {name: t for name, t in op.outputs.items() if name == "dweight" or t.role != "activation"}
+
+
 @lowering("head_rmsnorm_dweight", starts="dweight")
 @lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def norm_dparams(op: Op, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
-    # A LayerNorm without bias has a dbias that nobody reads.
-    outputs = {name: t for name, t in op.outputs.items() if t.role != "activation"}
+    outputs = read_outputs(op)
     like = heads_of(op) if op.name == "head_rmsnorm_dweight" else op.x
     lower_column_sums(c, dparams_partials, operands, like, outputs, op.modes)
 
@@ -233,6 +237,6 @@ def norm_backward(
 def lower_norm_backward(op: Op, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")}
     operands |= {"dx": op.dx, "rounded": op.outputs.get("rounded")}
-    sums = {name: t for name, t in op.outputs.items() if t.shape == op.x.shape[-1:] and t.role != "activation"}
+    sums = {name: t for name, t in read_outputs(op).items() if t.shape == op.x.shape[-1:]}
     constants = {"sums": tuple(sums), "mode_dx": op.modes["dx"]}
     lower_column_sums(c, norm_backward, operands, op.x, sums, op.modes, writes="dx rounded", **constants)

@@ -28,7 +28,7 @@ values T / BM times from L2."""
 
 from __future__ import annotations
 
-from math import e, log2, sqrt
+from math import e, log2
 from typing import Any
 
 from barellm.cuda import attention_config, tuning
@@ -171,7 +171,7 @@ def constants_of(op: Any) -> dict[str, Any]:
     H, D, DP = head_sizes(op)
     return {
         "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
-        "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), **mask_constants(op, log2(e) / sqrt(D)),
+        "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), **mask_constants(op, D),
         "DROPOUT": (threshold(op.rate), keep_scale(op.rate)),
     }  # fmt: skip
 
@@ -218,7 +218,7 @@ def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of a kernel (`operation`: attention_config.py): given, tuned for these sizes, or the default. Local masks
     are not tuned: their windows change from step to step."""
     batch, length, C = (int(n) for n in op.out.shape)
-    if op.window is not None or op.starts is not None:
+    if op.bounded:
         return masked_config_of(op, c, operation)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads

@@ -15,7 +15,6 @@ query lse / ln 2, delta, and with a local mask the first visible key. Paired hea
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any
 
 from barellm.cuda import attention_config
@@ -37,6 +36,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
     MASK_LENGTH,
     MASK_NONE,
     apply_mask,
+    constant_scale,
     first_visible_key,
     softmax_scale_of,
     visible_queries_end,
@@ -327,7 +327,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         {"HEADS": constants["HEADS"], "MASKING": constants["MASKING"], "BM": rows},
         grid=blocks(op, op.heads, rows), writes="stats",
     )  # fmt: skip
-    constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
+    constants |= {"SOFTMAX_SCALE": constant_scale(op, constants["HEADS"][2])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
     t = select_backward_config(op, c, "keys", "dk", "dv")
     if t.warp_specialized:

@@ -11,12 +11,13 @@ row i of a sequence is head i % GROUP_SIZE of the group for token i // GROUP_SIZ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2, sqrt
+from math import e, log2
 from typing import Any
 
 from barellm.cuda.attention_config import select_attention_config
 from barellm.cuda.kernel import Lowering, Sizes, lowering
 from barellm.cuda.kernels.attention.attention import head_sizes, seq
+from barellm.cuda.kernels.attention.attention_mask import constant_scale
 from barellm.cuda.kernels.attention.attention_tiles import load_rows
 from barellm.cuda.kernels.common import POS, row_strides
 from barellm.cuda.lang import device, tl
@@ -63,11 +64,12 @@ def visible_keys(pos, m0, seq, GROUP_SIZE: tl.constexpr, BM: tl.constexpr):
 def attention_split_kv(
     partials, stats, q, k_cache, v_cache, scalars, seq, part,
     SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of BM rows of a group over the `part` keys of one split: partials (splits, B, T, H, D) fp32, not yet divided
-    by the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. Splits beyond the
-    last key write nothing. Grid: blocks of rows, KV heads of all sequences, splits."""
+    by the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the
+    last WINDOW keys up to its own (0: all). Splits outside of what the block sees write nothing. Grid: blocks of rows, KV heads of
+    all sequences, splits."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)
@@ -75,6 +77,10 @@ def attention_split_kv(
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     begin = tl.program_id(2) * part
     end = min(begin + part, visible_keys(pos, m0, seq, GROUP_SIZE, BM))
+    if WINDOW > 0:
+        first = tl.maximum(pos + m0 // GROUP_SIZE + 1 - WINDOW, 0)
+        end = tl.where(end > first, end, begin)
+        begin = tl.where(begin < end, tl.maximum(begin, first // BN * BN), begin)
     if begin < end:
         i = m0 + tl.arange(0, BM)
         m = i // GROUP_SIZE
@@ -87,6 +93,8 @@ def attention_split_kv(
             k = load_rows(k_cache + start, n0, end, C, BN, D, DP)
             n = n0 + tl.arange(0, BN)
             sees = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
+            if WINDOW > 0:
+                sees = sees & (n[None, :] > pos + m[:, None] - WINDOW)
             s = tl.where(sees, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A token may see none of these keys: its maximum stays -inf, and -inf less -inf would be NaN.
@@ -108,7 +116,7 @@ def attention_split_kv(
 @device
 def combine_split_kv(
     out, partials, stats, scalars, seq, part,
-    BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
     of probabilities. `part`: keys of a split; BM: of attention_split_kv, whose blocks decide how many splits a row has. Grid:
@@ -116,9 +124,12 @@ def combine_split_kv(
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
     last = visible_keys(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(tl.load(scalars + POS).to(tl.int32) + token % seq + 1 - WINDOW, 0) // part
     d = tl.arange(0, DP)
     acc, row_sum, row_max = tl.zeros((DP,), tl.float32), 0.0, float("-inf")
-    for i in range(tl.cdiv(last, part)):
+    for i in range(first, tl.cdiv(last, part)):
         row = ((i * tokens).to(tl.int64) + token) * H + head
         new, sum_ = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
         new_max = tl.maximum(row_max, new)
@@ -158,8 +169,9 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     # partial rows at most: all T tokens unsplit, or the few that are split
     most = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, SPLIT_TOKENS)) * B
     found = {"partials": c.scratch("partials", (most, C)), "stats": c.scratch("stats", (most, H, 2))}
-    head = {"H": H, "GROUP_SIZE": share, "D": D, "DP": DP}
-    constants = head | {"SCALE_LOG2": log2(e) / sqrt(D), "L": L, **row_strides(q=op.q)}
+    window = 0 if op.keys_before(L) is None else op.sliding_window
+    head = {"H": H, "GROUP_SIZE": share, "D": D, "DP": DP, "WINDOW": window}
+    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "L": L, **row_strides(q=op.q)}
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 

@@ -1,14 +1,16 @@
-"""Attention masks: causal, sliding windows, documents. WINDOW: index of the run-time scalar that holds the window's width in keys
-(-1: no window); `starts` (seq / FOLD,) i32: the first position of each token's document, or None. FOLD: positions of a token: 2 of
-paired heads, else 1. A mask with a window or documents is called local."""
+"""Attention masks: causal, sliding windows, documents. WINDOW: index of the run-time scalar that holds the window's width in keys,
+-1 for no window, or -2 - n for n keys before a query's own; `starts` (seq / FOLD,) i32: the first position of each token's
+document, or None. FOLD: positions of a token: 2 of paired heads, else 1. A mask with a window or documents is called local."""
 
 from __future__ import annotations
 
+from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cuda.kernels.common import scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
+from barellm.runtime.registry import Refused
 
 MASK_NONE, MASK_CAUSAL, MASK_LENGTH = constant(0), constant(1), constant(2)  # the last hides keys beyond the sequence
 LOWEST = constant(-1e30)  # where a running maximum begins if a block may hide all keys of a query
@@ -28,7 +30,9 @@ def apply_mask(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
 
 @device
 def window_size(scalars, WINDOW: tl.constexpr):
-    """The run's window in keys, i32; at most 2^30, so that sums with it do not overflow."""
+    """The window in keys before a query's own, i32; at most 2^30, so that sums with it do not overflow."""
+    if WINDOW < -1:
+        return -2 - WINDOW
     return tl.minimum(tl.load(scalars + WINDOW), WIDEST).to(tl.int32)
 
 
@@ -36,7 +40,7 @@ def window_size(scalars, WINDOW: tl.constexpr):
 def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
     """The first key that each of the queries t (any shape, positions in the sequence) sees under a local mask."""
     first = t * 0
-    if WINDOW >= 0:
+    if WINDOW != -1:
         first = tl.maximum(t - window_size(scalars, WINDOW), 0)
     if starts is not None:
         first = tl.maximum(tl.load(starts + t // FOLD) * FOLD, first)
@@ -48,7 +52,7 @@ def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: t
     """The position behind the last query that sees `key` (a scalar) under a local mask. `starts` never decreases, so it is found by
     binary search: the first position whose document starts behind the key."""
     high = seq
-    if WINDOW >= 0:
+    if WINDOW != -1:
         high = tl.minimum(key + window_size(scalars, WINDOW) + 1, seq)
     if starts is not None:
         low = key + 1
@@ -66,8 +70,16 @@ def softmax_scale_of(scalars, SCALE_AT: tl.constexpr, FACTOR: tl.constexpr):
     return (scalar_fp64(scalars, SCALE_AT) * FACTOR).to(tl.float32)
 
 
-def mask_constants(op: Any, scale_log2: float) -> dict[str, tuple[Any, ...]]:
-    """The tuples SCALES and MASKING of an attention op (attention.py)."""
-    window, scale = (SCALARS[scalar].index if scalar else -1 for scalar in (op.window, op.scale))
-    local = int(op.window is not None or op.starts is not None)
-    return {"SCALES": (scale_log2, scale), "MASKING": (int(op.causal), local, window, op.fold)}
+def mask_constants(op: Any, D: int) -> dict[str, tuple[Any, ...]]:
+    """The tuples SCALES and MASKING of an attention op (attention.py) with heads of D columns."""
+    window, scale = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
+    before = op.keys_before(op.fold * int(op.q.shape[1]))
+    window = -2 - before if before is not None else window
+    return {"SCALES": (constant_scale(op, D, log2(e)), scale), "MASKING": (int(op.causal), int(op.bounded), window, op.fold)}
+
+
+def constant_scale(op: Any, D: int, by: float = 1.0) -> float:
+    """The softmax scale, times `by`, of an attention op without a run-time scale. Refused for one with a softcap."""
+    if op.softcap:
+        raise Refused(f"the cuda backend's kernel for {op.name} has no softcap, found {op.softcap}")
+    return op.scale * by if isinstance(op.scale, float) else by / sqrt(D)

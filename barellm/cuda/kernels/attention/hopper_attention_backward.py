@@ -25,11 +25,11 @@ hopper_attention.py."""
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, TensorMap
+from barellm.cuda.kernels.attention.attention_mask import constant_scale
 from barellm.cuda.kernels.attention.hopper_attention import BLOCK, head_tensor_map, register_operand, start_qk, store_rows, tile_at
 from barellm.cuda.kernels.gemm.hopper_warp_specialized import WG_M
 from barellm.cuda.lang import constant, gl, gluon, hopper
@@ -255,7 +255,7 @@ def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, 
             "heads": lambda s: s.batch * heads,
         },
         {
-            "DKV": keys, "SCALES": (scale_log2, 1 / sqrt(D)), "HEADS": (op.heads, share, D), "STAGES": tile.num_stages,
+            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "HEADS": (op.heads, share, D), "STAGES": tile.num_stages,
             "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
         },
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),

@@ -55,34 +55,32 @@ class GridIfTokens:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over rows of logits, and the layout of its head. `rows`: its kernel, a program for each row; `more(op, first)`: the
+    """A loss over rows of logits. `rows`: its kernel, a program for each row; `more(op, first)`: the
     operands and the constants that this kernel has besides those of every loss, for the chunk that begins at row `first`."""
 
-    transposed: bool
     rows: DeviceFunction
     more: Callable[[Any, int], tuple[dict[str, Any], dict[str, Any]]] = lambda op, first: ({}, {})
 
 
-PLAIN = Loss(False, row_losses)
-SOFTCAPPED = Loss(
-    True, softcap.softcap_row_losses, lambda op, first: (softcap.position_operands(op, first), softcap.constants_of(op))
-)
+PLAIN = Loss(row_losses)
+SOFTCAPPED = Loss(softcap.softcap_row_losses, lambda op, first: (softcap.position_operands(op, first), softcap.constants_of(op)))
 
 
 def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     """Append the head and its loss. For each chunk of tokens: logits = x weight^T, the loss of each row and, with `gradients`,
     dlogits in the place of the logits, dx = dlogits weight, and dweight += dlogits^T x. In the end the losses are added up."""
     op: Any = c.op
+    transposed = op.attrs.get("transposed", False)
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     N, K = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
-    C, V = (N, K) if loss.transposed else (K, N)
+    C, V = (N, K) if transposed else (K, N)
     max_tokens = x.size // C
     tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
     logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
     row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
     weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
-    to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
+    to_logits, to_dx = ("nn", "nt") if transposed else ("nt", "nn")
     for first in range(0, max_tokens, tokens):
         chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
         sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": N, "K": K}
@@ -99,7 +97,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
             dx_rows = rows_of(op.dx, first, tokens, C)
             append_gemm(c, to_dx, out=dx_rows, a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             dweight_mode = mode(op, "dweight") if first == 0 else MODES["add"]
-            left, right = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            left, right = (x_rows, logits) if transposed else (logits, x_rows)
             append_gemm(c, "tn", out=op.dweight, a=left, b=right, mode=dweight_mode, **sizes)
         skip_if_empty(c, first_call, chunk)
     for name, total in totals.items():

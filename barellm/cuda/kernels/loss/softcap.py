@@ -221,8 +221,11 @@ def softcap(
     y, x, scalars, units,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
+    """With a SHIFT of 0 it is c tanh(x / c), c = SCALE / 2."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)
+    if SHIFT == 0.0:
+        z -= SCALE / 2
     store_or_add(y + i, mask, z, scalars, MODE)
 
 

@@ -119,7 +119,8 @@ def store_columns(out, column, inside, value, scalars, MODE: tl.constexpr):
 
 def outputs_read(op: Op, *names: str) -> list[str]:
     """Those outputs that something reads: a LayerNorm without bias has a dbias that nothing reads."""
-    return [name for name in names if name in op.outputs and op.outputs[name].role != "activation"]
+    found = {name: op.outputs[name] for name in names if name in op.outputs}
+    return [name for name, t in found.items() if name == "dweight" or t.role != "activation"]
 
 
 def scratch_partials(c: Lowering, like: Tensor, count: int, chunks: Chunks) -> Tensor:

@@ -2,12 +2,13 @@
 h owning columns h*D .. (h+1)*D; lse (B, H, T) fp32.
 
 Each of the G heads of k and v serves H / G heads of q, one after the other (grouped queries, Ainslie et al. 2023); G = H is plain
-attention. q, k and v may be views of one packed tensor. The scale is 1 / sqrt(D), or a run-time scalar above 0. T x T exists in the
-references only.
+attention. q, k and v may be views of one packed tensor. The scale is 1 / sqrt(D), a constant, or a run-time scalar above 0. With a
+`softcap` c a scaled score s counts as c tanh(s / c) (Gemma Team 2024). T x T exists in the references only.
 
-How far back a query at position t of causal attention sees can be bounded twice, by numbers that each run passes. With a `window` w
-its keys are t - w .. t (Beltagy et al. 2020), and with `starts` (B, T) none lies before starts[b, t], the first position of its
-document. Starts do not decrease along a row, and none is later than its own position.
+How far back a query at position t of causal attention sees can be bounded. With a constant `sliding_window` W it sees W keys, its
+own among them (Beltagy et al. 2020). By numbers that each run passes: with a `window` w its keys are t - w .. t, and with `starts`
+(B, T) none lies before starts[b, t], the first position of its document. Starts do not decrease along a row, and none is later than
+its own position.
 
 Paired heads (modded-nanogpt, 2026) share keys: the row of a token is read as two positions, 2t with the first half of its heads
 and 2t + 1 with the second. So the sequence has 2T positions and H / 2 heads, lse is (B, H / 2, T, 2), starts count tokens and the
@@ -61,12 +62,13 @@ def join_heads(x: np.ndarray) -> np.ndarray:
 
 def scores(
     q: np.ndarray, k: np.ndarray, pos: int = 0,
-    *, scale: float | None = None, first: np.ndarray | int = 0, causal: bool = True,
+    *, scale: float | None = None, softcap: float = 0.0, first: np.ndarray | int = 0, causal: bool = True,
 ) -> np.ndarray:  # fmt: skip
-    """Scaled q k^T (B, H, T, S), in causal attention -inf where the key is later than the query, query t being at position pos + t,
-    or where it is before the `first` (B, 1, T, 1) that the query sees."""
+    """Scaled and, unless `softcap` is 0, capped q k^T (B, H, T, S), in causal attention -inf where the key is later than the query,
+    query t being at position pos + t, or where it is before the `first` (B, 1, T, 1) that the query sees."""
     s = q @ k.transpose(0, 1, 3, 2)
     s = s / sqrt(q.shape[-1]) if scale is None else s * scale
+    s = softcap * np.tanh(s / softcap) if softcap else s
     if not causal:
         return s
     key = np.arange(k.shape[2])[None, :]
@@ -88,17 +90,43 @@ def keep_probabilities(q: np.ndarray, op: Op, seed: int, step: int, sample: int)
     return np.stack(mask).reshape(B, T, H, T).transpose(0, 2, 1, 3)
 
 
-class Dense(Op):
-    """Attributes: `causal`, whether a query sees no later key (True), or all keys; heads, kv_heads; `rate` and `stream` of the
-    attention dropout; `window` and `scale`, the names of run-time scalars or None; `most_window`, the widest window that is planned
-    for, 0 for the whole sequence; `paired`. Only scalars that are used are asked for."""
+class Scored(Op):
+    """Attributes of every attention: heads, kv_heads; `causal`, whether a query sees no later key (True), or all keys; `scale`, a
+    number, the name of a run-time scalar or None; `softcap`, 0 for none; `sliding_window`, 0 for none; `window`, the name of a
+    run-time scalar or None."""
+
+    fold = 1
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, {"causal": True, "window": None, "sliding_window": 0, "scale": None, "softcap": 0.0} | attrs)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> None:
+        """ValueError unless q, k and v fit, and the numbers are what they can be."""
+        check_heads(self.name, self.heads, self.kv_heads, q, k, v)
+        scale = 1.0 if self.scale is None or isinstance(self.scale, str) else self.scale
+        if not (scale > 0 and self.softcap >= 0 and self.sliding_window >= 0) or (self.window and self.sliding_window):
+            found = f"{self.scale}, {self.softcap}, {self.sliding_window}, {self.window}"
+            raise ValueError(f"{self.name} expects scale > 0, softcap >= 0, sliding_window >= 0 or a window instead: {found}")
+
+    def keys_before(self, length: int) -> int | None:
+        """How many keys before its own a query sees by the constant window; None: all of a sequence of `length`."""
+        return self.sliding_window - 1 if 0 < self.sliding_window < length else None
+
+    def scale_of(self, named: dict[str, Any]) -> float | None:
+        """What multiplies scores; None: 1 / sqrt(D)."""
+        return named[self.scale] if isinstance(self.scale, str) else self.scale
+
+
+class Dense(Scored):
+    """Attributes besides those of `Scored`: `rate` and `stream` of the attention dropout; `most_window`, the widest run-time window
+    that is planned for, 0 for the whole sequence; `paired`. Only scalars that are used are asked for."""
 
     optional = ("starts",)
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, {"causal": True, "window": None, "scale": None, "most_window": 0, "paired": False} | attrs)
+        super().__init__(inputs, {"most_window": 0, "paired": False} | attrs)
         random = ("seed", "step", "sample") if self.rate else ()
-        self.scalars = (*random, *(name for name in (self.window, self.scale) if name))
+        self.scalars = (*random, *(name for name in (self.window, self.scale) if isinstance(name, str)))
 
     @property
     def fold(self) -> int:
@@ -106,16 +134,21 @@ class Dense(Op):
         return 2 if self.paired else 1
 
     @property
-    def plain(self) -> bool:
-        """Whether every query sees all keys before its own, in the usual heads and scale."""
-        return self.causal and not (self.window or self.scale or self.paired) and self.starts is None
+    def bounded(self) -> bool:
+        """Whether a query may see less than all keys before its own."""
+        return bool(self.window) or self.starts is not None or self.keys_before(self.fold * int(self.q.shape[1])) is not None
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> None:
-        check_heads(self.name, self.heads, self.kv_heads, q, k, v)
+    @property
+    def plain(self) -> bool:
+        """Whether every query sees all keys before its own, in the usual heads, with a constant scale."""
+        return self.causal and not (self.bounded or isinstance(self.scale, str) or self.softcap or self.paired)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> None:
+        super().check(q, k, v)
         if self.paired and (self.heads % 2 or self.kv_heads % 2):
             raise ValueError(f"paired {self.name} expects even numbers of heads: {self.heads}, {self.kv_heads} of keys")
-        if not self.causal and (self.paired or self.window or starts is not None):
-            found = [name for name in ("paired", "window", "starts") if getattr(self, name)]
+        found = [name for name in ("paired", "window", "sliding_window", "starts") if getattr(self, name)]
+        if not self.causal and found:
             raise ValueError(f"{self.name} that is not causal expects no {', '.join(found)}: {describe(q=q)}")
         if starts is not None and (starts.shape != q.shape[:2] or starts.dtype != "i32"):
             raise ValueError(f"{self.name} expects starts (B, T) i32: {describe(q=q, starts=starts)}")
@@ -146,6 +179,7 @@ class Dense(Op):
     def first_seen(self, length: int, starts: np.ndarray | None, window: int | None) -> np.ndarray | int:
         """The first key that each of `length` positions sees, (B, 1, T, 1) or (1, 1, T, 1)."""
         first = np.zeros((1, length), np.int64)
+        window = self.keys_before(length) if window is None else window
         if window is not None:
             first = np.maximum(first, np.arange(length)[None, :] - window)
         if starts is not None:
@@ -154,7 +188,7 @@ class Dense(Op):
 
     def scores(self, q: np.ndarray, k: np.ndarray, starts: np.ndarray | None, named: dict[str, Any]) -> np.ndarray:
         first = self.first_seen(q.shape[2], starts, named.get(self.window))
-        return scores(q, k, scale=named.get(self.scale), first=first, causal=self.causal)
+        return scores(q, k, scale=self.scale_of(named), softcap=self.softcap, first=first, causal=self.causal)
 
     def keep(self, q: np.ndarray, named: dict[str, Any]) -> np.ndarray | float:
         """Multipliers of the dropout."""
@@ -167,7 +201,8 @@ class Dense(Op):
         length = self.fold * T
         if not self.causal:
             return count * B * 2 * length**2 * C
-        most = min(length, self.most_window + 1) if self.window and self.most_window else length
+        before = self.most_window or None if self.window else self.keys_before(length)
+        most = length if before is None else min(length, before + 1)
         pairs = most * (most + 1) // 2 + (length - most) * most
         return count * B * 2 * pairs * (C // self.fold)
 
@@ -205,7 +240,7 @@ class AttentionBackward(Dense):
     """dq, dk, dv from dout. With P = exp(s - lse), M the dropout multipliers and delta = sum(dout * out):
 
     dv = (P * M)^T dout,  ds = P * (M * (dout v^T) - delta),  dq = ds k * scale,  dk = ds^T q * scale;
-    dk and dv are summed over the heads that shared a head of k and v."""
+    dk and dv are summed over the heads that shared a head of k and v. With a softcap c, ds is also times 1 - (s / c)^2."""
 
     name = "attention_backward"
     product = True
@@ -222,10 +257,12 @@ class AttentionBackward(Dense):
         G = self.kv_heads // self.fold
         q, k, v = self.operands(q, k, v)
         do, o = self.split(dout, self.heads), self.split(out, self.heads)
-        p = np.exp(self.scores(q, k, starts, named) - lse.reshape(*q.shape[:3], 1))
+        s = self.scores(q, k, starts, named)
+        p = np.exp(s - lse.reshape(*q.shape[:3], 1))
         m = self.keep(q, named)
         ds = p * (m * (do @ v.transpose(0, 1, 3, 2)) - (do * o).sum(-1)[..., None])
-        scale = named[self.scale] if self.scale else 1 / sqrt(q.shape[-1])
+        ds = ds * (1 - np.where(p > 0, s / self.softcap, 0) ** 2) if self.softcap else ds
+        scale = self.scale_of(named) or 1 / sqrt(q.shape[-1])
         dq, dk = ds @ k * scale, ds.transpose(0, 1, 3, 2) @ q * scale
         dv = (p * m).transpose(0, 1, 3, 2) @ do
         return {"dq": self.join(dq), "dk": self.join(gathered(dk, G)), "dv": self.join(gathered(dv, G))}
@@ -235,8 +272,9 @@ class AttentionBackward(Dense):
         return self.products(4)
 
 
-class AttentionCached(Op):
-    """Decoding: k and v of positions pos .. pos + T go into caches (B, maxT, G*D); query t attends to 0 .. pos + t."""
+class AttentionCached(Scored):
+    """Decoding: k and v of positions pos .. pos + T go into caches (B, maxT, G*D); query t attends to 0 .. pos + t, or to the last
+    `sliding_window` of these."""
 
     name = "attention_cached"
     scalars = ("pos",)
@@ -244,7 +282,7 @@ class AttentionCached(Op):
     product = True
 
     def infer(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Spec]:
-        check_heads(self.name, self.heads, self.kv_heads, q, k, v)
+        self.check(q, k, v)
         B, T, _ = q.shape
         fits = int(k_cache.shape[0]) >= int(B) and int(k_cache.shape[1]) >= int(T) and k_cache.shape[2] == k.shape[2]
         if not fits or k_cache.shape != v_cache.shape or not k.dtype == k_cache.dtype == v_cache.dtype:
@@ -260,50 +298,64 @@ class AttentionCached(Op):
         v_cache[:B, pos : pos + T] = v
         q = split_heads(q, self.heads)
         k, v = (shared(split_heads(x[:B, : pos + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
-        s = scores(q, k, pos)
+        before = self.keys_before(pos + T)
+        first = 0 if before is None else pos + np.arange(T)[:, None] - before
+        s = scores(q, k, pos, scale=self.scale, softcap=self.softcap, first=first)
         p = np.exp(s - log_sum_exp(s)[..., None])
         return {"out": join_heads(p @ v), "k_cache": k_cache, "v_cache": v_cache}
 
     def bytes(self) -> int:
-        """The bytes at the planned maximum: the caches are read once, the new rows are read and written."""
-        new = self.q.nbytes + 2 * (self.k.nbytes + self.v.nbytes)
-        return new + self.out.nbytes + self.k_cache.nbytes + self.v_cache.nbytes
+        """The bytes at the planned maximum: what is seen of the caches is read once, the new rows are read and written."""
+        new, length = self.q.nbytes + 2 * (self.k.nbytes + self.v.nbytes), int(self.k_cache.shape[1])
+        seen = min(length, self.positions + int(self.q.shape[1]) - 1)
+        return new + self.out.nbytes + (self.k_cache.nbytes + self.v_cache.nbytes) * seen // length
+
+    @property
+    def positions(self) -> int:
+        """How many positions of the caches a query sees at most."""
+        return min(int(self.k_cache.shape[1]), self.sliding_window or int(self.k_cache.shape[1]))
 
     def flops(self) -> int:
-        """The operations at the planned maximum: as many cached positions as the caches hold, and one new row each."""
+        """The operations at the planned maximum: as many cached positions as a query sees, and one new row each."""
         B, T, C = self.out.shape
-        return 4 * int(B) * int(T) * int(self.k_cache.shape[1]) * int(C)
+        return 4 * int(B) * int(T) * self.positions * int(C)
 
 
 class Calls(Graph):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int = 0, causal: bool = True, dropout: float = 0.0,
-        window: str | None = None, most_window: int = 0, scale: str | None = None, starts: Tensor | None = None,
-        paired: bool = False,
+        window: str | None = None, most_window: int = 0, sliding_window: int = 0, scale: str | float | None = None,
+        softcap: float = 0.0, starts: Tensor | None = None, paired: bool = False,
     ) -> Tensor:  # fmt: skip
         """Self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one matmul
         (`split`); `kv_heads` 0 means as many as `heads`. With `causal` False each query sees all keys; it has neither window nor
         starts nor paired heads then.
 
-        `window` and `scale` name run-time scalars: how many keys before its own a query sees (`most_window` says for how many to
-        plan, 0 for all), and what multiplies the scores. `starts` (B, T) has the first position of each token's document."""
-        kinds: tuple[tuple[str | None, Literal["i64", "fp64"], str], ...] = (
+        A query sees the last `sliding_window` keys, its own among them (0: all). Scores are multiplied by `scale` (None: 1 /
+        sqrt(D)); with a `softcap` c > 0 they are then c tanh(s / c). `window` and a `scale` that is a text name run-time scalars:
+        how many keys before its own a query sees (`most_window` says for how many to plan, 0 for all), and what multiplies the
+        scores. `starts` (B, T) has the first position of each token's document."""
+        kinds: tuple[tuple[str | float | None, Literal["i64", "fp64"], str], ...] = (
             (window, "i64", "keys before its own that a query sees"),
             (scale, "fp64", "what multiplies attention's scores"),
         )
         for name, kind, says in kinds:
-            if name is not None:
+            if isinstance(name, str):
                 scalars.declare(name, kind, says)
                 if scalars.SCALARS[name].kind != kind:
                     raise ValueError(f"attention expects a scalar of kind {kind}, {name} is {scalars.SCALARS[name].kind}")
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "rate": dropout, "stream": self.random_stream(dropout)}
         attrs |= {"causal": causal, "window": window, "most_window": most_window, "scale": scale, "paired": paired}
+        attrs |= {"sliding_window": sliding_window, "softcap": softcap}
         return self.apply(Attention, q=q, k=k, v=v, starts=starts, **attrs).out
 
     def attention_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, heads: int, kv_heads: int = 0
-    ) -> Tensor:
-        """Decoding: q, k, v of positions pos .. pos + T, caches (B, maxT, kv_heads * D) -> (B, T, heads * D)."""
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, heads: int, kv_heads: int = 0,
+        sliding_window: int = 0, scale: float | None = None, softcap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """Decoding: q, k, v of positions pos .. pos + T, caches (B, maxT, kv_heads * D) -> (B, T, heads * D). `sliding_window`,
+        `scale` and `softcap` as in `attention`."""
         caches = {"k_cache": k_cache, "v_cache": v_cache}
-        kv_heads = kv_heads or heads
-        return self.apply(AttentionCached, into=None, q=q, k=k, v=v, heads=heads, kv_heads=kv_heads, **caches).out
+        attrs = {"heads": heads, "kv_heads": kv_heads or heads}
+        attrs |= {"sliding_window": sliding_window, "scale": scale, "softcap": softcap}
+        return self.apply(AttentionCached, into=None, q=q, k=k, v=v, **caches, **attrs).out

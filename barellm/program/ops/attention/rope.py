@@ -114,15 +114,15 @@ class Rope(Op):
 class Calls(Graph):
     def rope_tables(
         self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None, rotated: int | None = None,
-        scale: float = 1.0, name: str = "rope",
+        name: str = "rope",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The tables cos and sin (length, head_size / 2) of positions 0 .. length, constants of the store called `name`.cos and
         `name`.sin. Only `rotated` columns of a head turn, unless it is None: the first rotated / 2 of each half, and the others
-        pass. All that the rope gives is multiplied by `scale`."""
+        pass."""
         rotated = head_size if rotated is None else rotated
         if head_size % 2 or rotated % 2:
             raise ValueError(f"rope turns pairs of columns: {rotated} of {head_size}, expected even numbers")
-        angle, multiplier = np.zeros((length, head_size // 2)), np.full(head_size // 2, scale)
+        angle, multiplier = np.zeros((length, head_size // 2)), np.ones(head_size // 2)
         if rotated:
             turns = frequencies(rotated, theta=theta, scaling=scaling, length=length)
             angle[:, : rotated // 2] = np.arange(length)[:, None] * turns[None, :]

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.pointwise.elementwise import Add
 
 
 class RMSNorm(Op):
@@ -122,6 +125,11 @@ class HeadRMSNormDweight(Op):
 
 
 class Calls(Graph):
+    def unit_offset(self, weight: Tensor) -> Tensor:
+        """1 + weight (C), fp32: what a norm multiplies by whose weights are stored around 0, as Gemma's are."""
+        n = int(weight.shape[0])
+        return self.apply(Add, a=self.constant(f"ones.{n}", np.ones(n, np.float32)), b=weight).y
+
     def rmsnorm(self, x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight (C) or none -> (..., C) in the compute dtype, normalised over the last axis."""
         return self.apply(RMSNorm, x=x, weight=weight, eps=eps, dtype=self.compute).y
