@@ -247,7 +247,7 @@ def _rope(head: Header, tensors: Mapping[str, Quantized], config: Mapping[str, A
     kind, old = head.get("rope.scaling.type", "none"), head.get("rope.scaling.original_context_length")
     said = {"factor": head.get("rope.scaling.factor", head.get("rope.scale_linear")), "original_max_position_embeddings": old}
     if "rope_factors_long.weight" in tensors:
-        each = {key: tensors[f"rope_factors_{key}.weight"][:].ravel().tolist() for key in ("short", "long")}
+        each = {key: [float(str(x)) for x in tensors[f"rope_factors_{key}.weight"][:].ravel()] for key in ("short", "long")}
         by = head.get("rope.scaling.attn_factor")
         scaling = {"rope_type": "longrope", "short_factor": each["short"], "long_factor": each["long"], "attention_factor": by}
         return {"rope_scaling": scaling, "original_max_position_embeddings": old}
