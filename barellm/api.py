@@ -42,9 +42,9 @@ def load(path: str | Path, *, device: str = "auto", dtype: str | None = None, to
     """Open a trained model.
 
     `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
-    config.json and model.safetensors, or a file of llama.cpp (GGUF) or llm.c. `device` is "auto" (a GPU that
-    has passed its self-check, else the CPU), "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or
-    "auto", and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
+    config.json and model.safetensors, a model of its hub ("hf:OWNER/NAME"), or a file of llama.cpp (GGUF) or llm.c. `device` is
+    "auto" (a GPU that has passed its self-check, else the CPU), "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or "auto",
+    and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
 
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """

@@ -214,7 +214,8 @@ class TrainConfig(Section, section="train"):
     seed: int = between(0, (1 << 32) - 1, 1337, "random seed; of weights, order of the data, dropout and samples")  # 32-bit words
     track: str = some_of(TRACKERS, "loggers: tensorboard, wandb, trackio, with commas between them")
     init_from: str = value(
-        "", "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder, a GGUF or llm.c file"
+        "",
+        "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder, hf:OWNER/NAME, a GGUF or llm.c file",
     )
     dtype: str = one_of(
         ("auto", "fp32", "bf16", "fp16"),

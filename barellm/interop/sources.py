@@ -13,9 +13,9 @@ from barellm.config.aliases import PRESETS
 from barellm.data.kinds import check_kind, fitting, make_tokenizer
 from barellm.data.tokenizers import Ids
 from barellm.errors import UserError, nearest
-from barellm.interop import gguf_reader, huggingface, llmc, llmc_tokenizer, vocabulary
+from barellm.interop import gguf_reader, hub, huggingface, llmc, llmc_tokenizer, vocabulary
 
-KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llama.cpp (GGUF) or llm.c"
+KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, a file of llama.cpp (GGUF) or llm.c, or hf:OWNER/NAME"
 
 
 def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
@@ -33,7 +33,8 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
 
 
 def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
-    """The weights of another program; None for a folder that is barellm's, or nobody's."""
+    """The weights of another program, or of a model on the hub; None for a folder that is barellm's, or nobody's."""
+    path = hub.fetched(str(path)) if hub.is_name(path) else path
     if not path.exists():
         checkpoint.must_exist(path, expected=f"{KNOWN}{_elsewhere(path)}")
     if path.is_file():
@@ -53,9 +54,9 @@ def _elsewhere(path: Path) -> str:
     name = str(path)
     preset = PRESETS.get(name, name)
     public = [other for other, ours in PRESETS.items() if ours == preset]  # GPT-2's sizes, as the hub calls them
-    hub = public[0] if public else name if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists() else ""
+    public_name = public[0] if public else name if name.count("/") == 1 and name[:5] != "runs/" and not path.parent.exists() else ""
     words = [f"{name} is a preset, whose weights barellm.train({name!r}) makes"] * (preset in models.presets())
-    words += [f"those on the hub are a folder after: hf download {hub} --local-dir DIR"] * bool(hub)
+    words += [f"the one on the hub is hf:{public_name}"] * bool(public_name)
     return "".join(f"; {word}" for word in words) or nearest(name, models.presets())
 
 

@@ -140,7 +140,9 @@ def test_options_that_contradict_the_source(tmp_path, begin, refused):
 
 
 def test_sources_that_are_none(tmp_path, begin, refused):
-    known = "expected a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llama.cpp (GGUF) or llm.c"
+    known = (
+        "expected a run or checkpoint of barellm, a folder of Hugging Face's, a file of llama.cpp (GGUF) or llm.c, or hf:OWNER/NAME"
+    )
     assert refused(*begin(tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'} does not exist, {known}"
     (tmp_path / "empty").mkdir()
     assert refused(*begin(tmp_path / "empty")) == f"{tmp_path / 'empty'} holds no model, {known}"
@@ -224,9 +226,9 @@ def test_rows_of_padded_ids_are_zero_whatever_the_file_says():
 @pytest.mark.parametrize(
     "name, hint",
     [
-        ("gpt2", "gpt2 is a preset, whose weights barellm.train('gpt2') makes; those on the hub are a folder after: hf "),
-        ("gpt2-774m", "hf download gpt2-large --local-dir DIR"),
-        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir DIR"),
+        ("gpt2", "gpt2 is a preset, whose weights barellm.train('gpt2') makes; the one on the hub is hf:gpt2"),
+        ("gpt2-774m", "the one on the hub is hf:gpt2-large"),
+        ("meta-llama/Llama-3.2-1B", "the one on the hub is hf:meta-llama/Llama-3.2-1B"),
     ],
 )
 def test_the_name_of_a_model_on_the_hub_gets_the_way_to_it(name, hint):

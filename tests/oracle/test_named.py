@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,9 +52,12 @@ class Hub:
                 self.file(send=False)
 
             def do_GET(self):
-                if self.path.startswith(f"/api/datasets/{REPO}/tree/{REVISION}"):
-                    folder = self.path.partition(REVISION + "/")[2].partition("?")[0].replace("%2F", "/")
+                if tree := re.match(f"/api/(?:datasets|models)/{REPO}/tree/(?:main|{REVISION})/?([^?]*)", self.path):
+                    folder = tree[1].replace("%2F", "/")
                     self.json([hub.entry(path) for path in hub.files if path.startswith(folder)])
+                elif self.path.startswith(f"/api/models/{REPO}"):
+                    files = [{"rfilename": path} for path in hub.files]
+                    self.json({"id": REPO, "sha": REVISION, "private": False, "tags": [], "downloads": 0, "siblings": files})
                 elif self.path.startswith(f"/api/datasets/{REPO}"):
                     self.json({"id": REPO, "sha": REVISION, "private": False, "tags": [], "downloads": 0, "likes": 0})
                 else:
@@ -66,9 +70,10 @@ class Hub:
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+                self.close_connection = True
 
             def file(self, *, send: bool):
-                path = self.path.partition(f"/resolve/{REVISION}/")[2].partition("?")[0].replace("%2F", "/")
+                path = re.split(f"/resolve/(?:main|{REVISION})/", self.path)[-1].partition("?")[0].replace("%2F", "/")
                 if path not in hub.files:
                     return self.send_error(404)
                 body, first = hub.files[path], 0
