@@ -14,7 +14,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a Hugging Face folder with config.json and model.safetensors, hf:OWNER/NAME on its hub, a GGUF file, or an llm.c file",
+        help="a folder with config.json and model.safetensors, hf:OWNER/NAME on the hub, a GGUF file, or an llm.c file",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
     parser.add_argument(
