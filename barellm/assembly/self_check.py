@@ -1,7 +1,5 @@
 """What of a model a GPU's self-check runs: the same ops in small sizes."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 from barellm.config import Config

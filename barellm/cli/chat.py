@@ -3,8 +3,7 @@ written, and its generation_config.json how tokens are chosen.
 
 /help shows what else can be typed. Ctrl-C ends an answer, Ctrl-D the talk. The thinking of a model, between <think> and
 </think>, is dim in a terminal. Where messages and an answer no longer fit into the model's positions, the oldest messages are
-left out.
-"""
+left out."""
 
 from __future__ import annotations
 

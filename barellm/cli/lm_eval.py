@@ -1,6 +1,5 @@
 """barellm's models in the lm-evaluation-harness. `python -m barellm.cli.lm_eval` is the harness's own command, which knows
-`--model barellm --model_args run=runs/default` then. Needs the package lm_eval (extra "lm-eval").
-"""
+`--model barellm --model_args run=runs/default` then. Needs the package lm_eval (extra "lm-eval")."""
 
 # pyright: reportMissingImports=false
 import sys

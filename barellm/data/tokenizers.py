@@ -29,8 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer(chats.Chats):
     """The protocol, and what all kinds share. `tokens[id]` is the UTF-8 that an id stands for, empty for special ids.
 
-    `eot`, where there is one, stands before every document, as in llm.c's shards: <|endoftext|>, or Llama-3's <|begin_of_text|>.
-    """
+    `eot`, where there is one, stands before every document, as in llm.c's shards: <|endoftext|>, or Llama-3's <|begin_of_text|>."""
 
     name: str
     tokens: Sequence[bytes]

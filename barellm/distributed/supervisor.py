@@ -1,8 +1,7 @@
 """Supervision of the ranks of one machine from outside. Ranks send each other heartbeats (`distributed.heartbeat`) from their first
 collective to their last; one that is stopped, or exits, before or after that would hang the others for ever.
 
-`barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`).
-"""
+`barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`)."""
 
 import os
 import signal

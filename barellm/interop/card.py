@@ -1,7 +1,5 @@
 """The model card of an exported folder: what it is, its numbers, how to load it. Its head is what Hugging Face's hub reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path, PurePath
 from typing import Any

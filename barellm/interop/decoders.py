@@ -1,8 +1,6 @@
 """Decoders of Llama's kind (`models/families.py`) as Hugging Face stores them: config.json with its many forms of RoPE, names of
 tensors, and rows that lie in another order there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The formats to which a checkpoint may be exported, and the checks before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from barellm import models

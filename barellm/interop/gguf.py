@@ -1,7 +1,5 @@
 """llama.cpp's files. The package `gguf` (extra "gguf") knows the layout of the file and llama.cpp's names of tensors."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

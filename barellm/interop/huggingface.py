@@ -1,8 +1,6 @@
 """Hugging Face's folders: config.json and model.safetensors, whole or in shards. Its module says what an
 architecture is called there (`models.hf_mapping.HuggingFace`)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Another program's weights as a checkpoint of barellm, at step 0, with a configuration that says what they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,6 @@
 """llm.c's model files: a header of 256 int32, then sixteen tensors, each of all layers, (out, in), little-endian.
 
-Version 3 is fp32, 5 is bf16. The vocabulary is padded with rows of zeros, to a multiple of 128 where llm.c itself writes.
-"""
-
-from __future__ import annotations
+Version 3 is fp32, 5 is bf16. The vocabulary is padded with rows of zeros, to a multiple of 128 where llm.c itself writes."""
 
 from math import prod
 from pathlib import Path

@@ -7,10 +7,7 @@ state_00000500_00000.bin and so on.
     fp32            first moments, second moments, master weights: each in the order of the model's file, with the padded rows
     where shuffled  uint64 count and int32 list of shards, uint64 count and int32 order of samples, the Mersenne twister
 
-With ZeRO-1 a process has its share of each tensor of each layer; else all have the same.
-"""
-
-from __future__ import annotations
+With ZeRO-1 a process has its share of each tensor of each layer; else all have the same."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """llm.c's tokenizer file, with which its programs print text: a header of 256 int32, then of each id its length in a byte and its
 bytes. Version 2 says which id ends a text; version 1 is GPT-2's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights from whatever a path names: a barellm run or checkpoint, a Hugging Face folder, a GGUF file, an llm.c file."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

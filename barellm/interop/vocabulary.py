@@ -2,8 +2,6 @@
 
 Newer versions write both into one tokenizer.json, which counts where it is there. Any but GPT-2's kind is kept as that file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -21,10 +21,7 @@ and where it has them
                            those that it knows in their usual values only
 
 Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
-lies anywhere else is one too, once `user_model.add` or the program has imported it; it may be without PRESETS.
-"""
-
-from __future__ import annotations
+lies anywhere else is one too, once `user_model.add` or the program has imported it; it may be without PRESETS."""
 
 import shlex
 import sys

@@ -1,8 +1,6 @@
 """Families of decoders of Llama's kind: what each calls the options of `llama3.Config` in Hugging Face's folders, and which of
 them it always has. A family is a row of FAMILIES (`hf_mapping.Family`); the first that holds a model is what it is exported as."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import isclose, sqrt
 from typing import Any

@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al. 2019): pre-norm blocks, learned positions, tied classifier; dropout where nanoGPT has it.
 
-Weights are stored (out, in). Names are llm.c's and Hugging Face's: "wte", "h.0.attn.c_attn.weight", "ln_f.bias".
-"""
+Weights are stored (out, in). Names are llm.c's and Hugging Face's: "wte", "h.0.attn.c_attn.weight", "ln_f.bias"."""
 
 from __future__ import annotations
 
@@ -194,8 +193,7 @@ def default() -> Run:
     """The run of `barellm train` without arguments: a small GPT on the source of Python's standard library, in two minutes.
 
     The model has the size that two minutes on two cores can train: of models with 1.1, 2.2 and 3.7 million parameters the smallest
-    learnt most. Muon updates the matrices of the blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02.
-    """
+    learnt most. Muon updates the matrices of the blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02."""
     muon = {"muon_lr": 0.03, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     return Run(
         preset="default",

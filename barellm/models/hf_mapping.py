@@ -1,7 +1,5 @@
 """How other programs store a model, in words that its module uses and `interop/` reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -5,8 +5,7 @@ Weights are those of gpt2.py, but both matrices of each MLP may be block-sparse 
 blocks of channels with blocks of hidden columns, and what is not linked is neither stored nor computed. With `relative` each
 layer's heads have vectors of their own for the nearest distances, beside the learned positions.
 
-A token that is sampled costs a whole forward pass: a layout's kernels want all positions, so there is no KV cache.
-"""
+A token that is sampled costs a whole forward pass: a layout's kernels want all positions, so there is no KV cache."""
 
 from __future__ import annotations
 

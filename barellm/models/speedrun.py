@@ -18,8 +18,7 @@ Weights, in this order. Matrices are stored (out, in), but for `mlp.down` and `h
     h.0.value.gate          (H, 12)      in the layers of `values`
     h.0.mlp.up, mlp.down    (F, C)
     ...                     for each layer h.1, h.2 and so on
-    head                    (C, Vp)
-"""
+    head                    (C, Vp)"""
 
 from __future__ import annotations
 

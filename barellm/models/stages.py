@@ -10,8 +10,6 @@ the losses of the next, the second and the third token, which go in a line from 
 None of these values is known to a kernel: they are scalars and tensors that a run is given, so that a new stage compiles nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

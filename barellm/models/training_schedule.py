@@ -23,8 +23,7 @@ class StepPlan:
     `inv_targets`: what the summed loss of a micro-batch is multiplied by. The sum of the output `loss`, times `shown`, is what a
     user sees.
     `adds`: the gradients are added to those that the step before has left. `updates`: the programs that end the step, in their
-    order, each with its scalars; the first has the output "clip". `rates`: the learning rates, of which a user sees all.
-    """
+    order, each with its scalars; the first has the output "clip". `rates`: the learning rates, of which a user sees all."""
 
     seq: int
     rates: Mapping[str, float]

@@ -7,8 +7,7 @@ parameter's gradient may have any constant, for AdamW divides it out. But where 
 gradient must stand in the true proportion to the stream's. So all factors of a branch have the same product on both ways.
 
 All operands of products are of unit size, on both ways: factors come behind the products. Gradients of weights are sums over the
-tokens of a step, so their rms is about the root of the number of tokens.
-"""
+tokens of a step, so their rms is about the root of the number of tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Branch:
     before, and the stream is the sum of them all and of the embedding, divided so that it has unit size: each has the same share.
     `inside` is the rms of what the second product reads.
 
-    On the way forward the second product is multiplied by the branch's share, on the way back the first one is.
-    """
+    On the way forward the second product is multiplied by the branch's share, on the way back the first one is."""
 
     number: int
     inside: float = 1.0

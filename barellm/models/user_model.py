@@ -1,7 +1,5 @@
 """An architecture in a file of the user's, for commands: the option --model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
@@ -27,8 +25,7 @@ def add(path: Path) -> None:
     """Run a file of Python that has an architecture (`barellm.models` says what that is). All of this process then knows it by the
     file's name, and its presets too. It is the module that a program in the same folder would import.
 
-    UserError for a file that has none, for a name that is taken, and, with the line, for code that fails.
-    """
+    UserError for a file that has none, for a name that is taken, and, with the line, for code that fails."""
     name, file = path.stem, path.resolve()
     if models.ADDED.get(name) == file:
         return

@@ -8,8 +8,7 @@ So the end of a step is one of three programs, and one more runs where they part
     update          the matrices of layers; their gradients become zero, and the others go on growing in the next step
     optimizer_step_tied     all but the embedding, which becomes the transpose of the new head
     optimizer_step_untied   all
-    untie           the embedding's state becomes the transpose of the head's
-"""
+    untie           the embedding's state becomes the transpose of the head's"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

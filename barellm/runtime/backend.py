@@ -1,7 +1,5 @@
 """Backends by name: what trains and samples never imports one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -18,8 +18,7 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
     constant  `lr`
     wsd       warmup, stable, decay (Hu et al. 2024): `lr`, then a line to `min_lr` over the last `decay_fraction` of all steps
 
-    `total` None: the number of steps is not chosen yet (`minutes`), the rate stays at `lr` after the warmup.
-    """
+    `total` None: the number of steps is not chosen yet (`minutes`), the rate stays at `lr` after the warmup."""
     return _scheduled(step, optim.lr, optim.min_lr, total=total, optim=optim)
 
 

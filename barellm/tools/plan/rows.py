@@ -1,8 +1,7 @@
 """Rows of tables about a step: seconds of its calls of kernels, summed by op and by kind of op. The same for every backend.
 
 `calls_s` is program -> (calls, 2): seconds of each call's work, and of waiting behind it where there is any. A session has
-`lowered` (the ops of a program after fusion) and `calls` (its calls in order, each with `spec` and `op`).
-"""
+`lowered` (the ops of a program after fusion) and `calls` (its calls in order, each with `spec` and `op`)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

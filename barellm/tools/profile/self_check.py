@@ -1,8 +1,6 @@
 """The child's side of a GPU's self-check (`cuda/self_check.py`): it holds a kernel of the tuner's, or each op of a small model's
 programs, against float64."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from functools import partial
 from typing import Any
