@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import textwrap
 from typing import Any
 
 from barellm import models
@@ -86,11 +87,16 @@ def _constants(row: dict[str, Any]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     kinds = " ".join(str(kind or "-") for kind in row["operands"])
-    return f"{row['symbol']:<44}{row['calls']:>5} calls of {'/'.join(row['ops'])} ({kinds}) {_constants(row)}"
+    more = f"{'/'.join(row['ops'])} ({kinds}) {_constants(row)}"
+    return "\n".join([f"{row['symbol']:<68}{row['calls']:>6} calls", *_indented(more, "  ")])
+
+
+def _indented(text: str, first: str) -> list[str]:
+    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=" " * max(4, len(first)), break_on_hyphens=False)
 
 
 def _head(row: dict[str, Any]) -> list[str]:
-    return ["", f"{row['symbol']}: {'/'.join(row['ops'])}", f"  constants            {_constants(row)}"]
+    return ["", f"{row['symbol']}: {'/'.join(row['ops'])}", *_indented(_constants(row), f"{'  constants':<23}")]
 
 
 def _summary(row: dict[str, Any]) -> list[str]:
@@ -104,8 +110,11 @@ def _summary(row: dict[str, Any]) -> list[str]:
         products = " + ".join(f"{n} {name}" for name, n in inner["multiply_adds"].items()) or "no multiply-adds"
         spills = inner["stack_references"]
         lines += [
-            f"  inner loop {inner['label']:<10}{inner['instructions']} instructions: {products}, {inner['loads']} loads, "
-            f"{inner['stores']} stores, {inner['accumulators']} accumulators",
+            *_indented(
+                f"{inner['instructions']} instructions: {products}, {inner['loads']} loads, {inner['stores']} stores, "
+                f"{inner['accumulators']} accumulators",
+                f"  inner loop {inner['label']:<10}",
+            ),
             f"  register spills      {spills}{'  <-- not enough registers' if spills else ''}",
         ]
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
@@ -141,9 +150,9 @@ def _device_summary(row: dict[str, Any]) -> list[str]:
     spills = f"{code['spills']}{'  <-- not enough registers' if code['spills'] else ''}"
     return [
         *_head(row),
-        f"  operands             {', '.join(row['operands'])}",
-        f"  options              {', '.join(f'{name} {value}' for name, value in row['options'].items())}",
+        *_indented(", ".join(row["operands"]), f"{'  operands':<23}"),
+        *_indented(", ".join(f"{name} {value}" for name, value in row["options"].items()), f"{'  options':<23}"),
         f"  registers            {code['registers']} a thread, {code['stack']} bytes of stack, spills {spills}",
         f"  shared memory        {code['shared']:,} bytes a block",
-        f"  instructions         {code['instructions']}: {line(code['counts'])}",
+        *_indented(f"{code['instructions']}: {line(code['counts'])}", f"{'  instructions':<23}"),
     ]
