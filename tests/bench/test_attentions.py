@@ -71,7 +71,7 @@ def test_of_several_backends_each_has_a_ratio_and_the_fastest_is_the_peer():
     r = attentions.row(case, "both", turns, 1.0)
     assert r["ratios"] == {"flash": 1.5, "cudnn": 1.25, "efficient": 3.0}
     assert (r["backend"], r["peer_s"], r["ratio"]) == ("cudnn", 3.5, 1.25)
-    assert attentions.line(r).endswith(" 1.25x cudnn") and len(attentions.line(r)) <= 80
+    assert attentions.line(r).endswith(" 1.25x cudnn")
     alone = attentions.row(case, "both", {"ours": [[2.0]], "peer": [[3.0]]}, 1.0)
     assert "ratios" not in alone and attentions.line(alone).endswith(" 1.50x")
 
