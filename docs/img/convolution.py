@@ -41,7 +41,11 @@ def draw(result: dict[str, Any]) -> Any:
         names = [re.sub(", | (?=->)|(?<=depthwise) |(?<=ResNet) ", "\n", row["layer"]) for row in rows]
         ax.set_xticks(range(len(rows)), names, fontsize=8)
         ax.set_ylabel("direct FLOP/s / peak")
-        ax.set_title(f"convolution forward in fp32, batch {batch}: share of the peak that a direct algorithm would need", loc="left", fontsize=10)
+        ax.set_title(
+            f"convolution forward in fp32, batch {batch}: share of the peak that a direct algorithm would need",
+            loc="left",
+            fontsize=10,
+        )
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].legend(ncols=5, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
     axes[0].set_ylim(0, 1.5)
