@@ -85,12 +85,12 @@ def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
     low, high = min(low, -20), max(high, 18)  # the lines of the formats are in the picture
     most = max(len(panel) for panels in found for panel in panels)
     height = max(2.6, 0.15 * min(most, MOST_LABELS) + 1.0)
-    figure = Figure(figsize=(14, height * len(rows) + 0.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(15, height * len(rows) + 0.6), dpi=110, layout="constrained")
     axes = figure.subplots(len(rows), len(KINDS), squeeze=False)
     for row, panels, line in zip(rows, found, axes, strict=True):
         for what, panel, here in zip(KINDS, panels, line, strict=True):
             _panel(here, panel, low=low, high=high)
-            here.set_title(f"{what}, step {row['step']}", fontsize=9.5)
+            here.set_title(f"{what}, step {row['step']}", fontsize=8.5)
     handles = [axes[0, 0].plot([], [], color=color, label=name)[0] for name, color in LINES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10, frameon=False)
     figure.suptitle(f"{title}: exponents of each tensor's elements".removeprefix(": "), fontsize=12, parse_math=False)
