@@ -51,7 +51,7 @@ def write(results: list[dict], path: Path = FILE) -> None:
             draw(axes, *panel)
         for axes in list(grid.flat)[len(made) :]:
             axes.axis("off")
-        note = "time of a training step, barellm = 1; dashed: the roofline (an estimate: model FLOPs at the peak, and one pass of AdamW)"
+        note = "time of a training step, barellm = 1; dashed: the roofline (model FLOPs at the peak, one pass of AdamW)"
         figure.text(0.01, 0.012, note, color=SOFT)
         figure.tight_layout(rect=(0, 0.035, 1, 1), w_pad=2.5)
         metadata = {"Date": None, "Title": "Steps relative to ours", "Description": words(results)}

@@ -11,6 +11,7 @@ from barellm import models
 from barellm.cli import help, options
 from barellm.config import Config
 from barellm.errors import UserError
+from barellm.training.console import show
 
 KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
@@ -39,11 +40,7 @@ def configure(parser: options.Parser) -> None:
     rare.add_argument(
         "--interleave", type=int, metavar="N", help="step --baselines, gemm, attention, scaling: interleaved rounds (default: 7)"
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE.json",
-        help="where the result goes (step --baselines, attention --baselines and scaling: runs/bench/)",
-    )
+    parser.add_argument("--out", metavar="FILE.json", help="where the result goes (with --baselines, and of scaling: runs/bench/)")
     rare.add_argument(
         "--publish",
         action="store_true",
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         _try(Path(args.out))
     result, text = _measured(args, config)
-    print(json.dumps(result) if args.json else "\n".join(text))  # before the disk may turn out to be full
+    print(json.dumps(result)) if args.json else show("\n".join(text))  # before the disk may turn out to be full
     out = _out(args, config, result)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +106,7 @@ def _try(out: Path) -> None:
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     """The result, and the lines that a person reads."""
     rounds = _rounds(args)
-    report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    report: Callable[[str], None] = (lambda line: None) if args.json else show
     if args.what == "scaling":
         from barellm.tools.bench import scaling
 
@@ -250,7 +247,7 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 
 
 def _gemm_head(baseline: str) -> list[str]:
-    lines = ["% of peak with operands in the caches (warm) and not (cold); + adds to a gradient"]
+    lines = ["% of peak, operands in the caches (warm) and not (cold); +: adds to a gradient"]
     lines += [f"times as fast as {baseline}, warm and cold"] * bool(baseline)
     head = f"{'layer':<12}{'op':<18}{'M x N x K':<17}{'ms':>9}{'warm %':>7}{'cold %':>7}{'times' * bool(baseline):>10}"
     return [*lines, "", head.rstrip()]
@@ -343,7 +340,7 @@ def _scaling_lines(r: dict[str, Any]) -> list[str]:
     for case in r["cases"]:
         if "rival_share" in case:
             fair = f"{100 * case['rival_share']:.0f} % of a core, worth {case['slower_by_what_was_taken']:.2f}x"
-            words = f"{case['slower']:.2f}x as long as without;\n{'':<45}it took {fair}"
+            words = f"{case['slower']:.2f}x as long as without;\n{'':<40}it took {fair}"
         elif "slower_than_one_thread" in case:
             words = f"{case['slower_than_one_thread']:.2f}x as long as 1 thread"
         else:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import textwrap
 from typing import Any
 
 from barellm import models
@@ -10,6 +9,7 @@ from barellm.cli.options import add_device, add_weights, dtype
 from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.tools.inspect.device_code import line
+from barellm.training.console import show
 
 STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
 
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(head | {"kernels": rows}))
     else:
-        print(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} kernel instances")
+        show(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} kernel instances")
         lines = _summary if on_cpu else _device_summary
-        print("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
+        show("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
     return 0
 
 
@@ -87,16 +87,11 @@ def _constants(row: dict[str, Any]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     kinds = " ".join(str(kind or "-") for kind in row["operands"])
-    more = f"{'/'.join(row['ops'])} ({kinds}) {_constants(row)}"
-    return "\n".join([f"{row['symbol']:<68}{row['calls']:>6} calls", *_indented(more, "  ")])
-
-
-def _indented(text: str, first: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=" " * max(4, len(first)), break_on_hyphens=False)
+    return f"{row['symbol']:<44}{row['calls']:>5} calls of {'/'.join(row['ops'])} ({kinds}) {_constants(row)}"
 
 
 def _head(row: dict[str, Any]) -> list[str]:
-    return ["", f"{row['symbol']}: {'/'.join(row['ops'])}", *_indented(_constants(row), f"{'  constants':<23}")]
+    return ["", f"{row['symbol']}: {'/'.join(row['ops'])}", f"  constants            {_constants(row)}"]
 
 
 def _summary(row: dict[str, Any]) -> list[str]:
@@ -110,11 +105,8 @@ def _summary(row: dict[str, Any]) -> list[str]:
         products = " + ".join(f"{n} {name}" for name, n in inner["multiply_adds"].items()) or "no multiply-adds"
         spills = inner["stack_references"]
         lines += [
-            *_indented(
-                f"{inner['instructions']} instructions: {products}, {inner['loads']} loads, {inner['stores']} stores, "
-                f"{inner['accumulators']} accumulators",
-                f"  inner loop {inner['label']:<10}",
-            ),
+            f"  inner loop {inner['label']:<10}{inner['instructions']} instructions: {products}, {inner['loads']} loads, "
+            f"{inner['stores']} stores, {inner['accumulators']} accumulators",
             f"  register spills      {spills}{'  <-- not enough registers' if spills else ''}",
         ]
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
@@ -150,9 +142,9 @@ def _device_summary(row: dict[str, Any]) -> list[str]:
     spills = f"{code['spills']}{'  <-- not enough registers' if code['spills'] else ''}"
     return [
         *_head(row),
-        *_indented(", ".join(row["operands"]), f"{'  operands':<23}"),
-        *_indented(", ".join(f"{name} {value}" for name, value in row["options"].items()), f"{'  options':<23}"),
+        f"  operands             {', '.join(row['operands'])}",
+        f"  options              {', '.join(f'{name} {value}' for name, value in row['options'].items())}",
         f"  registers            {code['registers']} a thread, {code['stack']} bytes of stack, spills {spills}",
         f"  shared memory        {code['shared']:,} bytes a block",
-        *_indented(f"{code['instructions']}: {line(code['counts'])}", f"{'  instructions':<23}"),
+        f"  instructions         {code['instructions']}: {line(code['counts'])}",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
-        print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
+        show("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
         print("\n" + "\n".join(_map(plan.memory_map(built))))
     return 0
@@ -228,8 +227,7 @@ def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
         options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
         groups.setdefault(f"{r['optimizer']}, {r['rate']:.3g}, {options}", []).append(r)
     for rule, same in groups.items():
-        lines += ["", *textwrap.wrap(rule, 80, subsequent_indent="  ")]
-        lines += [f"  {r['names']:<44}{' x '.join(map(str, r['shape'])):>24}{r['count']:>8}" for r in same]
+        lines += ["", rule] + [f"  {r['names']:<44}{' x '.join(map(str, r['shape'])):>24}{r['count']:>8}" for r in same]
     return lines
 
 

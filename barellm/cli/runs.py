@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from barellm import models
 from barellm.config import overrides
 from barellm.errors import UserError
-from barellm.training.console import duration, short
+from barellm.training.console import duration, short, show
 
 CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "data.tokenizer", "train.steps")
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for row in found if args.json else ():
         print(json.dumps(row))
     if not args.json:
-        print("\n".join(table(found)))
+        show("\n".join(table(found)))
     return 0
 
 
@@ -80,10 +79,5 @@ def table(found: list[dict[str, Any]]) -> list[str]:
         lines.append(f"{' '.join(numbers)}  {Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
         short_names = overrides.SHORT_NAMES
         own = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
-        lines += wrapped(f"{f['preset']}: {', '.join(own)}" if own else str(f["preset"]))
+        lines.append(f"{'':9}{f['preset']}{': ' * bool(own)}{', '.join(own)}")
     return [*lines, "", "*: the best; barellm plot RUN ... draws their curves"]
-
-
-def wrapped(text: str) -> list[str]:
-    indent = " " * 9
-    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)

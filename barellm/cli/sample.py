@@ -194,9 +194,10 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
 def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> None:
     from barellm.tools.bench.decoding import weight_bytes
     from barellm.tools.plan.roofline import measured_ceiling
+    from barellm.training.console import show
 
     rates = measured_ceiling(device=compiled.device).bandwidth
-    print(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
+    show(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), sys.stderr)
 
 
 def _write(piece: str) -> None:

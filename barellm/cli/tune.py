@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import Parser, add_configuration, add_device, configuration
 from barellm.errors import UserError
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     from barellm.config import Config
@@ -74,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         for v in found:
             for name, reason in v.rejected:
-                print(f"rejected for {v.problem}: {name}: {reason}")
+                show(f"rejected for {v.problem}: {name}: {reason}")
             if v.rival:
                 name, ratio = v.rival
-                print(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
+                show(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
         done = f"{len(found)} of {len(problems)} {noun}, {len(faster)} faster than their default by more than noise"
-        print(f"\n{status}: {done}; kept in {tuner.database.path}")
+        show(f"\n{status}: {done}; kept in {tuner.database.path}")
     return 130 if status == "interrupted" else 0
 
 
