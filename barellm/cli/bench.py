@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,7 +297,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
         f"step        {speed}, {r['tokens_per_s']:,.0f} tokens/s",
         f"operations  {r['flops'] / 1e9:,.2f} GFLOP, {peak}",
         f"first step  {r['first_step_s']:.2f} s after the start",
-        *textwrap.wrap(split, 68, initial_indent=" " * 12, subsequent_indent=" " * 12),
+        f"         {split}",
         f"memory      arena {r['arena_bytes']:,} bytes; peak of the process {r['peak_rss_bytes']:,}",
         f"            the process added {r['rss_added_bytes']:,} ({100 * (r['rss_added_over_plan'] - 1):+.1f} %)",
         f"warm steps  {r['minor_faults']} page faults at most, {r['python_calls']} Python calls, "

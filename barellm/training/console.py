@@ -153,8 +153,8 @@ def fitted(text: str, columns: int) -> str:
 
 def show(text: str, stream: TextIO | None = None) -> None:
     """Print a text, on stdout unless another stream is given, in lines that a terminal does not break."""
-    stream = stream or sys.stdout
-    print(fitted(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream, flush=True)
+    to = stream or sys.stdout
+    print(fitted(text, shutil.get_terminal_size().columns) if to.isatty() else text, file=to, flush=True)
 
 
 def duration(seconds: float) -> str:
