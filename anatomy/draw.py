@@ -39,12 +39,12 @@ def peak(found: dict[str, Any], threads: int, dtype: str = "fp32") -> float:
 def staircase(found: dict[str, Any], path: Path) -> None:
     rows = [row for row in found["rungs"] if "flops" in row]
     figure = plt.figure(figsize=(11.6, 4.6))
-    left = axes_of(figure, (1, 2, 1), f"{found['size']} x {found['size']} x {found['size']}, GFLOP/s")
+    left = axes_of(figure, (1, 2, 1), f"GFLOP/s of each rung, M = N = K = {found['size']}")
     rates = [row["flops"] / 1e9 for row in rows]
     colours = [BLUE if row["threads"] == 1 else RED for row in rows]
     left.bar(range(len(rows)), rates, color=colours, width=0.82)
     for x, rate in enumerate(rates):
-        left.text(x, rate * 1.06, f"{rate:.3g}", ha="center", fontsize=8, color=INK)
+        left.text(x, rate * 0.94, f"{rate:.3g}", ha="center", va="top", fontsize=8.5, color="white", weight="bold")
     for threads in sorted({p["threads"] for p in found["peaks"]}):
         level = peak(found, threads)
         left.axhline(level, color=SOFT, linewidth=1, linestyle="--")
@@ -54,7 +54,7 @@ def staircase(found: dict[str, Any], path: Path) -> None:
     left.set_ylim(min(rates) / 2, max(*rates, level) * 1.6)
     left.set_xticks(range(len(rows)), [f"{row['number']} {row['name']}" for row in rows], rotation=38, ha="right")
 
-    right = axes_of(figure, (1, 2, 2), "the roofline of one thread")
+    right = axes_of(figure, (1, 2, 2), "roofline of one thread, with the rungs' numbers")
     top = peak(found, 1)
     for name, level in found["levels"].items():
         slope = level["bytes_per_s"] / 1e9
@@ -69,9 +69,17 @@ def staircase(found: dict[str, Any], path: Path) -> None:
     for x, same in groups.items():
         for row in same:
             right.plot(x, row["flops"] / 1e9, "o", color=INK, markersize=4)
-            right.annotate(str(row["number"]), (x, row["flops"] / 1e9), (5, -3), textcoords="offset points", fontsize=8)
+        close: list[list[dict[str, Any]]] = []  # rungs whose points touch share a label
+        for row in sorted(same, key=lambda row: -row["flops"]):
+            if close and close[-1][-1]["flops"] < 1.3 * row["flops"]:
+                close[-1].append(row)
+            else:
+                close.append([row])
+        for near in close:
+            words = ", ".join(str(row["number"]) for row in near)
+            right.annotate(words, (x, near[0]["flops"] / 1e9), (7, -3), textcoords="offset points", fontsize=8.5)
     right.set(xscale="log", yscale="log", xlim=(0.08, 20), ylim=(min(rates) / 2, top * 2.5))
-    right.set_xlabel("operations for each byte that the inner loop loads or stores", fontsize=8.5, color=INK)
+    right.set_xlabel("arithmetic intensity: FLOP for each byte that the inner loop loads or stores", fontsize=8.5, color=INK)
     right.set_ylabel("GFLOP/s", fontsize=8.5, color=INK)
     right.legend(fontsize=8, frameon=False, loc="lower right", title="reading from", title_fontsize=8)
     save(figure, path)
@@ -81,8 +89,8 @@ def hierarchy(found: dict[str, Any], path: Path) -> None:
     figure = plt.figure(figsize=(11.6, 3.6))
     sizes = [row["bytes"] for row in found["memory"]]
     for place, key, scale, title in (
-        (1, "latency_ns", 1, "nanoseconds until a load is there"),
-        (2, "bytes_per_s", 1e9, "GB/s that one thread reads"),
+        (1, "latency_ns", 1, "latency of a load, ns"),
+        (2, "bytes_per_s", 1e9, "read bandwidth of one thread, GB/s"),
     ):
         axes = axes_of(figure, (1, 2, place), title)
         axes.plot(sizes, [row[key] / scale for row in found["memory"]], color=BLUE, marker="o", markersize=3, linewidth=1.4)

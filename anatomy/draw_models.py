@@ -34,18 +34,18 @@ def blank(figure: Any, place: tuple[int, int, int], title: str, width: float, he
 def tiles(path: Path) -> None:
     """One step of a register tile, and operations for each number loaded over the size of the tile."""
     figure = plt.figure(figsize=(11.6, 4.0))
-    axes = blank(figure, (1, 2, 1), "one step of a tile of 6 rows x 2 vectors of 8", 21, 10)
+    axes = blank(figure, (1, 2, 1), "one step of a register tile of 6 rows x 2 vectors of 8", 21, 11)
     squares(axes, (3, 3), (6, 16), lambda r, c: "#cfe0f1" if c < 8 else "#e3effa")
     squares(axes, (3, 1), (1, 16), lambda r, c: "#f6d4a8")
     squares(axes, (1, 3), (6, 1), lambda r, c: "#f3b8ad")
     words = (
         ("16 numbers of B: 2 loads", (11, 0.75)),
-        ("6 of A:\n6 loads", (0.0, 9.9)),
+        ("6 of A:\n6 loads", (0.0, 10.9)),
         ("96 sums of C in 12 registers", (11, 9.7)),
     )
     for text, (x, y) in words:
         axes.text(x, y, text, fontsize=8.5, color=SOFT, ha="left" if x == 0 else "center", va="bottom")
-    chart = axes_of(figure, (1, 2, 2), "operations for each number loaded")
+    chart = axes_of(figure, (1, 2, 2), "FLOP for each number loaded")
     shapes = [(1, 1), (1, 8), (2, 8), (4, 8), (4, 16), (6, 16), (12, 32), (32, 32)]
     names = ["scalar", "1 vector", "2 x 1", "4 x 1", "4 x 2", "6 x 2\n(AVX2)", "12 x 2\n(AVX-512)", "4 tiles\n(AMX)"]
     values = [models.reuse(*shape) for shape in shapes]
@@ -71,7 +71,7 @@ def swizzle(path: Path) -> None:
         for r in range(8):
             axes.text(1.8, r + 0.9, f"row {r}", fontsize=8, color=SOFT, ha="right", va="center")
         times = models.conflicts([where(r, 3) for r in range(8)])
-        words = f"chunk 3 of all rows: {times} turn{'s' * (times > 1)}"
+        words = f"reading chunk 3 of all rows: {times} {'cycles, a bank conflict' if times > 1 else 'cycle'}"
         axes.text(6, 9.3, words, fontsize=9, color=RED if times > 1 else GREEN, ha="center", weight="bold")
     save(figure, path)
 
@@ -79,17 +79,17 @@ def swizzle(path: Path) -> None:
 def quantisation(path: Path) -> None:
     """How much of a GPU's work is wasted, over the size of a square product."""
     figure = plt.figure(figsize=(11.6, 3.8))
-    axes = axes_of(figure, (1, 2, 1), "waves: tiles on 132 multiprocessors")
+    axes = axes_of(figure, (1, 2, 1), "wave quantization: tiles on 132 multiprocessors")
     counts = range(1, 133 * 5)
     axes.plot(counts, [models.wave_efficiency(n, 132) for n in counts], color=BLUE, linewidth=1.2)
     axes.annotate("133 tiles: 50 %", (133, models.wave_efficiency(133, 132)), (185, 0.42), fontsize=8.5, color=SOFT,
                   arrowprops={"arrowstyle": "-", "color": LINE})  # fmt: skip
     axes.set(ylim=(0, 1.05), xlabel="tiles", ylabel="share that is busy")
-    axes = axes_of(figure, (1, 2, 2), "waves and edges: square products")
+    axes = axes_of(figure, (1, 2, 2), "wave and tile quantization: M = N = K")
     sizes = range(256, 8193, 32)
     for tile, colour in (((128, 256), BLUE), ((64, 64), GREEN)):
         values = [models.efficiency(n, n, tile, 132) for n in sizes]
         axes.plot(sizes, values, color=colour, linewidth=1.0, label=f"tiles of {tile[0]} x {tile[1]}")
-    axes.set(ylim=(0, 1.05), xlabel="rows, columns", ylabel="useful share")
+    axes.set(ylim=(0, 1.05), xlabel="M = N = K", ylabel="useful share")
     axes.legend(fontsize=8.5, frameon=False, loc="lower right")
     save(figure, path)

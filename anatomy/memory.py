@@ -17,7 +17,7 @@ from barellm.cpu.specialisation import Specialisation
 LINE = 64  # bytes of a cache line
 UNROLLED = 8  # steps of a turn of either loop
 HUGE = 2 << 20
-LOADS = 1 << 17  # of a chase: half a millisecond in the first cache, 15 in memory
+LOADS = 1 << 17  # of a chase: half a millisecond in L1, 15 in memory
 READ_BYTES = 1 << 26  # of a measurement of bandwidth, at least
 
 
@@ -52,7 +52,7 @@ def huge(nbytes: int) -> np.ndarray:
 
 
 def sizes() -> list[int]:
-    """From a quarter of the first cache to four times the last one: powers of two, and three quarters of them."""
+    """From a quarter of L1 to four times the last one: powers of two, and three quarters of them."""
     least, most = caches()[1] // 4, 4 * max(caches().values())
     powers = [1 << n for n in range(least.bit_length() - 1, most.bit_length())]
     return sorted({n for p in powers for n in (p * 3 // 4, p) if least <= n <= most})
@@ -109,7 +109,7 @@ def measured(rounds: int) -> list[dict[str, Any]]:
 
 
 def levels(rows: list[dict[str, Any]], cached: dict[int, int]) -> dict[str, dict[str, Any]]:
-    """The row that stands for each level: half of the first cache, four times the cache before for the others (if that fits), and
+    """The row that stands for each level: half of L1, four times the cache before for the others (if that fits), and
     the largest buffer for memory."""
     found, before = {}, 0
     for level, size in sorted(cached.items()):

@@ -1,4 +1,4 @@
-"""barellm: GPT training from Python with nothing in between."""
+"""barellm: GPT training, fine-tuning and inference from Python, without a deep-learning framework."""
 
 __version__ = "0.1.0"
 _MODULES = {"Model": "api", "load": "api", "Run": "runs", "Step": "runs", "train": "runs"}

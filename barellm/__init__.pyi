@@ -86,7 +86,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
     callbacks: Iterable[Callable[[Step], object]] = (),
     quiet: bool = False,
     model: Mapping[str, object] = ...,

@@ -225,6 +225,7 @@ def draw(found: dict[str, Any]) -> None:
         axes.set_xlabel("loss gained by leaving it out, in nats per token (to the right: the part helps)")
         axes.legend(frameon=False, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title("speedrun-small: what each part is worth", loc="left", fontsize=11)
         figure.tight_layout()
         figure.savefig(PICTURE, facecolor="white", metadata={"Date": None, "Title": "What each part is worth"})
 

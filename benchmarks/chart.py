@@ -28,7 +28,7 @@ def panels(results: list[dict]) -> list[tuple[str, float, list[tuple[str, float]
 def words(results: list[dict]) -> str:
     """The chart as text. It is in the file, which shows what the picture was drawn from."""
     parts = [
-        f"{what}: {', '.join(f'{name} {times:.2f}' for name, times in bars)}; bound {bound:.2f}"
+        f"{what}: {', '.join(f'{name} {times:.2f}' for name, times in bars)}; roofline {bound:.2f}"
         for what, bound, bars in panels(results)
     ]
     return " | ".join(parts)
@@ -51,7 +51,7 @@ def write(results: list[dict], path: Path = FILE) -> None:
             draw(axes, *panel)
         for axes in list(grid.flat)[len(made) :]:
             axes.axis("off")
-        note = "time of a step, ours = 1; the dashed line is the bound: model FLOPs at the measured peak, and one pass of AdamW"
+        note = "time of a training step, barellm = 1; dashed: the roofline (model FLOPs at the peak, one pass of AdamW)"
         figure.text(0.01, 0.012, note, color=SOFT)
         figure.tight_layout(rect=(0, 0.035, 1, 1), w_pad=2.5)
         metadata = {"Date": None, "Title": "Steps relative to ours", "Description": words(results)}
@@ -66,7 +66,7 @@ def draw(axes, what: str, bound: float, bars: list[tuple[str, float]]) -> None:
         inside = {"ha": "right", "x": min(times, MOST) - 0.04} if cut else {"ha": "left", "x": times + 0.03}
         axes.text(y=i, s=f"{times:.2f}x{cut}", va="center", color=INK, **inside)
     axes.axvline(bound, color=INK, linewidth=1, linestyle=(0, (3, 2)))
-    axes.text(bound - 0.02, len(bars) - 0.2, f"bound {bound:.2f}", ha="right", va="center", color=SOFT, fontsize=7.5)
+    axes.text(bound - 0.02, len(bars) - 0.2, f"roofline {bound:.2f}", ha="right", va="center", color=SOFT, fontsize=7.5)
     axes.set_title(what, loc="left", fontsize=9.5, color=INK)
     axes.set(xlim=(0, MOST + 0.02), ylim=(len(bars) + 0.2, -0.6), xticks=[])
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])

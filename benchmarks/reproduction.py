@@ -173,7 +173,8 @@ def draw_steps(axes: Any, found: dict[str, Any]) -> None:
         axes.text(1e3 * row["median_s"], i + 0.5 * mine, f" {1e3 * row['median_s']:,.0f}", va="center", color=INK)
     axes.set_yticks([i + 0.5 * row["name"].startswith("barellm") for i, row in enumerate(rows)], [row["name"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step of 2,048 tokens")
+    axes.set_xlabel("ms a step of 2,048 tokens")
+    axes.set_title("time of a training step, change by change", loc="left", fontsize=11)
 
 
 def draw_curve(axes: Any, found: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ def draw_curve(axes: Any, found: dict[str, Any]) -> None:
     axes.plot(steps, found["ours"], color=OURS, linewidth=1, label="barellm")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per token")
+    axes.set_title("training loss from the same weights and batches", loc="left", fontsize=11)
     axes.legend(frameon=False)
 
 

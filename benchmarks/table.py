@@ -72,7 +72,7 @@ MANY = 10**8  # bytes: several times what the caches hold
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--peers torch`, of the
+    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--baselines torch`, of the
     comparisons of losses, and for each whole run."""
     lines = []
     for file, r in files.items():
@@ -127,7 +127,7 @@ def facts(files: dict[str, dict]) -> list[str]:
 
 
 def attention(r: dict) -> str:
-    """All cases of `bench attention --peers torch`."""
+    """All cases of `bench attention --baselines torch`."""
     words = []
     for what, name in (("forward", "forward"), ("both", "forward and backward")):
         ratios = [case["ratio"] for case in r["cases"] if case["what"] == what]
@@ -253,7 +253,7 @@ def parts() -> dict[Path, str]:
         made = [steps, others, starts if folder else [], gemm_table(files), optimizers_table(files)]
         details += [title, *("\n".join(lines) for lines in made if lines)]
     if not details:
-        return {SPEED: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
+        return {SPEED: "Nothing is measured yet: `barellm bench step PRESET --baselines all` fills benchmarks/results/."}
     return {SPEED: "\n\n".join(front), DETAILS: "\n\n".join(details)}
 
 

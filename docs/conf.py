@@ -18,7 +18,9 @@ myst_heading_anchors = 4  # a link to a heading that is not there is a warning, 
 
 
 def keep_out_of_search(app, doctree):
-    """Decisions are reached from their index: they stand in no menu, and the search leaves them out."""
+    """Decisions are reached from their index: they stand in no menu. The search leaves them out, and other logs."""
+    if app.env.docname in ("CHANGELOG", "docs/results"):
+        app.env.metadata[app.env.docname]["nosearch"] = True
     if (docname := app.env.docname).startswith("docs/decisions/"):
         app.env.metadata[docname]["nosearch"] = True
         if not docname.endswith("/README"):

@@ -11,7 +11,7 @@ import barellm
 from barellm import models
 from barellm.cli import help
 from barellm.cli.main import COMMANDS, parser_of
-from barellm.config import DataConfig, OptimConfig, TrainConfig, overrides
+from barellm.config import DataConfig, OptimConfig, TrainConfig, aliases, overrides
 from barellm.config.fields import Section, entries
 
 FILE = Path(__file__).with_name("options.md")
@@ -36,7 +36,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
     callbacks: Iterable[Callable[[Step], object]] = (),
     quiet: bool = False,
     model: Mapping[str, object] = ...,
@@ -80,6 +80,21 @@ def section(part: type[Section]) -> Iterator[tuple[str, str, object, str]]:
         yield key, entry.kind.__name__, getattr(made, name), entry.help + also
 
 
+def others() -> str:
+    """What options of other trainers are here."""
+    names: dict[str, list[str]] = {}
+    for name, key in aliases.KEYS.items():
+        if name != key.partition(".")[2]:
+            names.setdefault(key, []).append(name)
+    lines = ["### Options of other trainers\n"]
+    lines.append("`barellm train` takes these names of nanoGPT, llm.c, torchtitan and transformers as they are:\n")
+    lines += ["| key here | also accepted |", "|---|---|"]
+    lines += [f"| `{key}` | {', '.join(f'`--{name}`' for name in also)} |" for key, also in sorted(names.items())]
+    lines += ["\nand answers these with what it has instead:\n", "| option there | here |", "|---|---|"]
+    lines += [f"| `--{name}` | {text} |" for name, text in sorted(aliases.INSTEAD.items())]
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     parts = [HEAD, "## Commands\n", *commands(), "## Configuration keys\n"]
     parts.append(
@@ -87,6 +102,7 @@ def page() -> str:
     )
     for part in (OptimConfig, DataConfig, TrainConfig):
         parts.append(table(f"[{part.section}]", section(part)))
+    parts.append(others())
     for name in models.names():
         config = models.module(name).Config
         parts.append(table(f"[model] of {name}", section(config)))

@@ -22,6 +22,7 @@ The public API, made of the docstrings by `python docs/reference.py`. [From Pyth
 - [barellm.kernels](#barellmkernels): functions on NumPy arrays
 - [Program](#program): the calls that a model is made of
 """
+WIDTH = 72  # characters of a signature on one line
 LEADING = ("input", "output", "parameter", "cache", "constant", "split", "segment", "apply", "backward")  # of Program
 
 
@@ -43,7 +44,21 @@ def signature(function: Callable[..., Any]) -> str:
         return Bare(annotation) if isinstance(annotation, str) else annotation
 
     given = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values() if p.name != "self"]
-    return str(found.replace(parameters=given, return_annotation=bare(found.return_annotation)))
+    text = str(found.replace(parameters=given, return_annotation=bare(found.return_annotation)))
+    return text if len(text) <= WIDTH else _broken(text)
+
+
+def _broken(text: str) -> str:
+    """The same with a line for each argument, as it is too long for the pages' boxes."""
+    depth, lines = 0, [""]
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == ")" and depth == 0:
+            lines.append("")
+        lines[-1] += letter
+        if letter in "(," and depth == 1:
+            lines.append("")
+    return "\n".join("    " * (0 < i < len(lines) - 1) + line.strip() for i, line in enumerate(lines))
 
 
 def entry(name: str, function: Callable[..., Any]) -> str:

@@ -1,6 +1,6 @@
-"""Rung 3, blocked: a block of B that fits into the first cache is used for all rows of A before the next one is read. Rung 2
+"""Rung 3, blocked: a block of B that fits into L1 is used for all rows of A before the next one is read. Rung 2
 reads all of B again for every row of C. Here a block of DEPTH x COLUMNS numbers, 16 KiB, comes from memory once and is then
-read M times from the first cache. Scalar code can hardly show it, because it asks for four bytes in a cycle; the next rung
+read M times from L1. Scalar code can hardly show it, because it asks for four bytes in a cycle; the next rung
 asks for more.
 """
 

@@ -1,7 +1,7 @@
 """Rung 12, shipped in 16 bits: the same kernel on bf16, as a model's matmuls are trained. It takes the fastest thing that the
 processor has: AMX tiles (rung 8), dot products of pairs (rung 7), or fp32 made from bf16 while a panel is packed. To rung 8 it
-adds that only 256 of the depth are multiplied at a time. So much of a panel stays in the first cache while all rows pass, and
-the sums wait in the second cache for the next part. Read on in barellm/cpu/kernels/gemm/amx.py.
+adds that only 256 of the depth are multiplied at a time. So much of a panel stays in L1 while all rows pass, and
+the sums wait in L2 for the next part. Read on in barellm/cpu/kernels/gemm/amx.py.
 """
 
 from anatomy.rung import rung

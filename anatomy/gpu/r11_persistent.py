@@ -1,7 +1,7 @@
 """Rung 11, persistent: as many blocks as the card has multiprocessors, and each does one tile after the other. While the
 consumers store a tile, the producer already fills the ring for the next one, so its first copies do not have to be waited
 for. The order of the tiles can be chosen now: sixteen rows of tiles are walked together, column by column, and the blocks
-that run at the same time read few different rows and columns, which stay in the second cache.
+that run at the same time read few different rows and columns, which stay in L2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rung 13, Hilbert order: the tiles are done along a Hilbert curve, a line that fills a square and never jumps. The 132 tiles
 that are under way at a time then form a patch about as wide as high, whatever the shape of the matrix, and the next 132 begin
-beside it. So the operands of neighbours are still in the second cache. The order is a table that the host makes once; the
+beside it. So the operands of neighbours are still in L2. The order is a table that the host makes once; the
 kernel is that of rung 12.
 """
 

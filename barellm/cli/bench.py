@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from barellm import models
 from barellm.cli import help, options
 from barellm.config import Config
 from barellm.errors import UserError
+from barellm.training.console import show
 
 KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
@@ -37,11 +37,9 @@ def configure(parser: options.Parser) -> None:
         "on a GPU cublaslt",
     )
     rare.add_argument(
-        "--interleave", type=int, metavar="N", help="step --peers, gemm, attention, scaling: interleaved rounds (default: 7)"
+        "--interleave", type=int, metavar="N", help="step --baselines, gemm, attention, scaling: interleaved rounds (default: 7)"
     )
-    parser.add_argument(
-        "--out", metavar="FILE.json", help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)"
-    )
+    parser.add_argument("--out", metavar="FILE.json", help="where the result goes (with --baselines, and of scaling: runs/bench/)")
     rare.add_argument(
         "--publish",
         action="store_true",
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         _try(Path(args.out))
     result, text = _measured(args, config)
-    print(json.dumps(result) if args.json else "\n".join(text))  # before the disk may turn out to be full
+    print(json.dumps(result)) if args.json else show("\n".join(text))  # before the disk may turn out to be full
     out = _out(args, config, result)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +105,7 @@ def _try(out: Path) -> None:
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     """The result, and the lines that a person reads."""
     rounds = _rounds(args)
-    report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    report: Callable[[str], None] = (lambda line: None) if args.json else show
     if args.what == "scaling":
         from barellm.tools.bench import scaling
 
@@ -117,6 +115,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     if args.what == "gemm":
         from barellm.tools.bench import gemms
 
+        report("\n".join(_gemm_head({"torch": "PyTorch", "cublaslt": "cuBLASLt"}.get(baseline, ""))))
         result = gemms.measure(
             config, tokens=_tokens(args, config), rounds=rounds, report=lambda r: report(_gemm_line(r)), device=args.device,
             baseline=baseline,
@@ -151,7 +150,7 @@ def _rounds(args: argparse.Namespace) -> int:
     what, on_cpu = args.what, args.device == "cpu"
     interleaved = what in ("gemm", "attention", "scaling") or (what == "step" and args.peers is not None)
     if args.interleave is not None and not interleaved:
-        raise UserError("--interleave is for step --peers, gemm, attention and scaling")
+        raise UserError("--interleave is for step --baselines, gemm, attention and scaling")
     if args.tokens is not None and what != "gemm":
         raise UserError("--tokens is for gemm")
     if args.share is not None and what != "attention":
@@ -160,18 +159,18 @@ def _rounds(args: argparse.Namespace) -> int:
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
     if args.peers is not None and what == "ops" and not on_cpu:
-        raise UserError(f"--peers is not for bench ops on {args.device}")
+        raise UserError(f"--baselines is not for bench ops on {args.device}")
     if args.peers == "cublaslt" and what == "gemm" and on_cpu:
-        raise UserError("--peers cublaslt is for bench gemm --device cuda: on a CPU it knows --peers torch")
+        raise UserError("--baselines cublaslt is for bench gemm --device cuda: on a CPU it knows --baselines torch")
     if args.peers is not None and what == "scaling":
-        raise UserError("--peers is for step, ops, gemm and attention")
+        raise UserError("--baselines is for step, ops, gemm and attention")
     if what == "scaling" and not on_cpu:
         raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
     return rounds
 
 
 def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
-    """--peers as `peers.chosen` has it, None without; and whose products, or ops, stand beside ours, "" for nobody's."""
+    """--baselines as `peers.chosen` has it, None without; and whose products, or ops, stand beside ours, "" for nobody's."""
     if args.peers is None:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
@@ -180,8 +179,8 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
 
     chosen = baselines.chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
-        more = ", or --peers cublaslt" if args.what == "gemm" and args.device == "cuda" else ""
-        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
+        more = ", or --baselines cublaslt" if args.what == "gemm" and args.device == "cuda" else ""
+        raise UserError(f"bench {args.what} knows PyTorch's ops only: --baselines torch{more}")
     return chosen, "torch"
 
 
@@ -194,7 +193,7 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
     if args.out:
         raise UserError("--publish chooses the file itself: leave out --out")
     if args.what != "scaling" and not (args.what in ("step", "attention") and args.peers is not None):
-        raise UserError("--publish is for step --peers, attention --peers and scaling")
+        raise UserError("--publish is for step --baselines, attention --baselines and scaling")
     if not FOLDER.is_dir():
         raise UserError(f"{FOLDER} is missing: --publish needs a checkout of the project, not an installed package")
     if args.what != "attention" and config.model != models.preset(config.preset).model:
@@ -246,11 +245,18 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _gemm_head(baseline: str) -> list[str]:
+    lines = ["% of peak, operands in the caches (warm) and not (cold); +: adds to a gradient"]
+    lines += [f"times as fast as {baseline}, warm and cold"] * bool(baseline)
+    head = f"{'layer':<12}{'op':<18}{'M x N x K':<17}{'ms':>9}{'warm %':>7}{'cold %':>7}{'times' * bool(baseline):>10}"
+    return [*lines, "", head.rstrip()]
+
+
 def _gemm_line(r: dict[str, Any]) -> str:
-    shape = f"{r['tokens']} x {r['N']} x {r['K']}"
-    name = f"{r['layer']:<13}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    baseline = f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the baseline" if "times_peer_cold" in r else ""
-    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{baseline}"
+    op = f"{r['op']}{' +' * (r['mode'] == 'add')}"
+    name = f"{r['layer']:<12}{op:<18}{'{tokens}x{N}x{K}'.format(**r):<17}"
+    baseline = f"{r['times_peer_warm']:>5.2f}{r['times_peer_cold']:>5.2f}" if "times_peer_cold" in r else ""
+    return f"{name}{r['warm_s'] * 1e3:>9.3f}{r['warm_percent']:>7.1f}{r['cold_percent']:>7.1f}{baseline}"
 
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
@@ -258,15 +264,15 @@ def _gemm_summary(r: dict[str, Any]) -> list[str]:
     from barellm.tools.plan.devices import where
 
     what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
-    lines = [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
+    lines = [f"{what}, {len(r['products'])} GEMMs: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
     if "peer" not in r:
         return lines
     from barellm.tools.bench.gemms import speedups_by_pass
 
-    lines.append(f"times as fast as {r['peer']} (which adds no bias, activation or residual), least, median, greatest:")
-    for role, kinds in speedups_by_pass(r["products"]).items():
+    lines.append(f"times as fast as {r['peer']}, which fuses nothing; least, median, greatest:")
+    for which, kinds in speedups_by_pass(r["products"]).items():
         times = "".join(f"  {kind} " + " ".join(f"{n:.2f}" for n in numbers) for kind, numbers in kinds.items())
-        lines.append(f"  {role.replace('_', ' '):<16}{times}")
+        lines.append(f"  {which:<6}{times}")
     return lines
 
 
@@ -291,7 +297,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
         f"step        {speed}, {r['tokens_per_s']:,.0f} tokens/s",
         f"operations  {r['flops'] / 1e9:,.2f} GFLOP, {peak}",
         f"first step  {r['first_step_s']:.2f} s after the start",
-        *textwrap.wrap(split, 68, initial_indent=" " * 12, subsequent_indent=" " * 12),
+        f"         {split}",
         f"memory      arena {r['arena_bytes']:,} bytes; peak of the process {r['peak_rss_bytes']:,}",
         f"            the process added {r['rss_added_bytes']:,} ({100 * (r['rss_added_over_plan'] - 1):+.1f} %)",
         f"warm steps  {r['minor_faults']} page faults at most, {r['python_calls']} Python calls, "
@@ -320,25 +326,23 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
 
 def _peers_lines(r: dict[str, Any]) -> list[str]:
     lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}: roofline {r['bound_s'] * 1e3:.1f} ms"]
+    lines.append(f"  {'':<30}{'ms':>9}{'/ ours':>9}{'first step s':>14}{'peak GB':>9}")
     for v in r["variants"]:
-        ratio = v["median_s"] / r["ours_s"]
-        start, peak = v["first_step_s"], v["peak_rss_bytes"] / 1e9
-        lines.append(
-            f"  {v['name']:<26}{v['median_s'] * 1e3:>9.1f} ms  {ratio:>5.2f}x   first step {start:.1f} s, peak {peak:.2f} GB"
-        )
+        times = f"{v['median_s'] * 1e3:>9.1f}{v['median_s'] / r['ours_s']:>8.2f}x"
+        lines.append(f"  {v['name']:<30}{times}{v['first_step_s']:>14.1f}{v['peak_rss_bytes'] / 1e9:>9.2f}")
     best = f"{r['ratio_to_best']:.2f}x faster than the best baseline ({r['best_peer']})"
     return [*lines, f"  {r['percent_of_bound']:.1f} % of the roofline, {best}"]
 
 
 def _scaling_lines(r: dict[str, Any]) -> list[str]:
-    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}"]
+    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}", f"{'ms':>43}"]
     for case in r["cases"]:
         if "rival_share" in case:
-            fair = f"{case['slower_by_what_was_taken']:.2f} is what it took ({100 * case['rival_share']:.0f} % of a core)"
-            words = f"{case['slower']:.2f} times as long as without; {fair}"
+            fair = f"{100 * case['rival_share']:.0f} % of a core, worth {case['slower_by_what_was_taken']:.2f}x"
+            words = f"{case['slower']:.2f}x as long as without;\n{'':<40}it took {fair}"
         elif "slower_than_one_thread" in case:
-            words = f"{case['slower_than_one_thread']:.2f} times as long as on 1 thread"
+            words = f"{case['slower_than_one_thread']:.2f}x as long as 1 thread"
         else:
-            words = f"{case['times_one_thread']:.2f}x, {case['percent_of_bound']:.1f} % of the roofline"
-        lines.append(f"  {case['name']:<36}{case['median_s'] * 1e3:>9.1f} ms  {words}")
+            words = f"{case['times_one_thread']:.2f}x as fast, {case['percent_of_bound']:.1f} % of roofline"
+        lines.append(f"  {case['name']:<33}{case['median_s'] * 1e3:>8.1f}  {words}")
     return lines

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.errors import UserError
     from barellm.native.build import build
     from barellm.tools.inspect.kernels import isa_named
-    from barellm.training.console import Console
+    from barellm.training.console import Console, show
     from barellm.training.run import Run
 
     if args.threads is not None and not 1 <= args.threads <= 1024:
@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     for path in sorted(path for path in built.folder.iterdir() if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     quoted = " ".join(f"'{word}'" if "*" in word else word for word in built.command)
-    print(f"train with: {quoted} --out RUN")
+    show(f"train with: {quoted} --out RUN")
     return 0

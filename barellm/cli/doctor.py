@@ -93,7 +93,7 @@ def gpu() -> dict[str, Any]:
     try:
         cublaslt_path = cublaslt.find()
     except UserError:
-        cublaslt_path = "none (only --matmul cublaslt needs it)"
+        cublaslt_path = "none (only --gemm-backend cublaslt needs it)"
     cubins = list(cuda_compile.cache_folder().glob("*.cubin"))
     found: dict[str, Any] = {
         "cuda-bindings": _version("cuda-bindings"),
@@ -172,7 +172,7 @@ def uses() -> dict[str, Any]:
     facts: dict[str, Callable[[], Any]] = {
         "instruction set": lambda: isa.host().name, "instruction sets here": lambda: ", ".join(isa.available()),
         "default dtype": default_dtype, "threads": thread_count, "text cache": lambda: cache_folder("tokens").parent,
-        "object cache": jit.cache_folder, "tuned products": lambda: tuning.count(isa.host(), thread_count()),
+        "object cache": jit.cache_folder, "tuned GEMMs": lambda: tuning.count(isa.host(), thread_count()),
     }  # fmt: skip
     return {name: _or_problem(fact) for name, fact in facts.items()}
 

@@ -7,13 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
 from barellm.data.cache import new_file
 from barellm.errors import UserError
-from barellm.training.console import show
+from barellm.training.console import Console, show
 
 if TYPE_CHECKING:
     from barellm.cli.checkpoints import Found
@@ -78,11 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
-    from dataclasses import replace
-
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
-    from barellm.training.console import Console
 
     config = checkpoint.config
     source = config.data if args.data is None else replace(config.data, source=args.data)
@@ -118,11 +116,8 @@ def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> No
 
 
 def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
-    from pathlib import Path
-
     from barellm.evaluation import hellaswag
     from barellm.evaluation.scoring import Scorer, shape_for
-    from barellm.training.console import Console
 
     out = _new_file(args.per_document)
     config, path = checkpoint.config, Path(args.hellaswag)
@@ -147,14 +142,10 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
-    from dataclasses import replace
-    from pathlib import Path
-
     from barellm.data import examples, reading
     from barellm.data.sources import find_text, prepare
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
-    from barellm.training.console import Console
 
     out = _new_file(args.per_document)
     assert out is not None
@@ -193,8 +184,6 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
 
 def _new_file(name: str | None) -> Path | None:
     """The path of a file that is not there yet."""
-    from pathlib import Path
-
     if name is not None and Path(name).exists():
         raise UserError(f"{name} exists, expected a new file")
     return None if name is None else Path(name)

@@ -25,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.config.aliases import FORMATS
     from barellm.interop.exported import export
+    from barellm.training.console import show
 
     kind: str = FORMATS.get(args.format) or args.format
     for line in export(Path(args.checkpoint), Path(args.out), kind=kind, dtype=args.dtype, licence=args.license):
-        print(line)
+        show(line)
     return 0

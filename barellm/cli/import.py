@@ -8,6 +8,7 @@ import argparse
 from barellm import models
 from barellm.cli.options import CommandLine, Parser, add_configuration
 from barellm.errors import UserError
+from barellm.training.console import show
 
 
 def configure(parser: Parser) -> None:
@@ -44,16 +45,16 @@ def run(args: argparse.Namespace) -> int:
     has = f"tokenizer {tokenizer.name}" if tokenizer else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
     family, architecture = huggingface.hugging_face(model).model_type, models.name_of(model)
     family += "" if family == architecture else f" (architecture {architecture})"
-    print(f"{saved}: {family}, {count:,} parameters, {model.max_seq} positions, {has}")
+    show(f"{saved}: {family}, {count:,} parameters, {model.max_seq} positions, {has}")
     if tokenizer and (missing := tokenizer.vocab_size - model.vocab_size):
         what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"
-        print(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")
+        show(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")
     if state is not None:
-        print(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
+        show(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
-        print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
+        show("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
     if tokenizer and state is None:
         chats = [f"barellm chat {args.out}"] * bool(tokenizer.conventions.templates)
         for i, line in enumerate([*chats, f"barellm train {config.preset} --init-from {args.out} --data FILE"]):
-            print(f"{'' if i else 'next':<9}{line}")
+            show(f"{'' if i else 'next':<9}{line}")
     return 0

@@ -9,6 +9,7 @@ from barellm.cli.options import add_device, add_weights, dtype
 from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.tools.inspect.device_code import line
+from barellm.training.console import show
 
 STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
 
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(head | {"kernels": rows}))
     else:
-        print(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} kernel instances")
+        show(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} kernel instances")
         lines = _summary if on_cpu else _device_summary
-        print("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
+        show("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
     return 0
 
 

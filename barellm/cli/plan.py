@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
-        print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
+        show("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
         print("\n" + "\n".join(_map(plan.memory_map(built))))
     return 0
@@ -122,7 +123,7 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
         raise UserError(f"--mfu is {args.mfu:g}, expected more than 0 and at most 1")
     ceiling = ceiling or devices.published("h100")
     found = scale.prediction(config, args.ranks, args.interconnect, ceiling=ceiling, utilisation=args.mfu)
-    print(json.dumps(found) if args.json else "\n".join(scale.table(found)))
+    print(json.dumps(found)) if args.json else show("\n".join(scale.table(found)))
     return 0
 
 
@@ -136,7 +137,7 @@ def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
         raise UserError(f"--gemm is {M} {N} {K}, expected sizes of at least 1")
     built = devices.lower({"gemm": waves.one_gemm(M, N, K, dtype)}, "cuda")
     tilings, lines = _tilings(args, built, ["gemm"], Sizes(batch=M))
-    print(json.dumps({"dtype": dtype, **built.machine, "gemms": tilings}) if args.json else "\n".join(lines))
+    print(json.dumps({"dtype": dtype, **built.machine, "gemms": tilings})) if args.json else show("\n".join(lines))
     return 0
 
 
@@ -194,11 +195,11 @@ def _tables(n: dict[str, Any]) -> list[str]:
         for name, row in n["families"].items()
     ]
     timed, batches = "expected_s" in n, f"{n['accumulate']} micro-batch{'es' * (n['accumulate'] != 1)}"
-    lines += ["", f"{f'a step of {batches}, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  roofline ms" if timed else "")]
+    lines += ["", f"{f'a step of {batches}, fused':<39}{'ops':>6}{'GFLOP':>13}{'GB':>10}{'roofline ms' * timed:>12}".rstrip()]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
-        tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
-        lines.append(f"  {name:<42}{row['count']:>8g}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
+        tail = f"{row['expected_s'] * 1e3:>12.2f}" if timed else ""
+        lines.append(f"  {name:<37}{row['count']:>6g}{row['flops'] / 1e9:>13.3f}{row['bytes'] / 1e9:>10.3f}{tail}")
     fused = ", ".join(f"{name} {count}" for name, count in n["fusions"].items())
     calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in n["step"])
     what = "launches" if n["device"] == "cuda" else "calls"
@@ -220,17 +221,22 @@ def _fits(n: dict[str, Any]) -> str:
 
 
 def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, peak learning rate, hyperparameters"]
+    lines = ["optimizer, peak learning rate, hyperparameters: tensors, their shape and number"]
+    groups: dict[str, list[dict[str, Any]]] = {}
     for r in rows:
-        reported = ", ".join(f"{name} {value}" for name, value in r["options"].items())
-        shape = " x ".join(str(n) for n in r["shape"])
-        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {reported}")
+        options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+        groups.setdefault(f"{r['optimizer']}, {r['rate']:.3g}, {options}", []).append(r)
+    for rule, same in groups.items():
+        lines += ["", rule] + [f"  {r['names']:<44}{' x '.join(map(str, r['shape'])):>24}{r['count']:>8}" for r in same]
     return lines
 
 
 def _map(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'offset':>16}{'bytes':>16}  {'role':<12}{'alive':<22}name"]
-    for r in rows:
-        alive = f"{r['program']} {r['first']}..{r['last']}" if "program" in r else "always"
-        lines.append(f"{r['offset']:>16,}{r['bytes']:>16,}  {r['role']:<12}{alive:<22}{r['name']}")
+    """Each program's own below its name, with the ops that they are alive in."""
+    lines: list[str] = []
+    for program, found in itertools.groupby(rows, lambda r: r.get("program", "always alive")):
+        lines += [*[""] * bool(lines), program, f"{'offset':>16}{'bytes':>16}  {'role' if 'always' in program else 'ops':<11}name"]
+        for r in found:
+            alive = f"{r['first']}..{r['last']}" if "program" in r else r["role"]
+            lines.append(f"{r['offset']:>16,}{r['bytes']:>16,}  {alive:<11}{r['name']}")
     return lines

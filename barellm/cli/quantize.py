@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_device
 from barellm.errors import UserError
 from barellm.program.quantization import quantize, scheme
-from barellm.training.console import show
+from barellm.training.console import Console, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from barellm.assembly.build import build_programs
     from barellm.assembly.quantized import quantize_programs
     from barellm.checkpoint import checkpoint as checkpoints
@@ -93,8 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _loss(checkpoint: Found, source: str | None) -> str:
     """In words, on a few validation tokens; "" where the text is not here."""
-    from dataclasses import replace
-
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
     from barellm.training.report import perplexity
@@ -119,14 +117,11 @@ def _how(calibration: dict | None) -> str:
 
 def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: int) -> tuple[dict[str, np.ndarray], dict]:
     """Gives the moments of what each product but the classifier reads, and what they were measured on."""
-    from dataclasses import replace
-
     from barellm.assembly.build import build_programs, opened
     from barellm.assembly.quantized import products_of
     from barellm.data.loader import Validation
     from barellm.data.sources import prepare
     from barellm.evaluation.calibration import Calibration
-    from barellm.training.console import Console
 
     config = checkpoint.config
     config = replace(config, train=replace(config.train, eval_seq=0))  # rows of training, `batch` at a time

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from barellm import models
 from barellm.config import overrides
 from barellm.errors import UserError
-from barellm.training.console import duration, short
+from barellm.training.console import duration, short, show
 
 CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "data.tokenizer", "train.steps")
 
@@ -26,13 +25,18 @@ def run(args: argparse.Namespace) -> int:
     if not folders:
         raise UserError(f"{root}/ holds no runs, expected folders that barellm train has made")
     found = [facts(folder) for folder in folders]
-    by_loss = args.sort == "loss"
-    found.sort(key=lambda f: (f["val_nats"] is None, f["val_nats"] or 0.0) if by_loss else -f["changed"])
+    by_loss, measure = args.sort == "loss", measure_of(found)
+    found.sort(key=lambda f: (f["val_nats"] is None, f[measure] or 0.0) if by_loss else -f["changed"])
     for row in found if args.json else ():
         print(json.dumps(row))
     if not args.json:
-        print("\n".join(table(found)))
+        show("\n".join(table(found)))
     return 0
+
+
+def measure_of(found: list[dict[str, Any]]) -> str:
+    """What runs are compared by: bits per byte where all have them, as tokenizers may differ."""
+    return "val_nats" if any(f["val_bits_per_byte"] is None is not f["val_nats"] for f in found) else "val_bits_per_byte"
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -69,21 +73,16 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else f"{value:{form}}"
 
-    best = min((f["val_nats"] for f in found if f["val_nats"] is not None), default=None)
-    lines = [f"{'step':>7} {'train loss':>10} {'val loss':>8}  {'bits/byte':>9} {'tok/s':>6} {'time':>8}  run"]
+    best = min((f for f in found if f["val_nats"] is not None), key=lambda f: f[measure_of(found)], default=None)
+    lines = [f"{'step':>7} {'train loss':>10} {'val loss':>8} {'bits/byte':>9} {'tok/s':>6} {'time':>8}  run"]
     for f in found:
         rate, time = f["tokens_per_s"], f["seconds"]
-        mark = "*" if f["val_nats"] is not None and f["val_nats"] == best else " "
-        numbers = [f"{f['step']:>7,}", f"{number(f['train_loss'], '.4f'):>10}", f"{number(f['val_nats'], '.4f'):>8}{mark}"]
+        mark = "*" if f is best else " "
+        numbers = [f"{f['step']:>7,}", f"{number(f['train_loss'], '.4f'):>10}", f"{number(f['val_nats'], '.4f'):>8}"]
         numbers += [f"{number(f['val_bits_per_byte'], '.4f'):>9}", f"{'-' if rate is None else short(rate):>6}"]
         numbers += [f"{'-' if time is None else duration(time):>8}"]
-        lines.append(f"{' '.join(numbers)}  {Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
+        lines.append(f"{' '.join(numbers)} {mark}{Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
         short_names = overrides.SHORT_NAMES
         own = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
-        lines += wrapped(f"{f['preset']}: {', '.join(own)}" if own else str(f["preset"]))
+        lines.append(f"{'':9}{f['preset']}{': ' * bool(own)}{', '.join(own)}")
     return [*lines, "", "*: the best; barellm plot RUN ... draws their curves"]
-
-
-def wrapped(text: str) -> list[str]:
-    indent = " " * 9
-    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)

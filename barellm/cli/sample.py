@@ -11,6 +11,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli import options
@@ -55,8 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from barellm.cli.checkpoints import found_or_fresh
     from barellm.generation import decode, writing
 
@@ -112,8 +112,6 @@ def _ids(words: str, rows: int) -> list[int]:
 
 def _prompts(name: str) -> list[str]:
     """A prompt a line, as it stands there; of records what they have as "prompt"."""
-    from pathlib import Path
-
     from barellm.data.reading import Layout, blocks, documents, format_of
 
     path, layout = Path(name), Layout(field="prompt", separator="\n")
@@ -164,8 +162,6 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
     """Read a line, let the model continue all lines and completions so far, and again, until the input ends. Where the history and
     a completion of --max-new-tokens do not fit into the positions, the oldest tokens are dropped, and half of the
     positions are left at least."""
-    from dataclasses import replace
-
     from barellm.generation.writing import Written, write
 
     tokenizer, most = checkpoint.tokenizer, decoder.max_seq
@@ -194,9 +190,10 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
 def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> None:
     from barellm.tools.bench.decoding import weight_bytes
     from barellm.tools.plan.roofline import measured_ceiling
+    from barellm.training.console import show
 
     rates = measured_ceiling(device=compiled.device).bandwidth
-    print(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
+    show(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), sys.stderr)
 
 
 def _write(piece: str) -> None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import Parser, add_configuration, add_device, configuration
 from barellm.errors import UserError
+from barellm.training.console import show
 
 if TYPE_CHECKING:
     from barellm.config import Config
     from barellm.runtime.tuner.decision import Tuner, Verdict
 
-HEAD = f"{'kernel':<44}{'default':<28}{'best':<48}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
+HEAD = f"{'kernel, and below it the configuration':<46}{'GFLOP/s':>9}{'gain':>9}{'tried':>7}{'rejected':>9}"
 
 
 def configure(parser: Parser) -> None:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     train = config.train
     tuner, problems = (_on_gpu if args.device == "cuda" else _on_cpu)(config)
     found: list[Verdict] = []
-    status, noun = "done", "kernels" if args.device == "cuda" else "products"
+    status, noun = "done", "kernels" if args.device == "cuda" else "GEMMs"
 
     def each(verdict: Verdict) -> None:
         found.append(verdict)
@@ -74,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         for v in found:
             for name, reason in v.rejected:
-                print(f"rejected for {v.problem}: {name}: {reason}")
+                show(f"rejected for {v.problem}: {name}: {reason}")
             if v.rival:
                 name, ratio = v.rival
-                print(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
+                show(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
         done = f"{len(found)} of {len(problems)} {noun}, {len(faster)} faster than their default by more than noise"
-        print(f"\n{status}: {done}; kept in {tuner.database.path}")
+        show(f"\n{status}: {done}; kept in {tuner.database.path}")
     return 130 if status == "interrupted" else 0
 
 
@@ -126,9 +127,9 @@ def _minutes(args: argparse.Namespace) -> float:
 
 
 def _line(v: Verdict) -> str:
-    best = "the same" if v.best == v.default else str(v.best)
     gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
-    return f"{v.problem!s:<44}{v.default!s:<28}{best:<48}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
+    words = f"{v.problem!s:<46}{v.gflops:>9.1f}{gain:>9}{v.tried:>7}{len(v.rejected):>9}\n  {v.default!s}"
+    return words + f", best:\n  {v.best!s}" * (v.best != v.default)
 
 
 def _clear(args: argparse.Namespace) -> int:

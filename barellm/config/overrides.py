@@ -44,7 +44,7 @@ def named(changes: Mapping[str, object]) -> dict[str, object]:
         else:
             hint = nearest(name, [*short, *SECTIONS])
             if instead := aliases.instead(name):
-                hint = f", expected {instead}"
+                hint = f": barellm has {instead}"
             raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*short, *SECTIONS])})")
     return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
 

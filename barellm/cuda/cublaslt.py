@@ -84,7 +84,7 @@ def find() -> str:
     except (ImportError, RuntimeError):
         path = None
     if path is None:
-        raise UserError(f"--matmul cublaslt needs NVIDIA's libcublasLt, and none was found here: {INSTALL}")
+        raise UserError(f"--gemm-backend cublaslt needs NVIDIA's libcublasLt, and none was found here: {INSTALL}")
     return path
 
 
@@ -144,7 +144,7 @@ class Cublas:
             if error.status != NOT_SUPPORTED:
                 raise
         if not count.value or found.state:
-            raise UserError(f"cuBLASLt has no way to do {what} on this GPU: leave out --matmul cublaslt")
+            raise UserError(f"cuBLASLt has no way to do {what} on this GPU: leave out --gemm-backend cublaslt")
         self._algorithms[key] = found.algorithm
         return found.algorithm
 

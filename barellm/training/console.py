@@ -151,9 +151,10 @@ def fitted(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def show(text: str) -> None:
-    """Print a text, in lines that a terminal does not break."""
-    print(fitted(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print a text, on stdout unless another stream is given, in lines that a terminal does not break."""
+    to = stream or sys.stdout
+    print(fitted(text, shutil.get_terminal_size().columns) if to.isatty() else text, file=to, flush=True)
 
 
 def duration(seconds: float) -> str:

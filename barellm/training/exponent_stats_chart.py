@@ -22,7 +22,7 @@ SHADES, PLAIN = " ░▒▓█", " .:*#"
 FULL = 0.25  # the share of a tensor's elements at which an exponent has the darkest shade
 STRIP, PER_CELL = (-48, 20), 2  # exponents of a strip, and those of one of its characters
 LINES = {"e4m3": "#c2410c", "e5m2": "#1d4ed8", "fp16": "#15803d"}
-MOST_LABELS = 60  # names beside a panel; of more rows, every second or third is named
+MOST_LABELS = 24  # names beside a panel; of more rows, every second or third is named
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -84,33 +84,33 @@ def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
     low, high = (int(there[0]), int(there[-1]) + 1) if there.size else (-1, 1)
     low, high = min(low, -20), max(high, 18)  # the lines of the formats are in the picture
     most = max(len(panel) for panels in found for panel in panels)
-    height = max(2.2, 0.13 * min(most, MOST_LABELS) + 0.8)
-    figure = Figure(figsize=(15, height * len(rows) + 0.5), dpi=110, layout="constrained")
+    height = max(2.6, 0.15 * min(most, MOST_LABELS) + 1.0)
+    figure = Figure(figsize=(15, height * len(rows) + 0.6), dpi=110, layout="constrained")
     axes = figure.subplots(len(rows), len(KINDS), squeeze=False)
     for row, panels, line in zip(rows, found, axes, strict=True):
         for what, panel, here in zip(KINDS, panels, line, strict=True):
             _panel(here, panel, low=low, high=high)
-            here.set_title(f"{what}, step {row['step']}", fontsize=8)
+            here.set_title(f"{what}, step {row['step']}", fontsize=8.5)
     handles = [axes[0, 0].plot([], [], color=color, label=name)[0] for name, color in LINES.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10, frameon=False)
+    figure.suptitle(f"{title}: exponents of each tensor's elements".removeprefix(": "), fontsize=12, parse_math=False)
     return figure
 
 
 def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: int) -> None:
-    axes.tick_params(labelsize=6)
+    axes.tick_params(labelsize=8.5)
     for name, color in LINES.items():
         for edge in FORMAT_RANGES[name].exponents:
             axes.axvline(edge, color=color, linewidth=0.8, alpha=0.8)
     axes.set_xlim(low, high)
-    axes.set_xlabel("exponent of two", fontsize=7)
+    axes.set_xlabel("exponent of two", fontsize=8.5)
     if not panel:
         return
     share = np.stack([m.counts[low + BIAS : high + BIAS] / max(1, m.size) for _, m in panel])
     extent = (low, high, len(panel) - 0.5, -0.5)
     axes.imshow(np.sqrt(share), cmap="Greys", vmin=0, vmax=FULL**0.5, aspect="auto", extent=extent, interpolation="none")
     every = -(-len(panel) // MOST_LABELS)
-    axes.set_yticks(range(0, len(panel), every), [name for name, _ in panel[::every]], fontsize=5, parse_math=False)
+    axes.set_yticks(range(0, len(panel), every), [name for name, _ in panel[::every]], fontsize=7.5, parse_math=False)
 
 
 def image(path: Path, rows: Sequence[dict[str, Any]], *, title: str = "") -> None:

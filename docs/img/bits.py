@@ -55,7 +55,7 @@ def generators() -> Any:
         bits = top_bits(generator, lengths[-1])
         axes[0].plot(lengths, [linear_complexity(bits[:n]) for n in lengths], color=colour, label=label)
     axes[0].legend(fontsize=8.5, frameon=False, loc="lower right")
-    panel(axes[0], "how many bits of the stream tell all others", "upper bits seen", "linear complexity")
+    panel(axes[0], "linear complexity: bits that tell all others", "upper bits seen", "linear complexity")
     for axis, component, what in ((axes[1], GENERATORS["taus88"][2], 17), (axes[2], PUBLISHED[2], 11)):
         axis.imshow(states(component, SEEDS[2], 24), cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="nearest")
         panel(axis, f"third component, c = {what}", "bit of the word", "step")
@@ -72,13 +72,14 @@ def rounding() -> Any:
     left.loglog(n, np.full(len(n), mean["nearest"]), color=RED, label="to nearest")
     left.loglog(n, mean["stochastic"][0] / np.sqrt(n), ":", color=SOFT, label="1 / sqrt(n)")
     left.legend(fontsize=8.5, frameon=False)
-    panel(left, "the mean of n roundings", "n", "distance from the number, units")
+    panel(left, "error of the mean of n roundings", "n", "error, units in the last place")
     decay = found["decay"]
     for kind, colour, style in (("exact", SOFT, ":"), ("nearest", RED, "-"), ("stochastic", BLUE, "-")):
         label = {"nearest": "to nearest", "exact": "not rounded"}.get(kind, "stochastic, mean of 256")
         right.semilogy(decay["step"], decay[kind], style, color=colour, label=label)
     right.legend(fontsize=8.5, frameon=False, loc="lower left")
-    panel(right, "a second moment that should decay by 0.9999 a step", "step", "its value")
+    right.tick_params(which="minor", labelsize=8, labelcolor=SOFT)
+    panel(right, "AdamW's second moment in 16 bits, decay 0.9999 a step", "step", "second moment")
     return figure
 
 

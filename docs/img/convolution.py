@@ -29,8 +29,8 @@ INK = "#1f2933"
 def draw(result: dict[str, Any]) -> Any:
     """Bars for each layer, at each batch: direct operations a second over the peak, of each algorithm and of PyTorch."""
     batches = sorted({row["batch"] for row in result["rows"]})
-    plt.rcParams.update({"svg.hashsalt": "convolution", "font.size": 8, "text.color": INK, "axes.labelcolor": INK})
-    figure, axes = plt.subplots(len(batches) + 1, 1, figsize=(9, 3 * len(batches) + 2.2), height_ratios=[3] * len(batches) + [2])
+    plt.rcParams.update({"svg.hashsalt": "convolution", "font.size": 9, "text.color": INK, "axes.labelcolor": INK})
+    figure, axes = plt.subplots(len(batches) + 1, 1, figsize=(11, 3.2 * len(batches) + 2.4), height_ratios=[3] * len(batches) + [2])
     for ax, batch in zip(axes, batches, strict=False):
         of = {"batch": batch, "pass": "forward"}
         rows = [row for row in result["rows"] if COLOURS.keys() <= row["samples_s"].keys() and of.items() <= row.items()]
@@ -38,12 +38,17 @@ def draw(result: dict[str, Any]) -> Any:
             heights = [row["flops"] / median(row["samples_s"][variant]) / row["peak_flops"] for row in rows]
             ax.bar([x + 0.16 * (i - 2) for x in range(len(rows))], heights, 0.15, color=colour, label=variant)
         ax.axhline(1, color=INK, linewidth=0.8)
-        names = [re.sub(", | (?=->)|(?<=depthwise) ", "\n", row["layer"]) for row in rows]
-        ax.set_xticks(range(len(rows)), names, fontsize=7)
-        ax.set_ylabel("direct operations / peak")
-        ax.set_title(f"batch {batch}", loc="left", fontsize=9)
+        names = [re.sub(", | (?=->)|(?<=depthwise) |(?<=ResNet) ", "\n", row["layer"]) for row in rows]
+        ax.set_xticks(range(len(rows)), names, fontsize=8)
+        ax.set_ylabel("direct FLOP/s / peak")
+        ax.set_title(
+            f"convolution forward in fp32, batch {batch}: share of the peak that a direct algorithm would need",
+            loc="left",
+            fontsize=10,
+        )
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(ncols=5, frameon=False, loc="upper left", bbox_to_anchor=(0.1, 1.16))
+    axes[0].legend(ncols=5, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
+    axes[0].set_ylim(0, 1.5)
     ax = axes[-1]
     algorithms = list(next(iter(result["errors"].values())))
     for i, (channels, found) in enumerate(result["errors"].items()):
@@ -56,7 +61,8 @@ def draw(result: dict[str, Any]) -> Any:
             color=["#3572b0", "#9aa5b1"][i],
         )
     ax.set_yticks(range(len(algorithms)), algorithms)
-    ax.set_xlabel("largest error / RMS of the result, fp32")
+    ax.set_title("error of each algorithm in fp32", loc="left", fontsize=10)
+    ax.set_xlabel("largest error / RMS of the result")
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -28,15 +28,17 @@ def main() -> None:
     for i, (rate, (_, row)) in enumerate(zip(rates, rows, strict=True)):
         label = f" {rate:.1f}  ({row['bytes'] * rate / 1e9:.0f} GB/s)"
         left.text(rate, i, label, va="center", color=SOFT, fontsize=8)
-    left.set(title=f"{speed['preset']}: tokens/s, Zen 4, 2 threads", xlim=(0, max(rates) * 1.5))
+    left.set(title=f"{speed['preset']}: decoding, Zen 4, 2 threads", xlabel="tokens/s", xlim=(0, max(rates) * 1.5))
     for name, nats in loss.items():
         kind, _, group = name.partition("/")
         if kind in BITS and group.isdigit():
             bits, more, below = BITS[kind] + 16 / int(group), 1000 * (nats - loss["numbers"]), kind == "nf4"
             right.scatter([bits], [more], marker="s" if below else "o", color=MADE if below else OURS)
             right.annotate(name, (bits, more), textcoords="offset points", xytext=(6, -11 if below else 4), fontsize=8, color=SOFT)
-    right.set(title="Loss beyond that of fp32", xlabel="bits a weight, scales included", ylabel="thousandths of a nat")
-    right.set(ylim=(0, None), xlim=(4.08, 4.6))
+    right.set(
+        title="default preset: loss beyond that of fp32", xlabel="bits a weight, scales included", ylabel="nats per token / 1000"
+    )
+    right.set(ylim=(0, 10.5), xlim=(4.08, 4.6))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(HERE / "few_bits.svg", bbox_inches="tight", metadata={"Date": None})

@@ -26,7 +26,20 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "barellm"
-PLAN = ["plan", "gpt2-124m", "--batch", "4", "--seq", "64", "--train.gradient_accumulation_steps", "1", "--json", "--map"]
+PLAN = [
+    "plan",
+    "gpt2-124m",
+    "--batch",
+    "4",
+    "--seq",
+    "64",
+    "--train.gradient_accumulation_steps",
+    "1",
+    "--dtype",
+    "bf16",
+    "--json",
+    "--map",
+]
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 SAND, SKY, MINT, ROSE, LILAC, STONE = "#fdf3e1", "#e3effa", "#e3f5ea", "#fbe7e4", "#eee8f8", "#eef1f4"

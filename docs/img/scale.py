@@ -53,7 +53,9 @@ def main() -> None:
     found = curves()
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.4), gridspec_kw={"wspace": 0.12}, sharey=True)
     colours = {"direct": "#5b8def", "ring": "#c05621", "tree": "#2f855a"}
-    for plot, link, title in zip(axes, ("ib400", "100gbit"), ("InfiniBand, 400 Gbit/s", "Ethernet, 100 Gbit/s"), strict=True):
+    for plot, link, title in zip(
+        axes, ("ib400", "100gbit"), ("gpt2-1558m over InfiniBand, 400 Gbit/s", "over Ethernet, 100 Gbit/s"), strict=True
+    ):
         for way, colour in colours.items():
             plot.plot(RANKS, found[f"{link}, {way}"], color=colour, linewidth=1.1, label=way)
             more = {"linestyle": "--", "linewidth": 1.1, "label": f"{way}, overlapped"}
@@ -65,7 +67,7 @@ def main() -> None:
         plot.minorticks_off()
         plot.spines[["top", "right"]].set_visible(False)
         plot.tick_params(colors=SOFT)
-    axes[0].set_ylabel("% of a step that is arithmetic")
+    axes[0].set_ylabel("scaling efficiency (predicted), %")
     axes[1].legend(frameon=False, fontsize=7.5, loc="center right")
     figure.savefig(HERE / "scale.svg", bbox_inches="tight", metadata={"Date": None})
 

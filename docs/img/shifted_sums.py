@@ -25,7 +25,8 @@ def main() -> None:
         axes.loglog([float(r) for r in ratios], errors, line, color=colour, linewidth=2, label=label)
     axes.axhline(1.0, color=SOFT, linewidth=0.8)
     axes.text(10, 1.3, "no digit is left", color=SOFT, fontsize=8.5)
-    axes.set_xlabel("mean of the row / its deviation")
+    axes.set_title("variance of a row in fp32: cancellation", loc="left", fontsize=10.5)
+    axes.set_xlabel("mean of the row / its standard deviation")
     axes.set_ylabel("relative error of the variance")
     axes.set_ylim(2e-7, 60)
     for side in ("top", "right"):

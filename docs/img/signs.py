@@ -22,7 +22,7 @@ def row(axes: Any, y: float, label: str, values: list[str], colours: list[str]) 
 
 def picture() -> Any:
     figure, axes = canvas(860, 262)
-    text(axes, 16, 12, "one word instead of 32 multiplications (here 8)", size=11, weight="bold")
+    text(axes, 16, 12, "XNOR-popcount: one word for 32 products (here 8)", size=11, weight="bold")
     one, zero = SKY, SAND
     for y, label, values in ((42, "a", A), (112, "b", B)):
         bits = [int(v >= 0) for v in values]
@@ -33,8 +33,8 @@ def picture() -> Any:
     ones = sum(differ)
     text(axes, 104, 222, f"{ones} signs differ: product = 8 - 2 x {ones} = {8 - 2 * ones}", size=10)
     found = json.loads((HERE.parents[1] / "benchmarks/results/zen4/binary.json").read_text())
-    text(axes, 520, 12, "times as fast as our fp32 product", size=11, weight="bold")
-    text(axes, 520, 30, "AVX-512 (Zen 4), one thread; packed already, and with packing", size=8.5, colour=SOFT)
+    text(axes, 520, 12, "binary GEMM: times as fast as fp32 GEMM", size=11, weight="bold")
+    text(axes, 520, 30, "AVX-512 (Zen 4), one thread; blue: packed already, green: with packing", size=8.5, colour=SOFT)
     for i, size in enumerate(found["rows"]):
         y, unit = 52 + 40 * i, 12
         name = " x ".join(str(n) for n in size["size"])

@@ -36,13 +36,13 @@ def main() -> None:
     sizes = range(256, 8193, 64)
     left.plot(sizes, [100 * fixed(n, n) for n in sizes], color=FIXED, linewidth=1, label="always 128 x 256")
     left.plot(sizes, [100 * by_us(n, n, n)["nt"].efficiency for n in sizes], color=OURS, linewidth=1.2, label="tiling chosen here")
-    left.set(title="M = N = K", xlabel="size", ylabel="% of the card (estimate)", ylim=(0, 103))
+    left.set(title="square GEMMs on an H100", xlabel="M = N = K", ylabel="% of the card (estimate)", ylim=(0, 103))
     tokens = [2**i * 256 for i in range(10)]
     cuts = [by_us(t, 2304, 768) for t in tokens]
     right.plot(tokens, [100 * fixed(2304, 768)] * len(tokens), color=FIXED, marker=".", label="wgrad without split-K")
     right.plot(tokens, [100 * c["tn"].efficiency for c in cuts], color=SPLIT, marker="s", markersize=4, label="wgrad")
     right.plot(tokens, [100 * c["nt"].efficiency for c in cuts], color=OURS, marker="o", markersize=4, label="fprop")
-    right.set(title="gpt2-124m's qkv: 2304 from 768", xlabel="tokens", xscale="log")
+    right.set(title="gpt2-124m's qkv: N = 2304, K = 768", xlabel="tokens", xscale="log")
     right.set_xticks(tokens[::2], [f"{t:,}" for t in tokens[::2]])
     right.minorticks_off()
     for axes in (left, right):

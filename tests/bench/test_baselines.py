@@ -1,4 +1,4 @@
-"""bench --peers: who is measured and how, mistakes told; the tables of docs/speed.md come from the files."""
+"""bench --baselines: who is measured and how, mistakes told; the tables of docs/speed.md come from the files."""
 
 import importlib
 import json
@@ -178,19 +178,19 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--peers all", "finds none here"),
-        ("--peers torch", "PyTorch is not installed"),
-        ("--peers tourch", "'tourch', did you mean 'torch'?"),
-        ("--peers llmc", "llmc=PATH"),
-        ("--peers llmc=/nowhere/at/all", "/nowhere/at/all is no file"),
-        (f"--peers llmc={__file__}", "is not executable"),
-        (f"--peers llmc={sys.executable}", "llm.c's model has biases"),
-        (f"--peers llmc={sys.executable} --model.dropout 0.1", "no dropout"),
+        ("--baselines all", "finds none here"),
+        ("--baselines torch", "PyTorch is not installed"),
+        ("--baselines tourch", "'tourch', did you mean 'torch'?"),
+        ("--baselines llmc", "llmc=PATH"),
+        ("--baselines llmc=/nowhere/at/all", "/nowhere/at/all is no file"),
+        (f"--baselines llmc={__file__}", "is not executable"),
+        (f"--baselines llmc={sys.executable}", "llm.c's model has biases"),
+        (f"--baselines llmc={sys.executable} --model.dropout 0.1", "no dropout"),
         ("--interleave 3", "--interleave is for"),
-        ("--peers all --interleave 0", "--interleave is 0"),
-        ("ops --peers llmc=/x", "is no file"),
-        (f"ops --peers llmc={sys.executable}", "PyTorch's ops only"),
-        ("scaling --peers torch", "--peers is for step, ops, gemm and attention"),
+        ("--baselines all --interleave 0", "--interleave is 0"),
+        ("ops --baselines llmc=/x", "is no file"),
+        (f"ops --baselines llmc={sys.executable}", "PyTorch's ops only"),
+        ("scaling --baselines torch", "--baselines is for step, ops, gemm and attention"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
@@ -210,7 +210,7 @@ def test_peers_need_a_checkout(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("tiles, folder", [(False, "results"), (True, "results/xeon-amx")])
 def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, folder, result, monkeypatch, tmp_path):
-    """`bench --interleave 3 --peers all --publish`: a file among the results of such processors, then the tables."""
+    """`bench --interleave 3 --baselines all --publish`: a file among the results of such processors, then the tables."""
     wrote = []
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(baselines, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
@@ -219,7 +219,7 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, fold
     monkeypatch.setattr(baselines, "FOLDER", tmp_path)
     host = isa.host()
     monkeypatch.setattr(isa, "host", lambda: replace(host, tiles=tiles))
-    assert main.main(["bench", "--interleave", "3", "--peers", "all", "--publish"]) == 0
+    assert main.main(["bench", "--interleave", "3", "--baselines", "all", "--publish"]) == 0
     assert wrote == [({"torch": ""}, 3), "tables"]
     name = f"default-8x256-{config('default').train.dtype}.json"
     assert json.loads((tmp_path / folder / name).read_text()) == json.loads(json.dumps(result))
@@ -242,7 +242,7 @@ def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
     words = words.format(folder=tmp_path).split()
-    assert main.main(["bench", "step", "shakespeare-char", "--peers", "all", *words]) == 0
+    assert main.main(["bench", "step", "shakespeare-char", "--baselines", "all", *words]) == 0
     name = name.format(dtype=config().train.dtype)
     assert list(tmp_path.rglob("*.json")) == [(tmp_path / "runs" / "bench" / name).resolve()]
 
@@ -250,10 +250,10 @@ def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("step --peers torch --out a.json", "leave out --out"),
-        ("step", "--publish is for step --peers, attention --peers and scaling"),
-        ("attention", "--publish is for step --peers, attention --peers and scaling"),
-        ("gemm", "--publish is for step --peers, attention --peers and scaling"),
+        ("step --baselines torch --out a.json", "leave out --out"),
+        ("step", "--publish is for step --baselines, attention --baselines and scaling"),
+        ("attention", "--publish is for step --baselines, attention --baselines and scaling"),
+        ("gemm", "--publish is for step --baselines, attention --baselines and scaling"),
         ("scaling --model.layers 3", "this one is not shakespeare-char's"),
     ],
 )

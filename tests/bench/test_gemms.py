@@ -274,15 +274,18 @@ def test_times_as_fast_as_the_peer_are_told_by_role():
         ["fprop", "warm", "1.00", "2.00", "3.00", "cold", "0.50", "2.00", "4.00"],
         ["dgrad", "warm", "0.75", "0.75", "0.75", "cold", "0.25", "0.25", "0.25"],
     ]
-    assert "0.75x  0.25x the baseline" in bench._gemm_line(rows[1])
+    line = bench._gemm_line(rows[1])
+    assert line.split()[-2:] == ["0.75", "0.25"] and len(line) <= 80
+    (*_, head) = bench._gemm_head("PyTorch")
+    assert head.index("M x N x K") == line.index("8x8x8") and len(head) <= 80
     del result["peer"]
     assert bench._gemm_summary(result) == [first]
 
 
 @pytest.mark.parametrize("words, message", [
-    ("gemm --peers cublaslt", "--device cuda"),
-    ("gemm --peers llmc=x", "bench gemm knows PyTorch's ops only: --peers torch"),
-    ("scaling --peers torch", "--peers is for step, ops, gemm and attention"),
+    ("gemm --baselines cublaslt", "--device cuda"),
+    ("gemm --baselines llmc=x", "bench gemm knows PyTorch's ops only: --baselines torch"),
+    ("scaling --baselines torch", "--baselines is for step, ops, gemm and attention"),
 ])  # fmt: skip
 def test_peers_that_a_measurement_does_not_know_are_refused(words, message, refused, monkeypatch, tmp_path):
     (tmp_path / "x").touch(mode=0o755)

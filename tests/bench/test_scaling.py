@@ -71,7 +71,8 @@ def test_each_case_stands_beside_the_right_one(monkeypatch):
     assert shared["slower_than_one_thread"] == pytest.approx(0.5 / 0.4)
     assert list(seen.values()) == [("1", 1, False), ("2", 2, False), ("2", 2, True), ("2", 1, False)]
     text = "\n".join(bench._scaling_lines(r))
-    assert "1.90x" in text and "1.43 times as long as without" in text and "1.25 times as long as on 1 thread" in text
+    assert "1.90x as fast" in text and "1.43x as long as without" in text and "1.25x as long as 1 thread" in text
+    assert max(map(len, text.splitlines())) <= 80
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     (line,) = importlib.import_module("table").facts({"x.json": r})
     assert line.startswith("shakespeare-char 2 x 16 ") and line.endswith(". x.json")

@@ -125,7 +125,7 @@ def test_options_of_other_trainers_are_taken(words, key, value):
         ("train --fsdp_transformer_layer_cls_to_wrap x", "barellm has --ranks N"),
         ("train --use_peft", "barellm has full fine-tuning only, with --init-from"),
         ("train --evaluation_strategy no", "barellm has --eval-every N"),
-        ("train --packing", "barellm has nothing to say: examples are packed into sequences"),
+        ("train --packing", "barellm has no need for it: examples are packed into sequences"),
         ("train --bf16", "unknown option --bf16: barellm has --dtype bf16"),
         ("train --fp16 true", "unknown option --fp16: barellm has --dtype fp16"),
         ("train --warmup_ratio 0.1", "barellm has --warmup N, which counts steps"),
@@ -197,7 +197,7 @@ def test_from_python_the_names_are_the_same(tmp_path):
     assert overrides.named({"max_iters": 3, "n_layer": 2, "train": {"accumulate": 2}}) == {
         "train.steps": 3, "model.layers": 2, "train.accumulate": 2
     }  # fmt: skip
-    with pytest.raises(UserError, match="unknown argument 'warmup_ratio', expected --warmup N"):
+    with pytest.raises(UserError, match="unknown argument 'warmup_ratio': barellm has --warmup N"):
         overrides.named({"warmup_ratio": 3})
 
 

@@ -517,7 +517,7 @@ def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
     (row,) = found["tuned"]
     assert row["ratio"] == 0.8 and 1 <= row["tried"] <= 2 and row["rejected"] == []
     assert main.main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["barellm uses"]["tuned products"] == 1
+    assert json.loads(capsys.readouterr().out)["barellm uses"]["tuned GEMMs"] == 1
     assert main.main(["tune", "--clear"]) == 0
     assert "what 1 version " in capsys.readouterr().out
 

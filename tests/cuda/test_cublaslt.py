@@ -222,5 +222,5 @@ class FakeBench:
 def test_a_mistake_is_one_line(capsys):
     assert main.main(["train", "--matmul", "mkl", "--steps", "1"]) == 2
     assert "train.gemm_backend is 'mkl', expected barellm, triton or cublaslt" in capsys.readouterr().err
-    assert main.main(["bench", "gemm", "--peers", "cublaslt"]) == 2
-    assert "--peers cublaslt is for bench gemm --device cuda" in capsys.readouterr().err
+    assert main.main(["bench", "gemm", "--baselines", "cublaslt"]) == 2
+    assert "--baselines cublaslt is for bench gemm --device cuda" in capsys.readouterr().err

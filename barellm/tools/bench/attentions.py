@@ -107,6 +107,7 @@ def measure(
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
     script = baseline_script("torch_attention.py") if torch else None
+    report(HEAD + " torch" * torch)
     environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
     with (
         baseline_process.opened(script, all_cases, device=device, environment=environment) as baseline,
@@ -159,9 +160,13 @@ def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], pe
     return made
 
 
+HEAD = f"{'batch x seq':<12}{'heads':>6}{'of':>5}  {'pass':<8}{'ms':>9}{'GFLOP/s':>9}{'% peak':>7}{'/ square':>9}"
+
+
 def line(r: dict[str, Any]) -> str:
-    heads = f"{r['heads']} over {r['kv_heads']}" if "kv_heads" in r else f"{r['heads']}"
-    sizes = f"{r['batch']} x {r['seq']}, {heads} heads of {r['D']}"
-    rate = f"{r['ours_s'] * 1e3:>10.2f} ms{r['flops'] / r['ours_s'] / 1e9:>8.0f} GFLOP/s{r['percent_of_peak']:>5.0f} % of peak"
-    ratio = f"{r['ratio']:>8.2f}x PyTorch's {r.get('backend', '')}".rstrip() if "ratio" in r else ""
-    return f"{sizes:<28}{r['what']:<9}{rate}{r['of_square']:>7.2f} of the square's time{ratio}"
+    """A row below HEAD; with a baseline, how many times as fast as it."""
+    heads = f"{r['heads']}/{r['kv_heads']}" if "kv_heads" in r else f"{r['heads']}"
+    sizes = f"{'{batch} x {seq}'.format(**r):<12}{heads:>6}{r['D']:>5}  {r['what']:<8}"
+    rate = f"{r['ours_s'] * 1e3:>9.2f}{r['flops'] / r['ours_s'] / 1e9:>9.0f}{r['percent_of_peak']:>7.0f}{r['of_square']:>9.2f}"
+    ratio = f"{r['ratio']:>6.2f}x {r.get('backend', '')[:5]}".rstrip() if "ratio" in r else ""
+    return sizes + rate + ratio

@@ -35,19 +35,19 @@ def chosen(requested: str) -> dict[str, str]:
 
     UserError for others, and where one that is named cannot run here or "all" finds none."""
     if sys.platform != "linux":
-        raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
+        raise UserError("--baselines needs Linux: /proc tells what time and memory a peer's process took")
     names: dict[str, str] = {}
     for word in requested.split(","):
         name, _, path = word.strip().partition("=")
         if name not in ("all", *BASELINES):
-            raise UserError(f"--peers has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)")
+            raise UserError(f"--baselines has {word.strip()!r}{nearest(name, ('all', *BASELINES))} (known: all, torch, llmc=PATH)")
         names[name] = path
     everything = "all" in names
     names.pop("all", None)
     if everything and importlib.util.find_spec("torch"):
         names["torch"] = ""
     if not names:
-        raise UserError("--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH")
+        raise UserError("--baselines all finds none here: pip install torch, or name llm.c's program with --baselines llmc=PATH")
     if "torch" in names:
         baseline_script("torch_step.py")
     if "llmc" in names:
@@ -57,7 +57,7 @@ def chosen(requested: str) -> dict[str, str]:
 
 def _program(path: str) -> str:
     if not path:
-        raise UserError("--peers llmc needs the path of llm.c's program, as llmc=PATH/train_gpt2")
+        raise UserError("--baselines llmc needs the path of llm.c's program, as llmc=PATH/train_gpt2")
     found = Path(path).expanduser().absolute()
     if not found.is_file():
         raise UserError(f"{path} is no file: llmc=PATH names llm.c's program, built from train_gpt2.c")
@@ -70,7 +70,7 @@ def baseline_script(name: str) -> Path:
     """The script of a baseline. It is a UserError if the folder of baselines is missing, or PyTorch for torch_*."""
     script = FOLDER / "peers" / name
     if not script.exists():
-        raise UserError(f"{script} is missing: --peers needs a checkout of the project, not an installed package")
+        raise UserError(f"{script} is missing: --baselines needs a checkout of the project, not an installed package")
     if name.startswith("torch") and importlib.util.find_spec("torch") is None:
         raise UserError("PyTorch is not installed for this Python (pip install torch): bench compares with it")
     return script
@@ -131,7 +131,7 @@ def variants(config: Config, baselines: dict[str, str], device: str = "cpu") -> 
         made += [Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)]
     if "llmc" in baselines:
         if device != "cpu":
-            raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
+            raise UserError("--baselines llmc runs llm.c's train_gpt2.c, which is for --device cpu")
         model = gpt2_of(config)
         if not model.bias:
             raise UserError("llm.c's model has biases: model.bias is false, expected true")

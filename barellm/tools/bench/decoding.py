@@ -47,7 +47,7 @@ class Pace:
         """In words, for weights of `nbytes` bytes on a machine that reads `bandwidth` bytes/s."""
         begin = f"first token after {self.first:.3f} s ({self.fed} tokens fed), then {self.tokens_per_s:.1f} tokens/s"
         if self.rows > 1:
-            return f"{begin} of {self.rows} texts side by side"
+            return f"{begin} of {self.rows} texts in a batch"
         rate = self.tokens_per_s * nbytes
         return (
             f"{begin}: "

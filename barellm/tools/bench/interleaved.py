@@ -139,7 +139,7 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
             _first_steps(v, variants[:i], Path(folder) / str(i), device_bytes)
             for name, limit in limits.items():
                 _hold_what_fits(variants[: i + 1], of=name, limit=limit, more=i + 1 < len(variants))
-            report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
+            report(f"{v.name}: first step after {v.facts['first_step_s']:.2f} s, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
         steps = max(1, round(ROUND_SECONDS / max(trial.values())))
         # The same for all: one whose trial happened to be long would have no caches filled, and others would.
@@ -150,8 +150,8 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
             for v in variants[i % len(variants) :] + variants[: i % len(variants)]:
                 time.sleep(SETTLE_SECONDS)
                 v.turn(steps, warm_up=warm_up)
-            latest = ", ".join(f"{v.name} {median(v.turns[-1]['step_s']):.4f}" for v in variants)
-            report(f"round {i + 1} of {rounds}: {latest}")
+            latest = ", ".join(f"{median(v.turns[-1]['step_s']):.4f}" for v in variants)
+            report(f"round {i + 1} of {rounds}, in this order: {latest} s")
     return steps
 
 

@@ -217,21 +217,17 @@ READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT:
 
 def table(found: Mapping[Tiling, int], sheet: devices.Published, *, known: bool) -> list[str]:
     """Lines for people. `known`: occupancies are those of compiled code."""
-    head = (
-        "M x N x K", "pass", "kernel", "count", "tile", "split-K", "tiles", "blocks/SM", "waves", "idle", "padding", "efficient",
-        "roofline us",
-    )  # fmt: skip
-    widths = (24, 10, 12, 6, 10, 9, 8, 10, 6, 6, 8, 10, 12)
-    tile_m = [head] + [
-        (
-            f"{c.M} x {c.N} x {c.K}", f"{MODES[c.transpose_mode]} {c.transpose_mode}", c.kernel, str(count),
-            f"{c.tile_m}x{c.tile_n}", str(c.split_k), str(c.tiles),
-            str(c.occupancy) if known or c.kernel == PERSISTENT else f">= {c.occupancy}", str(c.waves), f"{c.idle:.0%}",
-            f"{c.padding:.0%}", f"{c.efficiency:.0%}", f"{1e6 * c.roofline_s(sheet):.1f}",
-        )
-        for c, count in sorted(found.items(), key=lambda item: -item[0].roofline_s(sheet) * item[1])
-    ]  # fmt: skip
-    return [
-        "".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in tile_m
-    ]
+    form = "{:<17}{:<6}{:>3}{:>8}{:>6}{:>6}{:>4}{:>6}{:>5}{:>5}{:>5}{:>8}".format
+    lines = []
+    for kernel in dict.fromkeys(c.kernel for c in found):
+        head = form("MxNxK", "pass", "n", "tile", "split", "tiles", "/SM", "waves", "idle", "pad", "eff.", "roof us")
+        lines += ["", f"{kernel}:", head] + [
+            form(
+                f"{c.M}x{c.N}x{c.K}", MODES[c.transpose_mode], count, f"{c.tile_m}x{c.tile_n}", c.split_k, c.tiles,
+                c.occupancy if known or c.kernel == PERSISTENT else f">={c.occupancy}", c.waves, f"{c.idle:.0%}",
+                f"{c.padding:.0%}", f"{c.efficiency:.0%}", f"{1e6 * c.roofline_s(sheet):.1f}",
+            )
+            for c, count in sorted(found.items(), key=lambda item: -item[0].roofline_s(sheet) * item[1])
+            if c.kernel == kernel
+        ]  # fmt: skip
+    return lines
