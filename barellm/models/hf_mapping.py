@@ -49,7 +49,7 @@ class HuggingFace:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A decoder of Llama's kind in transformers' words (`interop/decoders.py`): what is not as in a Llama."""
+    """A decoder of Llama's kind in transformers' words (`models/decoders.py`): what is not as in a Llama."""
 
     model_type: str
     class_name: str

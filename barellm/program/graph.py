@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from barellm.program.dtypes import ALIASES, PRECISIONS, Precision
 from barellm.program.tensor import PERSISTENT, Role, Span, Tensor, View, describe
@@ -15,6 +15,14 @@ if TYPE_CHECKING:  # the families of ops import this file
     from barellm.program.ops.base import Op
 
 
+class LayerAdapter(Protocol):
+    """What a linear layer has beside its weight (`ops.gemm.low_rank`)."""
+
+    def append(self, p: Graph, x: Tensor, y: Tensor) -> Tensor:
+        """Append what it adds to the layer's result y (..., N) of x (..., K)."""
+        ...
+
+
 class Store:
     """Persistent tensors by name, shared by the programs of one arena: parameters, gradients, states, caches, constants."""
 
@@ -22,6 +30,11 @@ class Store:
         self.tensors: dict[str, Tensor] = {}
         self.positions = 0  # of the longest sequence of its programs; 0: as many as the model has
         self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
+        self.trains: Callable[[str], bool] = lambda name: True  # whether the parameter of a name is trained; the others are frozen
+        self.frozen_dtype: str | None = None  # of frozen matrices; None: as the program's precision says
+        self.linears: dict[str, Tensor] = {}  # weights of linear layers, by name
+        self.adapters: dict[str, LayerAdapter] = {}  # of linear layers, by the names of their weights
+        self.matrices: dict[str, Any] = {}  # frozen weights that are codes, by name (`assembly.quantized.Matrix`)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
         have = self.tensors.get(name)
@@ -33,6 +46,11 @@ class Store:
 
     def of_role(self, role: Role) -> list[Tensor]:
         return [t for t in self.tensors.values() if t.role == role]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that training changes: all but the frozen ones."""
+        return [t for t in self.tensors.values() if t.role == "parameter" and not t.frozen]
 
 
 class Graph:
@@ -51,6 +69,7 @@ class Graph:
         self._names: dict[str, int] = {}
         self._segment: str | None = None
         self._streams = 0  # random ops so far: each draws from its own stream
+        self.training = False  # whether adapters have their dropout
 
     @property
     def compute(self) -> str:
@@ -80,6 +99,9 @@ class Graph:
         `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
         bf16, whatever the format has room for."""
+        frozen = not self.store.trains(name)
+        if dtype is None and frozen and len(shape) == 2:
+            dtype = self.store.frozen_dtype
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
         dtype = ALIASES.get(dtype, dtype)
         init: tuple[str, float | str] = ("constant", value)
@@ -89,7 +111,8 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16)
+        more = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}
+        return self.store.get(name, shape, dtype, "parameter", init=init, **more)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""

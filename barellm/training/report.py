@@ -9,9 +9,12 @@ from typing import Any
 
 from barellm import __version__, models
 from barellm.assembly.build import CompiledModel
+from barellm.checkpoint import checkpoint
 from barellm.config import Config, OptimConfig
 from barellm.data import examples, sources
+from barellm.models.adapters import targeted
 from barellm.models.training_schedule import model_schedule
+from barellm.program.dtypes import FORMATS
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import duration, in_words, short
 
@@ -32,6 +35,7 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
     lines = [
         f"barellm {__version__}, preset {config.preset}",
         f"model    {short(compiled.parameters)} parameters: {sizes}, context {model.max_seq:,}",
+        *_adapter(compiled),
         f"dataset  {data.name}",
         f"         {short(len(data.train))} train tokens, {short(len(data.val))} validation tokens "
         f"(tokenizer {data.tokenizer.name})",
@@ -46,6 +50,21 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
     elif not data.tokenizer.exact:
         lines.append("         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was")
     return lines
+
+
+def _adapter(compiled: CompiledModel) -> list[str]:
+    """What is trained where other weights are frozen."""
+    adapter, tensors = compiled.config.adapter, compiled.session.tensors
+    if not adapter.active:
+        return []
+    trained = sum(t.trained for t in checkpoint.of_role(compiled.session, "parameter").values())
+    what = f"parameters {adapter.train_only}"
+    if adapter.method:
+        leaves = ", ".join(dict.fromkeys(m.leaf for m in targeted(compiled.config.model, adapter.targets)))
+        what = f"LoRA of rank {adapter.rank} times {adapter.scale:.4g} on {leaves}"
+    dtypes = [t.dtype for t in tensors.values() if t.role == "parameter" and t.frozen and len(t.shape) == 2]
+    frozen = adapter.codes or (FORMATS[dtypes[0]].exchange if dtypes else "fp32")
+    return [f"adapter  {short(trained)} trained: {what}; all else is frozen, matrices in {frozen}"]
 
 
 def _rates(config: Config) -> str:
