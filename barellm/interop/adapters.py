@@ -197,6 +197,8 @@ def write(adapter: Adapter, out: Path, *, config: Config, base: str) -> list[str
     if known is None or not adapter.pairs:
         what = "is of no architecture of Hugging Face's" if adapter.pairs else "has whole parameters and no adapters"
         raise UserError(f"{adapter.path} {what}, which PEFT cannot hold")
+    if why := known.refused(model):
+        raise UserError(f"{adapter.path}: {why}")
     files = {CONFIG: (json.dumps(_config(adapter, config, base), indent=2) + "\n").encode()}
     arrays = dict(_tensors(adapter, model))
     with storage.new_folder(out) as folder:

@@ -1,4 +1,4 @@
-"""Kernels that frozen weights with adapters need, beside the references: the update of some columns, and gradients through codes."""
+"""Kernels of adapters and of frozen weights, beside the references: the update of columns, and gradients through codes."""
 
 from __future__ import annotations
 
