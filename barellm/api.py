@@ -66,8 +66,9 @@ def load(
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
     device = chosen_device(device, config)
-    found = {name: with_adapter(weights, path_of(f"adapters[{name!r}]", one)) for name, one in (adapters or {}).items()}
-    return Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"), found)
+    model = Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
+    model._variants |= {name: with_adapter(weights, path_of(f"adapters[{name!r}]", one)) for name, one in (adapters or {}).items()}
+    return model
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,11 @@ class Model:
     tokenizer: Tokenizer
     """`tokenizer.encode(text)` gives ids, an array of int32, and `tokenizer.decode(ids)` a text."""
 
-    def __init__(
-        self, weights: Weights, config: Config, device: str, step: int, total: int | None,
-        adapters: Mapping[str, Weights] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, weights: Weights, config: Config, device: str, step: int, total: int | None) -> None:
         assert weights.tokenizer is not None
         self.config, self.tokenizer = config, weights.tokenizer
         self._weights, self._device, self._step, self._total = weights, device, step, total
-        self._variants: dict[str | None, Weights] = {None: weights} | dict(adapters or {})
+        self._variants: dict[str | None, Weights] = {None: weights}
         self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
         self._lock = threading.RLock()  # who holds it may use the session
         self._computing = self._interrupted = False
@@ -269,8 +267,7 @@ class Model:
         """Compute with this one of the adapters that `load` was given, or with None without one. What it changes is written into
         the memory that is open; texts that are being streamed go on with it."""
         if adapter not in self._variants:
-            known = ", ".join(repr(name) for name in self._variants)
-            raise UserError(f"adapter is {shown(adapter)}, expected one of {known}")
+            raise UserError(f"adapter is {shown(adapter)}, expected one of {', '.join(map(repr, self._variants))}")
 
         def change() -> None:
             self._check_open()

@@ -43,7 +43,8 @@ class CompiledModel:
     @property
     def parameters(self) -> int:
         """How many there are, without the padded rows of the vocabulary."""
-        return sum(t.trained for t in self.session.tensors.values() if t.role == "parameter")
+        codes = sum(m.parameter.trained for m in self.matrices.values() if not m.stays)
+        return codes + sum(t.trained for t in self.session.tensors.values() if t.role == "parameter")
 
     @property
     def flops_per_step(self) -> int:
@@ -78,10 +79,8 @@ class CompiledModel:
     def initialize(self, seed: int) -> None:
         """Give the parameters the values that training begins with. Quantized ones are drawn as numbers in a session of their
         own and then quantised."""
-        if not self.matrices or "init" in self.programs:
-            self.session.run("init", seed=seed)
-        if "init_frozen" in self.programs:
-            self.session.run("init_frozen", seed=seed)
+        for name in ("init", "init_frozen") if "init_frozen" in self.programs else ("init",) if not self.matrices else ():
+            self.session.run(name, seed=seed)
         if not self.matrices:
             return
         from barellm.assembly.programs import build

@@ -95,6 +95,7 @@ class Weights:
         for name, t in self.tensors.items():
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 h.update(self.read_rows(name, lo, hi).reshape(-1).view(np.uint8).data)
+            mapping.release()
         mapping.check()
         return h.hexdigest()
 
@@ -105,6 +106,7 @@ class Weights:
                 continue
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
+            mapping.release()
         mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:

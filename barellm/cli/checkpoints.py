@@ -56,11 +56,9 @@ class Found:
             yield compiled
 
 
-def found_or_fresh(
-    name: str, *, device: str, dtype: str | None = None, weights: str | None = None, adapter: str | None = None
-) -> Found:
+def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None, adapter: str = "") -> Found:
     """What `found` finds; or a preset of that name where there is no such folder, whose tokenizer must need no text."""
-    if Path(name).exists() or name not in models.presets() or adapter is not None:
+    if Path(name).exists() or name not in models.presets() or adapter:
         return found(name, device=device, dtype=dtype, weights=weights, adapter=adapter)
     check_device(device)
     if weights is not None:
@@ -73,9 +71,7 @@ def found_or_fresh(
     return Found(None, config, kinds.make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
 
 
-def found(
-    name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None, adapter: str | None = None
-) -> Found:
+def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None, adapter="") -> Found:
     """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
     named; or the model that another program wrote there. Says on stderr which newer checkpoints are damaged. `weights` names a
     scheme of few bits, `adapter` a folder with one that was trained on top of it."""
@@ -83,11 +79,11 @@ def found(
     if weights is not None:
         scheme(weights)
     if (theirs := _of_others(Path(name))) is not None:
-        from barellm.interop import imported
+        from barellm.interop import imported, sources
 
         tokenizer = theirs.tokenizer or tokenizers.Ids(theirs.model.vocab_size)
         config = _changed(imported.like(theirs), batch, dtype)
-        theirs = _with_adapter(theirs, adapter)
+        theirs = sources.with_adapter(theirs, adapter)
         return Found(theirs.path, config, tokenizer, chosen_device(device, config), weights or "", source=theirs)
     path, wrong = checkpoint.find(Path(name), optimizer=False)
     for text in wrong:
@@ -96,10 +92,10 @@ def found(
     config = overrides.from_json(meta["config"], path / checkpoint.META)
     tokenizer = kinds.load_tokenizer(path, rows=config.model.vocab_size)
     config = _changed(config, batch, dtype)
-    if "base" in meta or adapter is not None:
-        from barellm.interop.sources import open_weights
+    if "base" in meta or adapter:
+        from barellm.interop import sources
 
-        source = _with_adapter(open_weights(path), adapter)
+        source = sources.with_adapter(sources.open_weights(path), adapter)
         return Found(path, config, tokenizer, chosen_device(device, config), weights or "", source=source)
     stored = quantized.stored_scheme(path, meta)
     if stored and weights not in (None, stored, meta["weights"]):
@@ -117,18 +113,9 @@ def _of_others(path: Path) -> Weights | None:
     return of_others(path)
 
 
-def _with_adapter(weights: Weights, adapter: str | None) -> Weights:
-    if adapter is None:
-        return weights
-    from barellm.interop.sources import with_adapter
-
-    return with_adapter(weights, Path(adapter))
-
-
 def _changed(config: Config, batch: int, dtype: str | None) -> Config:
     """The configuration of a session that trains nothing."""
-    config = replace(
-        config, adapter=AdapterConfig(), train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype)
-    )
+    train = replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype)
+    config = replace(config, adapter=AdapterConfig(), train=train)
     config.check()
     return config

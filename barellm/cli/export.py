@@ -18,9 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="for the model card of huggingface, and for gguf: a name that the hub knows, as mit or apache-2.0",
     )
-    parser.add_argument(
-        "--merge", action="store_true", help="of a run that trained an adapter: the weights of its base with the adapter added"
-    )
+    parser.add_argument("--merge", action="store_true", help="add the adapter that a run trained to the weights of its base")
     parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file, which must not be there yet")
 
 

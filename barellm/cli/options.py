@@ -235,9 +235,8 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """--adapter of commands that read a checkpoint and do not train it."""
-    help.Rare(parser).add_argument(
-        "--adapter", metavar="DIR", help="an adapter (LoRA) of this model: a run that trained one, or a folder of PEFT's"
-    )
+    said = "an adapter (LoRA) of this model: a run that trained one, or a folder of PEFT's"
+    help.Rare(parser).add_argument("--adapter", default="", metavar="DIR", help=said)
 
 
 def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda", default: str = "cpu") -> None:

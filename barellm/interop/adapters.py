@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ from barellm.program.tensor import Tensor
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Keys of adapter_config.json of which barellm knows these values alone.
+# Keys of adapter_config.json of which barellm knows these values alone; the first is that of a missing key.
 KNOWN = {
     "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "lora_bias": (False, None),
     "layer_replication": (None, []), "trainable_token_indices": (None, []), "target_parameters": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None,),
 }  # fmt: skip
-USUAL = {"use_dora": False, "bias": "none"}  # where the key is missing
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,8 @@ def merged(base: Weights, adapter: Adapter, *, path: Path | None = None) -> Weig
     for name, found in blocks.items():
         arrays[name] = MergedRows(base.arrays[name], tuple(found), how)
     for name, array in adapter.whole.items():
-        t = base.tensors.get(name)
-        if t is None or array.shape != tuple(t.shape):
-            there = f"{name} {array.shape}"
-            raise UserError(f"{adapter.path} has {there}, which {base.path} lacks: it is not the base that it was trained on")
+        if name not in base.tensors or array.shape != tuple(base.tensors[name].shape):
+            raise UserError(f"{adapter.path} has {name} {array.shape}, which {base.path} lacks: it is of another base")
         arrays[name] = array
     return replace(base, arrays=arrays, path=path or base.path)
 
@@ -137,7 +134,7 @@ def read(folder: Path, model: ModelConfig) -> Adapter:
     """A folder of PEFT's, for a model. UserError for what is not LoRA, or is another model's."""
     config = checkpoint.read_json(folder / CONFIG)
     for key, values in KNOWN.items():
-        if (found := config.get(key, USUAL.get(key, values[0]))) not in values:
+        if (found := config.get(key, values[0])) not in values:
             raise UserError(f"{folder / CONFIG}: {key} is {shown(found)}, expected {json.dumps(values[0])}")
     file, known = folder / FILE, {m.name: m for m in modules(model)}
     if not file.is_file():
@@ -169,13 +166,11 @@ def _pair(file: Path, config: Mapping[str, Any], model: ModelConfig, m: Module, 
 
 def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual: int) -> Any:
     """`r` or `lora_alpha` of a module: that of the first pattern that its name ends with, else that of all."""
-    patterns = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]) or {}
-    found = config.get(key, usual)
+    patterns, found = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]), config.get(key, usual)
     if isinstance(patterns, dict):
         # A name, or a regular expression of one: only its dots are read as such, since a stranger's could take for ever.
         words = (word for word in patterns if re.fullmatch(r"[\w.\\^$]+", word))
-        meant = [word for word in words if m.name.endswith(name := word.strip("^$").replace("\\", "")) and
-                 (m.name == name or m.name[-len(name) - 1] == ".")]  # fmt: skip
+        meant = [word for word in words if f".{m.name}".endswith("." + word.strip("^$").replace("\\", ""))]
         found = patterns[meant[0]] if meant else found
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1 << 16 or (key == "r" and found % 1):
         raise UserError(f"{file.parent / CONFIG}: {key} of {m.name} is {shown(found)}, expected a number above 0")
@@ -185,43 +180,36 @@ def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual
 def _order(model: ModelConfig, m: Module) -> np.ndarray | None:
     """Where our rows of a module lie in theirs."""
     known = family(model)
-    if known is None:
-        return None
-    order = known.order(model, m.weight, f"{m.name.removeprefix(known.prefix)}.weight")
+    order = known.order(model, m.weight, f"{m.name.removeprefix(known.prefix)}.weight") if known else None
     return None if order is None else np.array(order)
 
 
 def write(adapter: Adapter, out: Path, *, config: Config, base: str) -> list[str]:
     """The folder `out` as PEFT reads it, which appears when it is whole. `config`: of the run. Returns the names of its files."""
     model, known = config.model, family(config.model)
-    if known is None or not adapter.pairs:
-        what = "is of no architecture of Hugging Face's" if adapter.pairs else "has whole parameters and no adapters"
-        raise UserError(f"{adapter.path} {what}, which PEFT cannot hold")
-    if why := known.refused(model):
-        raise UserError(f"{adapter.path}: {why}")
-    files = {CONFIG: (json.dumps(_config(adapter, config, base), indent=2) + "\n").encode()}
-    arrays = dict(_tensors(adapter, model))
+    why = known.refused(model) if known else "it is of no architecture of Hugging Face's"
+    if why or not adapter.pairs:
+        raise UserError(f"{adapter.path} is no adapter for PEFT: {why or 'it has whole parameters'}")
+    source = _Theirs(adapter, model)
     with storage.new_folder(out) as folder:
-        tensors = {name: Tensor(name, array.shape, "fp32", "parameter") for name, array in arrays.items()}
-        tensorfile.write(folder / FILE, _Arrays(arrays), tensors, framework="pt")
-        for name, content in files.items():
-            storage.write_file(folder / name, content)
-    return [FILE, *files]
+        tensorfile.write(folder / FILE, source, source.tensors, framework="pt")
+        storage.write_file(folder / CONFIG, (json.dumps(_config(adapter, config, base), indent=2) + "\n").encode())
+    return [FILE, CONFIG]
 
 
-@dataclass(frozen=True)
-class _Arrays:
-    arrays: Mapping[str, np.ndarray]
+class _Theirs:
+    """The rows of what is written, by PEFT's names."""
+
+    def __init__(self, adapter: Adapter, model: ModelConfig) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        for m, pair in adapter.pairs.items():
+            order = _order(model, m)
+            self.arrays[f"{PREFIX}{m.name}.lora_A.weight"] = pair.a
+            self.arrays[f"{PREFIX}{m.name}.lora_B.weight"] = pair.b if order is None else pair.b[np.argsort(order)]
+        self.tensors = {name: Tensor(name, array.shape, "fp32", "parameter") for name, array in self.arrays.items()}
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         return self.arrays[name][lo:hi]
-
-
-def _tensors(adapter: Adapter, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    for m, pair in adapter.pairs.items():
-        order = _order(model, m)
-        yield f"{PREFIX}{m.name}.lora_A.weight", pair.a
-        yield f"{PREFIX}{m.name}.lora_B.weight", pair.b if order is None else pair.b[np.argsort(order)]
 
 
 def _config(adapter: Adapter, config: Config, base: str) -> dict[str, Any]:

@@ -38,8 +38,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     if licence is not None and kind.startswith("llmc"):
         raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
     if out.exists():
-        what = "folder" if kind in ("huggingface", PEFT, TRAINING) else "file"
-        raise UserError(f"--out {out} exists, expected a new {what}")
+        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', PEFT, TRAINING) else 'file'}")
     if kind == PEFT:
         return _adapter(source, out, licence=licence, merge=merge)
     weights = open_weights(source)

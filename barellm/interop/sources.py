@@ -44,9 +44,9 @@ def _of_step(step: Path) -> Weights:
     return replace(adapters.merged(base, adapters.of_checkpoint(step, base.model), path=step), tokenizer=own)
 
 
-def with_adapter(weights: Weights, path: Path) -> Weights:
-    """Weights with the adapter of a run or of PEFT that was trained on top of them."""
-    return adapters.merged(weights, adapters.open_adapter(path, weights))
+def with_adapter(weights: Weights, path: str | Path) -> Weights:
+    """Weights with the adapter of a run or of PEFT that was trained on top of them; as they are where `path` is empty."""
+    return adapters.merged(weights, adapters.open_adapter(Path(path), weights)) if path else weights
 
 
 def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
@@ -82,10 +82,8 @@ def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
 
 def _base_of_peft(path: Path, tokenizer: str) -> Weights:
     base = checkpoint.read_json(path / adapters.CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).exists():
-        raise UserError(f"{path} is an adapter of {base}, which is no folder here: name that folder, and this one with --adapter")
-    if (Path(base) / adapters.CONFIG).is_file():
-        raise UserError(f"{path} is an adapter of {base}, which is one too: expected the folder of a model")
+    if not isinstance(base, str) or not Path(base).exists() or (Path(base) / adapters.CONFIG).is_file():
+        raise UserError(f"{path} is an adapter of {base}, which is no model here: name that by its folder, and this with --adapter")
     return open_weights(Path(base), tokenizer=tokenizer)
 
 

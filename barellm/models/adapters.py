@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -72,13 +71,11 @@ def modules(model: ModelConfig) -> tuple[Module, ...]:
     return tuple(found)
 
 
-def targeted(model: ModelConfig, targets: str, known: Iterable[Module] | None = None) -> list[Module]:
+def targeted(model: ModelConfig, targets: str) -> list[Module]:
     """The modules that `targets` names, as PEFT reads a list: each word is a module's name or the end of one, or here a pattern.
     UserError for a word that names none."""
-    all_modules = list(modules(model) if known is None else known)
-    if not targets:
-        here = family(model)
-        targets = DEFAULTS.get(here.model_type, ALL) if here else ALL
+    all_modules, here = list(modules(model)), family(model)
+    targets = targets or (DEFAULTS.get(here.model_type, ALL) if here else ALL)
     words = [word.strip() for word in targets.split(",") if word.strip()]
     if words == [ALL]:
         return all_modules
@@ -114,11 +111,8 @@ def declare(p: Program, model: ModelConfig, adapter: AdapterConfig) -> None:
     store, rank = p.store, adapter.rank
     if not rank:
         if not store.trainable:
-            names = [t.name for t in store.of_role("parameter")]
-            hint = nearest(adapter.train_only, names)
-            raise UserError(
-                f"adapter.train_only {adapter.train_only!r} matches no parameter{hint} (the first are {', '.join(names[:4])})"
-            )
+            hint = nearest(adapter.train_only, [t.name for t in store.of_role("parameter")])
+            raise UserError(f"adapter.train_only {adapter.train_only!r} matches no parameter{hint} (barellm plan --map lists them)")
         return
     by_weight: dict[str, list[Module]] = {}
     for m in targeted(model, adapter.targets):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from barellm.program.dtypes import ALIASES, PRECISIONS, Precision
 from barellm.program.tensor import PERSISTENT, Role, Span, Tensor, View, describe
@@ -13,14 +13,6 @@ if TYPE_CHECKING:  # the families of ops import this file
     import numpy as np
 
     from barellm.program.ops.base import Op
-
-
-class LayerAdapter(Protocol):
-    """What a linear layer has beside its weight (`ops.gemm.low_rank`)."""
-
-    def append(self, p: Graph, x: Tensor, y: Tensor) -> Tensor:
-        """Append what it adds to the layer's result y (..., N) of x (..., K)."""
-        ...
 
 
 class Store:
@@ -33,7 +25,7 @@ class Store:
         self.trains: Callable[[str], bool] = lambda name: True  # whether the parameter of a name is trained; the others are frozen
         self.frozen_dtype: str | None = None  # of frozen matrices; None: as the program's precision says
         self.linears: dict[str, Tensor] = {}  # weights of linear layers, by name
-        self.adapters: dict[str, LayerAdapter] = {}  # of linear layers, by the names of their weights
+        self.adapters: dict[str, Any] = {}  # of linear layers, by the names of their weights (`ops.gemm.low_rank.LowRank`)
         self.matrices: dict[str, Any] = {}  # frozen weights that are codes, by name (`assembly.quantized.Matrix`)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
@@ -46,6 +38,12 @@ class Store:
 
     def of_role(self, role: Role) -> list[Tensor]:
         return [t for t in self.tensors.values() if t.role == role]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many parameters there are, and how many of them are trained."""
+        given = [*self.of_role("parameter"), *(m.parameter for m in self.matrices.values() if not m.stays)]
+        return sum(t.trained for t in given), sum(t.trained for t in self.trainable)
 
     @property
     def trainable(self) -> list[Tensor]:

@@ -18,35 +18,27 @@ def _losses(matmul: str) -> Iterator[Fusion]:
         yield Fusion(f"{kind}classifier_{name}", sequence, inputs, {output: f"1.{output}" for output in outputs})
 
 
+_HEAD: list[tuple[str, dict[str, str]]] = [
+    ("matmul", {}),
+    ("cross_entropy", {"logits": "0.y"}),
+    ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
+    ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
+    ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
+]
+_OF_HEAD = {"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"}
+_LOSS = {"loss": "1.loss", "dx": "3.dx"}
+
 CLASSIFIER: list[Fusion] = [
     # Loss, logit gradient, input gradient and weight gradient, a chunk of tokens at a time: logits never exist as a whole.
-    Fusion(
-        "classifier",
-        [
-            ("matmul", {}),
-            ("cross_entropy", {"logits": "0.y"}),
-            ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
-            ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
-            ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
-        ],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
-        outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
-        optional=("loss_scale",),
-    ),
-    # The same where the head is frozen.
+    Fusion("classifier", _HEAD, _OF_HEAD, _LOSS | {"dweight": "4.dweight"}, optional=("loss_scale",)),
     Fusion(
         "classifier_frozen",
-        [
-            ("matmul", {}),
-            ("cross_entropy", {"logits": "0.y"}),
-            ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
-            ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
-        ],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
-        outputs={"loss": "1.loss", "dx": "3.dx"},
+        _HEAD[:-1],
+        _OF_HEAD,
+        _LOSS,
         optional=("loss_scale",),
-        when=lambda ops: ops[0].weight.base.frozen,
         kernel="classifier",
+        when=lambda ops: ops[0].weight.base.frozen,
     ),
     *_losses("matmul"),
     # The loss and its gradients of softcapped logits, whose head is stored (C, V).

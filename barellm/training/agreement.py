@@ -17,8 +17,15 @@ from barellm.program.ranks import Ranks
 
 def check(config: Config, *, device: str, ranks: Ranks) -> None:
     """Raise a UserError for what a run with several ranks, or one with frozen weights, cannot do."""
-    if config.adapter.active:
-        _check_adapter(config, device, ranks)
+    adapter = config.adapter
+    for what, found, expected in (
+        ("--device", device if device == "cuda" else "", "cpu"), ("--ranks", ranks.count if ranks.count > 1 else 0, "one"),
+        ("train.exponent_stats", config.train.exponent_stats, "0"), ("optim.powersgd", config.optim.powersgd, "0"),
+        ("the preset", config.preset if model_schedule(config) is not None else "", "one whose steps are all alike"),
+    ):  # fmt: skip
+        if found and adapter.active:
+            key = "method" if adapter.method else "train_only"
+            raise UserError(f"adapter.{key} is {getattr(adapter, key)!r}, and {what} is {found}: expected {expected}")
     if config.optim.powersgd and device == "cuda":
         raise UserError(f"optim.powersgd is {config.optim.powersgd}, and --device is cuda: expected 0, for now")
     if ranks.count == 1:
@@ -35,18 +42,6 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
             raise UserError(f"{key} is {value:g}, {said}: expected 0")
     if config.data.order == "llmc":
         raise UserError(f"data.order is 'llmc', {said}: it shuffles whole micro-batches, expected another order")
-
-
-def _check_adapter(config: Config, device: str, ranks: Ranks) -> None:
-    """Raise a UserError for what goes with no frozen weights."""
-    key = f"adapter.method is {config.adapter.method!r}" if config.adapter.method else "adapter.train_only is set"
-    for what, found, expected in (
-        ("--device", device if device == "cuda" else "", "cpu"), ("--ranks", ranks.count if ranks.count > 1 else 0, "one"),
-        ("train.exponent_stats", config.train.exponent_stats, "0"), ("optim.powersgd", config.optim.powersgd, "0"),
-        ("the preset", config.preset if model_schedule(config) is not None else "", "one whose steps are all alike"),
-    ):  # fmt: skip
-        if found:
-            raise UserError(f"{key}, and {what} is {found}: expected {expected}")
 
 
 @contextmanager

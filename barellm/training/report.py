@@ -9,12 +9,10 @@ from typing import Any
 
 from barellm import __version__, models
 from barellm.assembly.build import CompiledModel
-from barellm.checkpoint import checkpoint
 from barellm.config import Config, OptimConfig
 from barellm.data import examples, sources
 from barellm.models.adapters import targeted
 from barellm.models.training_schedule import model_schedule
-from barellm.program.dtypes import FORMATS
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import duration, in_words, short
 
@@ -54,17 +52,16 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
 
 def _adapter(compiled: CompiledModel) -> list[str]:
     """What is trained where other weights are frozen."""
-    adapter, tensors = compiled.config.adapter, compiled.session.tensors
+    adapter = compiled.config.adapter
     if not adapter.active:
         return []
-    trained = sum(t.trained for t in checkpoint.of_role(compiled.session, "parameter").values())
+    store = compiled.programs["forward_backward"].store
     what = f"parameters {adapter.train_only}"
     if adapter.method:
         leaves = ", ".join(dict.fromkeys(m.leaf for m in targeted(compiled.config.model, adapter.targets)))
         what = f"LoRA of rank {adapter.rank} times {adapter.scale:.4g} on {leaves}"
-    dtypes = [t.dtype for t in tensors.values() if t.role == "parameter" and t.frozen and len(t.shape) == 2]
-    frozen = adapter.codes or (FORMATS[dtypes[0]].exchange if dtypes else "fp32")
-    return [f"adapter  {short(trained)} trained: {what}; all else is frozen, matrices in {frozen}"]
+    frozen = adapter.codes or store.frozen_dtype or "fp32"
+    return [f"adapter  {short(store.counts[1])} trained: {what}; all else is frozen, matrices in {frozen}"]
 
 
 def _rates(config: Config) -> str:

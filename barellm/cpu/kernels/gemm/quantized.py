@@ -53,6 +53,8 @@ class DequantizingPack:
     def _pack(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
         """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR). A
         chunk is BLOCK elements of the depth of a vector of columns."""
+        if not self.transposed:
+            return self._pack_rows(into, panel_id)
         k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
         last_tile, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
@@ -81,15 +83,9 @@ class DequantizingPack:
 
         return packing.PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
 
-
-class DequantizingRowPack:
-    """A GEMM main loop that reads the weight the other way round: its rows are the depth. A chunk is a tile of rows and BLOCK
-    columns, transposed in registers."""
-
-    quantized: tuple[Codes, Scales]
-
-    def _pack(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
-        """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR)."""
+    def _pack_rows(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
+        """The same where the rows of the matrix are the depth. A chunk is a tile of rows and BLOCK columns, transposed in
+        registers."""
         k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
         col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
@@ -156,14 +152,6 @@ class AmxGemm(DequantizingPack, gemm.AmxGemm):
     """On AMX tiles."""
 
 
-class VectorGemmDx(DequantizingRowPack, gemm.VectorGemm):
-    """The gradient of the input, on vector registers."""
-
-
-class AmxGemmDx(DequantizingRowPack, gemm.AmxGemm):
-    """The same on AMX tiles."""
-
-
 def quantized_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
     weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
@@ -177,7 +165,6 @@ def quantized_gemm(
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
     width = depth if transposed else cols  # of a row of the matrix
     quantized = Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width))
-    kinds = (VectorGemm, AmxGemm) if transposed else (VectorGemmDx, AmxGemmDx)
 
     def run(kind: Any, *operands: Any, **sizes: Any) -> None:
         mainloop = kind(k, x, codes, rows, *operands, transposed=transposed, **sizes)
@@ -185,7 +172,7 @@ def quantized_gemm(
         mainloop.run()
 
     gemm.multiply(
-        k, kinds, run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
+        k, (VectorGemm, AmxGemm), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
         mode=mode, config=config, strides=dict(strides),
     )  # fmt: skip
 

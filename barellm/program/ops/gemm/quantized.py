@@ -40,11 +40,11 @@ class QuantizedMatmulDx(Op):
     product = True
 
     def infer(self, dy: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Spec]:
-        N, K = self.attrs["columns"], self.attrs["depth"]
-        shapes = scheme(self.attrs["weights"]).shapes(N, K)
+        shapes = scheme(self.attrs["weights"]).shapes(N := self.attrs["columns"], K := self.attrs["depth"])
         if (codes.shape, scales.shape) != shapes or dy.shape[-1] != N:
-            found = describe(dy=dy, codes=codes, scales=scales)
-            raise ValueError(f"quantized_matmul_dx expects dy (..., {N}), codes {shapes[0]} and scales {shapes[1]}: {found}")
+            raise ValueError(
+                f"quantized_matmul_dx expects dy (..., {N}), codes {shapes[0]} and scales {shapes[1]}: {describe(dy=dy)}"
+            )
         return {"dx": ((*dy.shape[:-1], K), dy.dtype)}
 
     def reference(self, dy, codes, scales):
