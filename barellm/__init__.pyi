@@ -117,4 +117,6 @@ def train(
     schedule: str = ...,
     warmup: int = ...,
     weight_decay: float = ...,
+    adapt: int = ...,
+    train_only: int = ...,
 ) -> Run: ...

@@ -23,7 +23,7 @@ from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
-from barellm.config import Config, overrides
+from barellm.config import AdapterConfig, Config, overrides
 from barellm.config.aliases import accepts_old_names
 from barellm.config.fields import converted, path_of
 from barellm.data.tokenizers import Ids, Tokenizer
@@ -32,19 +32,24 @@ from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling, sampling
 from barellm.generation.writing import Written, unseen, write
 from barellm.interop import imported
-from barellm.interop.sources import is_checkpoint, open_weights
+from barellm.interop.sources import is_checkpoint, open_weights, with_adapter
 from barellm.models.training_schedule import on_step
 
 R = TypeVar("R")
 
 
-def load(path: str | Path, *, device: str = "auto", dtype: str | None = None, tokenizer: str | Path | None = None) -> Model:
+def load(
+    path: str | Path, *, device: str = "auto", dtype: str | None = None, tokenizer: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
+) -> Model:  # fmt: skip
     """Open a trained model.
 
     `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
     config.json and model.safetensors, a model of its hub ("hf:OWNER/NAME"), or a file of llama.cpp (GGUF) or llm.c. `device` is
     "auto" (a GPU that has passed its self-check, else the CPU), "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or "auto",
     and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
+    A run that trained an adapter is its base with that. `adapters` names others of this model, runs or folders of PEFT's, between
+    which `Model.use` changes.
 
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """
@@ -56,12 +61,14 @@ def load(path: str | Path, *, device: str = "auto", dtype: str | None = None, to
     meta: dict[str, Any] = {"step": 0}
     if is_checkpoint(weights):
         meta = checkpoint.read_meta(weights.path)
-        config = overrides.from_json(meta["config"], weights.path / checkpoint.META)
+        config = replace(overrides.from_json(meta["config"], weights.path / checkpoint.META), adapter=AdapterConfig())
     else:
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
     device = chosen_device(device, config)
-    return Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
+    model = Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
+    model._variants |= {name: with_adapter(weights, path_of(f"adapters[{name!r}]", one)) for name, one in (adapters or {}).items()}
+    return model
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class Model:
         assert weights.tokenizer is not None
         self.config, self.tokenizer = config, weights.tokenizer
         self._weights, self._device, self._step, self._total = weights, device, step, total
+        self._variants: dict[str | None, Weights] = {None: weights}
         self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
         self._lock = threading.RLock()  # who holds it may use the session
         self._computing = self._interrupted = False
@@ -254,6 +262,22 @@ class Model:
             yield from filter(None, pieces)
         finally:
             place.ended, place.kept = True, {}
+
+    def use(self, adapter: str | None) -> None:
+        """Compute with this one of the adapters that `load` was given, or with None without one. What it changes is written into
+        the memory that is open; texts that are being streamed go on with it."""
+        if adapter not in self._variants:
+            raise UserError(f"adapter is {shown(adapter)}, expected one of {', '.join(map(repr, self._variants))}")
+
+        def change() -> None:
+            self._check_open()
+            new = self._variants[adapter]
+            if self._session is not None:
+                changed = {name for name in self._weights.tensors if new.arrays[name] is not self._weights.arrays[name]}
+                new.load(self._session, changed)
+            self._weights = new
+
+        self._alone(change)
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It

@@ -43,7 +43,8 @@ class CompiledModel:
     @property
     def parameters(self) -> int:
         """How many there are, without the padded rows of the vocabulary."""
-        return sum(t.trained for t in self.session.tensors.values() if t.role == "parameter")
+        codes = sum(m.parameter.trained for m in self.matrices.values() if not m.stays)
+        return codes + sum(t.trained for t in self.session.tensors.values() if t.role == "parameter")
 
     @property
     def flops_per_step(self) -> int:
@@ -78,8 +79,9 @@ class CompiledModel:
     def initialize(self, seed: int) -> None:
         """Give the parameters the values that training begins with. Quantized ones are drawn as numbers in a session of their
         own and then quantised."""
+        for name in ("init", "init_frozen") if "init_frozen" in self.programs else ("init",) if not self.matrices else ():
+            self.session.run(name, seed=seed)
         if not self.matrices:
-            self.session.run("init", seed=seed)
             return
         from barellm.assembly.programs import build
 
@@ -158,7 +160,10 @@ def build_programs(
         start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks), recompute=train.recompute,
         ranges=train.exponent_stats > 0, eval_batch=eval_batch, eval_seq=eval_seq, decode_batch=0 if positions == 0 else rows,
         decode_seq=positions or 0, score_batch=scoring[0] if scoring else 0, score_seq=scoring[1] if scoring else 0,
+        adapter=config.adapter if training else None,
     )  # fmt: skip
+    if training and config.adapter.codes:
+        quantized.quantize_frozen(programs, config.adapter.codes)
     return programs
 
 
@@ -201,6 +206,8 @@ def open_model(
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
         matrices = quantized.quantize_programs(programs, weights)
+    elif training and config.adapter.codes:
+        matrices = next(iter(programs.values())).store.matrices
     options = proven_options(config, device, training=training)
     if device in NAMES:
         try:

@@ -6,8 +6,9 @@ import numpy as np
 
 from barellm import models
 from barellm.assembly.logits import logits_of
-from barellm.config import ModelConfig
+from barellm.config import AdapterConfig, ModelConfig
 from barellm.errors import UserError
+from barellm.models import adapters
 from barellm.models.user_model import mistakes_named, place
 from barellm.program import dtypes, exponent_stats, ops
 from barellm.program.builder import Program, Store
@@ -21,11 +22,12 @@ def build(
     model: ModelConfig, *, batch: int = 0, seq: int = 0, compute: str | dtypes.Precision = "fp32",
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
     start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
-    decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0,
+    decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0, adapter: AdapterConfig | None = None,
 ) -> tuple[Store, dict[str, Program]]:  # fmt: skip
     """A store and its programs by name. What is 0 or None is left out.
 
-    init                    parameters from the scalar seed
+    init                    parameters from the scalar seed, with `adapter` those that are trained
+    init_frozen             with `adapter`: the others
     forward_backward        of one micro-batch, up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`);
                             then what `start_reduce_scatter` appends
     forward_backward_stats  with `ranges`: the same, and exponent statistics of every tensor (`program.exponent_stats`)
@@ -47,10 +49,16 @@ def build(
             f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}: its residual stream "
             f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
         )
-    architecture, store = models.of(model), Store()
+    architecture, store, frozen = models.of(model), Store(), adapter is not None and adapter.active
     store.positions = max(longest, (decode_seq or model.max_seq) if decode_batch else 0)
     programs = {"init": Program(store, compute=compute)}
+    if adapter is not None and frozen:
+        adapters.freeze(store, adapter, programs["init"].compute)
     architecture.declare(programs["init"], model)
+    if adapter is not None and frozen:
+        adapters.declare(programs["init"], model, adapter)
+        programs["init_frozen"] = Program(store, compute=compute)
+        initialise(programs["init_frozen"], frozen=True)
     initialise(programs["init"])
     declared = store.of_role("parameter")
     if optimizer is not None:
@@ -100,6 +108,7 @@ def _decode(p: Program, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: bool) -> Tensor:
     shape, forward = (Dim("batch", batch), Dim("seq", seq)), models.of(model).forward
+    p.training = training
     loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), training=training)
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (1,):
         found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -107,10 +116,13 @@ def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: boo
     return loss
 
 
-def initialise(p: Program) -> None:
-    """Append what gives each parameter of the store its initial values; random ones depend on the scalar seed."""
+def initialise(p: Program, *, frozen: bool = False) -> None:
+    """Append what gives each parameter of the store that is `frozen`, or each that is not, its initial values; random ones depend
+    on the scalar seed."""
     copies = []
     for stream, t in enumerate(p.store.of_role("parameter")):
+        if t.frozen != frozen:
+            continue
         kind, number = t.init or ("constant", 0.0)
         if kind == "normal":
             p.apply(ops.NormalInit, param=t, std=number, stream=stream, valid_rows=t.valid_rows, bf16=t.bf16 or None)

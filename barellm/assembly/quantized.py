@@ -44,25 +44,55 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
             if name not in found:
                 how = quantization.scheme(HEAD if op is products[-1] else weights)
                 found[name] = _matrix(store, op.weight, how)
-            m = found[name]
-            attrs = {"weights": m.how.name, "columns": int(op.weight.shape[0])} | op.attrs
-            codes = ops.QuantizedMatmul({"x": op.x, "codes": m.codes, "scales": m.scales}, attrs)
-            codes.outputs, codes.modes, codes.segment = op.outputs, op.modes, op.segment
-            p.ops[p.ops.index(op)] = codes
+            p.ops[p.ops.index(op)] = _with_codes(op, found[name])
+    _leave_out(programs, found)
+    return found
+
+
+def quantize_frozen(programs: Mapping[str, Program], weights: str) -> None:
+    """Make matmuls with frozen weights of linear layers, and those that give the gradients of their inputs, read codes (QLoRA,
+    Dettmers et al. 2023). The embedding and the head stay numbers. What the weights became is `store.matrices`."""
+    store = next(iter(programs.values())).store
+    how = quantization.scheme(weights)
+    for p in programs.values():
+        for i, op in enumerate(p.ops):
+            if op.name in ("matmul", "matmul_dx") and (t := store.linears.get(op.weight.name)) is not None and t.frozen:
+                if t.name not in store.matrices:
+                    store.matrices[t.name] = _matrix(store, t, how)
+                p.ops[i] = _with_codes(op, store.matrices[t.name])
+    frozen = programs["init_frozen"]
+    frozen.ops = [op for op in frozen.ops if op.outputs["param"].name not in store.matrices]
+    _leave_out(programs, store.matrices)
+
+
+def _with_codes(op: Op, m: Matrix) -> Op:
+    """The same matmul with the codes of its weight."""
+    attrs = {"weights": m.how.name, "columns": int(op.weight.shape[0])} | op.attrs
+    operands: dict[str, Tensor | None] = {"codes": m.codes, "scales": m.scales}
+    if op.name == "matmul":
+        made: Op = ops.QuantizedMatmul({"x": op.x} | operands, attrs)
+    else:
+        made = ops.QuantizedMatmulDx({"dy": op.dy} | operands, attrs | {"depth": int(op.weight.shape[1])})
+    made.outputs, made.modes, made.segment, made.recomputed = op.outputs, op.modes, op.segment, op.recomputed
+    return made
+
+
+def _leave_out(programs: Mapping[str, Program], found: dict[str, Matrix]) -> None:
+    """Take the parameters that are codes now out of the store, but for those that other ops read."""
+    store = next(iter(programs.values())).store
     read = {t.base for p in programs.values() for op in p.ops for t in op.inputs.values()}
     for name, m in found.items():
         if m.parameter in read:
             found[name] = Matrix(m.parameter, m.how, m.codes, m.scales, True)
         else:
             del store.tensors[name]
-    return found
 
 
 def _matrix(store: Store, parameter: Tensor, how: quantization.Scheme) -> Matrix:
     codes, scales = how.shapes(*(int(n) for n in parameter.shape))
     return Matrix(
-        parameter, how, store.get(f"{parameter.name}.codes", codes, how.codes, "parameter"),
-        store.get(f"{parameter.name}.scales", scales, "fp16", "parameter"), False,
+        parameter, how, store.get(f"{parameter.name}.codes", codes, how.codes, "parameter", frozen=True),
+        store.get(f"{parameter.name}.scales", scales, "fp16", "parameter", frozen=True), False,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@
         tokenizer files
         manifest.json        sizes and xxh3-64 checksums of the others, written last
 
-One that was imported holds weights alone: a run begins with it, none goes on from it.
+One that was imported holds weights alone: a run begins with it, none goes on from it. One of a run with frozen weights holds the
+others alone, and meta.json names the base that has the frozen ones, by its path and its hash.
 
 A save writes a temporary folder, syncs each file and the folder, renames it and syncs the parent. A kill at any point
 leaves the new checkpoint or the ones before it."""
@@ -29,7 +30,7 @@ WEIGHTS, OPTIMIZER, META, MANIFEST = "weights.safetensors", "optimizer.safetenso
 GRADIENTS = "gradients.safetensors"
 KINDS: dict[str, tuple[type, ...]] = {  # of what meta.json holds, where it is there
     **dict.fromkeys(("step", "samples", "tokens"), (int,)),
-    **dict.fromkeys(("config", "machine"), (dict,)),
+    **dict.fromkeys(("config", "machine", "base"), (dict,)),
     **dict.fromkeys(("data", "llmc"), (dict, type(None))),
     **{"total_steps": (int, type(None)), "seconds": (int, float), "weights": (str,), "source": (str,)},
 }
@@ -59,7 +60,8 @@ class Source(tensorfile.RowReader, Protocol):
 
 
 def of_role(session: Source, role: str) -> dict[str, Any]:
-    return {name: t for name, t in session.tensors.items() if t.role == role}
+    """The tensors of a role that a checkpoint holds: all but frozen parameters, which its base has (`meta.json`)."""
+    return {name: t for name, t in session.tensors.items() if t.role == role and not t.frozen}
 
 
 def checkpoint_bytes(session: Source) -> int:

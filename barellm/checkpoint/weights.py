@@ -1,6 +1,6 @@
 """A model's weights where they lie, by barellm's names: what a run may begin with, and what is exported."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -87,11 +87,26 @@ class Weights:
         rows[:valid] = self.arrays[name][lo : lo + valid]
         return rows
 
-    def load(self, session: Session) -> None:
-        """Stream all into the session's parameters."""
+    def digest(self) -> str:
+        """A hash of all values, whatever file they are in."""
+        from xxhash import xxh3_64
+
+        h = xxh3_64(repr([(name, t.valid_rows, t.shape) for name, t in self.tensors.items()]).encode())
         for name, t in self.tensors.items():
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
+                h.update(self.read_rows(name, lo, hi).reshape(-1).view(np.uint8).data)
+            mapping.release()
+        mapping.check()
+        return h.hexdigest()
+
+    def load(self, session: Session, names: Collection[str] | None = None) -> None:
+        """Stream all, or those of `names`, into the session's parameters."""
+        for name, t in self.tensors.items():
+            if names is not None and name not in names:
+                continue
+            for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
+            mapping.release()
         mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:

@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
     options.add_dtype(parser)
     options.add_weights(parser)
+    options.add_adapter(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}, expected at least 1")
-    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
+    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
     how, most = options.sampling_of(args, checkpoint.tokenizer), options.context_of(args.context, checkpoint.config.model.max_seq)
     talk = Talk(checkpoint.tokenizer, most, min(args.max_new_tokens, most // 2), args)
     talk.ids()  # a template that fails, fails now

@@ -10,7 +10,7 @@ from barellm import models
 from barellm.assembly.build import CompiledModel, check_device, chosen_device, open_model
 from barellm.checkpoint import checkpoint, quantized
 from barellm.checkpoint.weights import Weights, parameters
-from barellm.config import Config, overrides
+from barellm.config import AdapterConfig, Config, overrides
 from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
 from barellm.models.training_schedule import on_step
@@ -27,7 +27,7 @@ class Found:
     device: str
     weights: str  # as products read them: "" for numbers, or a scheme of few bits
     stored: bool = False  # whether the checkpoint has them so
-    source: Weights | None = None  # another program's, of which `path` is no checkpoint
+    source: Weights | None = None  # where `path` is no checkpoint with all of them: another program's, or a base with an adapter
 
     @contextmanager
     def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[CompiledModel]:
@@ -56,10 +56,10 @@ class Found:
             yield compiled
 
 
-def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None) -> Found:
+def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None, adapter: str = "") -> Found:
     """What `found` finds; or a preset of that name where there is no such folder, whose tokenizer must need no text."""
-    if Path(name).exists() or name not in models.presets():
-        return found(name, device=device, dtype=dtype, weights=weights)
+    if Path(name).exists() or name not in models.presets() or adapter:
+        return found(name, device=device, dtype=dtype, weights=weights, adapter=adapter)
     check_device(device)
     if weights is not None:
         scheme(weights)
@@ -71,18 +71,19 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
     return Found(None, config, kinds.make_tokenizer(kind, lambda: ()), chosen_device(device, config), weights or "")
 
 
-def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None) -> Found:
+def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None, adapter="") -> Found:
     """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
     named; or the model that another program wrote there. Says on stderr which newer checkpoints are damaged. `weights` names a
-    scheme of few bits."""
+    scheme of few bits, `adapter` a folder with one that was trained on top of it."""
     check_device(device)
     if weights is not None:
         scheme(weights)
     if (theirs := _of_others(Path(name))) is not None:
-        from barellm.interop import imported
+        from barellm.interop import imported, sources
 
         tokenizer = theirs.tokenizer or tokenizers.Ids(theirs.model.vocab_size)
         config = _changed(imported.like(theirs), batch, dtype)
+        theirs = sources.with_adapter(theirs, adapter)
         return Found(theirs.path, config, tokenizer, chosen_device(device, config), weights or "", source=theirs)
     path, wrong = checkpoint.find(Path(name), optimizer=False)
     for text in wrong:
@@ -91,6 +92,11 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     config = overrides.from_json(meta["config"], path / checkpoint.META)
     tokenizer = kinds.load_tokenizer(path, rows=config.model.vocab_size)
     config = _changed(config, batch, dtype)
+    if "base" in meta or adapter:
+        from barellm.interop import sources
+
+        source = sources.with_adapter(sources.open_weights(path), adapter)
+        return Found(path, config, tokenizer, chosen_device(device, config), weights or "", source=source)
     stored = quantized.stored_scheme(path, meta)
     if stored and weights not in (None, stored, meta["weights"]):
         made_of = meta.get("source", "the run that it was made of")
@@ -108,6 +114,8 @@ def _of_others(path: Path) -> Weights | None:
 
 
 def _changed(config: Config, batch: int, dtype: str | None) -> Config:
-    config = replace(config, train=replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype))
+    """The configuration of a session that trains nothing."""
+    train = replace(config.train, micro_batch_size=batch, dtype=dtype or config.train.dtype)
+    config = replace(config, adapter=AdapterConfig(), train=train)
     config.check()
     return config

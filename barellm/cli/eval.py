@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_context, add_device, add_dtype, add_weights, context_of
+from barellm.cli.options import add_adapter, add_context, add_device, add_dtype, add_weights, context_of
 from barellm.data.cache import new_file
 from barellm.errors import UserError
 from barellm.training.console import Console, show
@@ -54,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "auto, cpu, cuda or reference", "auto")
     add_dtype(parser)
     add_weights(parser)
+    add_adapter(parser)
     add_context(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--limit is about examples: add --hellaswag FILE")
     if args.per_document is not None and (args.tokens or args.first):
         raise UserError("--per-document scores complete documents: leave out --tokens and --first")
-    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
+    how = {"device": args.device, "dtype": args.dtype, "weights": args.weights, "batch": args.batch, "adapter": args.adapter}
+    checkpoint = found(args.checkpoint, **how)
     if args.hellaswag is not None:
         return _hellaswag(args, checkpoint)
     return _loss(args, checkpoint) if args.per_document is None else _documents(args, checkpoint)

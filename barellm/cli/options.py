@@ -233,6 +233,12 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """--adapter of commands that read a checkpoint and do not train it."""
+    said = "an adapter (LoRA) of this model: a run that trained one, or a folder of PEFT's"
+    help.Rare(parser).add_argument("--adapter", default="", metavar="DIR", help=said)
+
+
 def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda", default: str = "cpu") -> None:
     auto = "; auto: a GPU that has passed its self-check, else the CPU" if default == "auto" else ""
     parser.add_argument("--device", default=default, metavar="NAME", help=f"{what}{auto} (default: {default})")

@@ -170,9 +170,10 @@ def _tables(n: dict[str, Any]) -> list[str]:
     from barellm.tools.plan.devices import where
 
     rank = f" of rank {n['rank']} of {n['ranks']}" if "rank" in n else ""
+    trained = f", {n['trained']:,} of them trained" if n["trained"] != n["parameters"] else ""
     mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"
     lines = [
-        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}{rank}, {mode}; {where(n)}",
+        f"{n['preset']}: {n['parameters']:,} parameters{trained}, micro-batch {n['batch']} x {n['seq']}{rank}, {mode}; {where(n)}",
         "",
         f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
     ]

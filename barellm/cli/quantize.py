@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.checkpoint.weights import of_checkpoint
     from barellm.cli.checkpoints import found
     from barellm.data.kinds import tokenizer_files
+    from barellm.interop.sources import is_checkpoint
 
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
@@ -60,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
     scheme(args.weights)
     checkpoint = found(args.checkpoint, device=args.device, dtype="fp32", batch=args.batch)
     assert checkpoint.path is not None
-    if checkpoint.source is not None:
+    if checkpoint.source is not None and not is_checkpoint(checkpoint.source):
         raise UserError(f"{checkpoint.path} is another program's: quantize what barellm import {checkpoint.path} --out RUN makes")
-    weights = of_checkpoint(checkpoint.path)
+    weights = checkpoint.source or of_checkpoint(checkpoint.path)  # with the adapter that the run trained, if it did
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
     kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
     with RunFolder(Path(args.out), resume=None) as folder:
         meta = checkpoints.read_meta(checkpoint.path)
+        meta.pop("base", None)
+        meta["config"].pop("adapter", None)  # what it trained is in the codes
         meta |= {"source": str(checkpoint.path), **meta_of(scheme(args.weights))}
         moments, meta["calibration"] = {}, None
         if args.tokens:

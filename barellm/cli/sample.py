@@ -50,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
     options.add_dtype(parser)
     options.add_weights(parser)
+    options.add_adapter(parser)
     parser.add_argument(
         "--measure", action="store_true", help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth"
     )
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--batch is {args.batch}, expected at most {decode.MOST_TOGETHER}")
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
-    checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
+    checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
     first = options.sampling_of(args, checkpoint.tokenizer)
     most = checkpoint.config.model.max_seq
     context = options.context_of(args.context, most)

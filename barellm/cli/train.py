@@ -57,6 +57,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
 
     from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
+    from barellm.interop.sources import open_base
     from barellm.training import find_lr, resume, run
 
     check_device(args.device)
@@ -76,6 +77,8 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
         config, changes, start = resume.resume_from(out, preset=name, requested=requested.changes, console=console)
         if start is None:
             config, weights = options.with_weights(config, overrides.flat(config))
+        elif config.adapter.active:
+            weights = open_base(start.meta, start.path)
     else:
         base = requested.base()
         changes = requested.changes(base)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from barellm.config.adapter import AdapterConfig
 from barellm.config.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
 from barellm.errors import UserError
 
@@ -258,6 +259,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     def check(self) -> None:
         """Raise a UserError for values that do not go together, before anything slow begins."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.config import Config, DataConfig, OptimConfig, TrainConfig, aliases
+from barellm.config import AdapterConfig, Config, DataConfig, OptimConfig, TrainConfig, adapter, aliases
 from barellm.config.fields import Entry, Section, converted, entries, not_of
 from barellm.errors import UserError, nearest, shown
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-SECTIONS = ("model", "optim", "data", "train")
+SECTIONS = ("model", "optim", "data", "train", "adapter")
 MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
 
 
@@ -25,7 +25,8 @@ SHORT_NAMES = {
     "train.minutes": "minutes", "train.overfit": "overfit", "train.init_from": "init_from", "train.dtype": "dtype",
     "train.recompute": "recompute", "train.gemm_backend": "gemm_backend", "train.eval_every": "eval_every",
     "train.sample_every": "sample_every", "train.checkpoint_every": "checkpoint_every", "optim.name": "optimizer", "optim.lr": "lr",
-    "optim.schedule": "schedule", "optim.warmup": "warmup", "optim.weight_decay": "weight_decay",
+    "optim.schedule": "schedule", "optim.warmup": "warmup", "optim.weight_decay": "weight_decay", "adapter.method": "adapt",
+    "adapter.train_only": "train_only",
 }  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def every_key() -> dict[str, dict[str, Entry]]:
     """The keys of all architectures together: key -> {name of the architecture, or "" for other sections: entry}."""
     found: dict[str, dict[str, Entry]] = {}
     classes: list[tuple[str, type[Section]]] = [(name, models.module(name).Config) for name in models.names()]
-    for owner, section in (*classes, ("", OptimConfig), ("", DataConfig), ("", TrainConfig)):
+    for owner, section in (*classes, ("", OptimConfig), ("", DataConfig), ("", TrainConfig), ("", AdapterConfig)):
         for name, entry in entries(section).items():
             found.setdefault(f"{section.section}.{name}", {})[owner] = entry
     return found
@@ -132,8 +133,11 @@ def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str,
 def changed(config: Config, *layers: Mapping[str, object]) -> Config:
     """`config` with keys replaced by each of `layers`, one after the other. Another vocabulary size brings its own padding unless
     that is given too; who says when a run ends, by steps, epochs or minutes, does not mean the limits that were there before;
-    and Muon's learning rate follows `optim.lr` unless it is given too."""
+    and Muon's learning rate follows `optim.lr` unless it is given too. Who asks for adapters means their learning rate and
+    optimizer, not those of all weights."""
     before, changes = flat(config), {}
+    if not before["adapter.method"] and any(layer.get("adapter.method") for layer in layers):
+        layers = (adapter.DEFAULTS, *layers)
     for layer in layers:
         new = _with_muon_lr(checked(layer, config), before | changes)
         if any(new.get(key) for key in LIMITS) or LIMITS[0] in new:

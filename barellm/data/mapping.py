@@ -24,6 +24,7 @@ MAC = sys.platform == "darwin"
 FIXED, ADDRESS_AT, SA_SIGINFO = 0x10, 24 if MAC else 16, 0x40 if MAC else 4  # MAP_FIXED; si_addr in siginfo_t
 SIGBUS = int(signal.SIGBUS)
 _maps: dict[int, tuple[int, Path]] = {}  # first address -> end, file
+_pages: weakref.WeakSet[Any] = weakref.WeakSet()
 _handlers: list[Any] = []  # kept alive
 _lost: dict[int, tuple[Path, set[int]]] = {}  # first address -> file, the threads that met it
 
@@ -47,6 +48,7 @@ def mapped(path: Path, dtype: Any = np.uint8, *, offset: int = 0, shape: int | t
     pages: Any = found._mmap  # pyright: ignore[reportAttributeAccessIssue]
     begin = np.frombuffer(pages, np.uint8).ctypes.data
     _maps[begin] = begin + len(pages), path
+    _pages.add(pages)
     weakref.finalize(pages, _forget, begin)
     return found.view(np.ndarray)  # slicing np.memmap itself costs 3 us a slice in Python
 
@@ -54,6 +56,12 @@ def mapped(path: Path, dtype: Any = np.uint8, *, offset: int = 0, shape: int | t
 def _forget(begin: int) -> None:
     _maps.pop(begin, None)
     _lost.pop(begin, None)
+
+
+def release() -> None:
+    """Give back the pages that were read, which count as this process's memory: the system has them still, for whoever reads."""
+    for pages in list(_pages):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def check(arrays: Iterable[np.ndarray] | None = None) -> None:

@@ -9,13 +9,15 @@ from barellm.config import aliases, overrides
 from barellm.data.llmc import LlmcOrder
 from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest
-from barellm.interop import card, gguf, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
+from barellm.interop import adapters, card, gguf, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
 from barellm.interop.sources import is_checkpoint, open_weights
 from barellm.training.batch_rampup import BatchRampup
 
 TOKENIZER, TRAINING = "llmc-tokenizer", "llmc-checkpoint"
+PEFT = "peft"  # an adapter without its base
 FORMATS = {  # and what each may be stored in
     "huggingface": ("fp32", "bf16"),
+    PEFT: ("fp32",),
     "llmc": ("fp32", "bf16"),
     "gguf": gguf.DTYPES,
     TOKENIZER: ("fp32",),
@@ -23,9 +25,9 @@ FORMATS = {  # and what each may be stored in
 }
 
 
-def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None) -> list[str]:
-    """Writes the weights that `source` names to `out`; returns what to tell. UserError for a model that the format cannot hold
-    and for an `out` that is there; nothing is made then."""
+def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None, merge: bool = False) -> list[str]:
+    """Writes the weights that `source` names to `out`, with `merge` those of a base with the adapter that was trained on top of it;
+    returns what to tell. UserError for a model that the format cannot hold and for an `out` that is there; nothing is made then."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}
@@ -33,7 +35,15 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
             raise UserError(f"{option} is {name!r}{nearest(name, [*known, *aliases.FORMATS])} (known: {listed})")
     if licence is not None and kind.startswith("llmc"):
         raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
+    if out.exists():
+        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', PEFT, TRAINING) else 'file'}")
+    if kind == PEFT:
+        return _adapter(source, out, licence=licence, merge=merge)
     weights = open_weights(source)
+    based = "base" in checkpoint.read_meta(weights.path) if is_checkpoint(weights) else (weights.path / adapters.CONFIG).is_file()
+    if kind != TOKENIZER and based != merge:
+        hint = "export it as peft, or add --merge" if based else "leave out --merge"
+        raise UserError(f"{weights.path} {'was trained on top of' if based else 'has no adapter and no'} a base: {hint}")
     module = models.of(weights.model)
     if kind != TOKENIZER and not hasattr(module, "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
@@ -41,8 +51,6 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         raise UserError(f"{weights.path}: {why}")
     if kind == "gguf" and (why := gguf.refused(weights.model)):
         raise UserError(f"{weights.path}: {why}")
-    if out.exists():
-        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', TRAINING) else 'file'}")
     tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
     if kind == "gguf":
         gguf.package()
@@ -68,10 +76,25 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     return said
 
 
+def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> list[str]:
+    """The adapter of a run for PEFT."""
+    if merge or licence is not None:
+        raise UserError(f"--format {PEFT} is the adapter alone: leave out {'--merge' if merge else '--license'}")
+    step, _ = checkpoint.find(source, optimizer=False)
+    meta = checkpoint.read_meta(step)
+    config = overrides.from_json(meta["config"], step / checkpoint.META)
+    if "base" not in meta:
+        raise UserError(f"{step} holds all weights of a model, expected a run that trained an adapter")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found = adapters.of_checkpoint(step, config.model)
+    names = adapters.write(found, out, config=config, base=meta["base"]["path"])
+    return [f"{out}: {', '.join(names)}, {len(found.pairs)} modules, of the base {meta['base']['path']}"]
+
+
 def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     """With the moments of AdamW, for llm.c to go on. UserError for what has none."""
     moments = weights.path / checkpoint.OPTIMIZER
-    if not is_checkpoint(weights) or not moments.is_file():
+    if not is_checkpoint(weights) or not moments.is_file() or "base" in checkpoint.read_meta(weights.path):
         raise UserError(f"{weights.path} has no state of an optimizer: export it as llmc, which is weights alone")
     meta = checkpoint.read_meta(weights.path)
     config = overrides.from_json(meta["config"], weights.path / checkpoint.META)

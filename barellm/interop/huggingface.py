@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,9 @@ from barellm.checkpoint.weights import Reordered, RowsOfArray, Stack, Weights, p
 from barellm.config import ModelConfig
 from barellm.config.fields import converted, entries
 from barellm.errors import UserError
-from barellm.interop import decoders, vocabulary
-from barellm.models.hf_mapping import Family, HuggingFace
+from barellm.interop import vocabulary
+from barellm.models.decoders import architectures, hugging_face
+from barellm.models.hf_mapping import HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -34,21 +35,6 @@ def is_folder(path: Path) -> bool:
     if any((path / name).exists() for name in (FILE, INDEX, PICKLE)):
         return True
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
-
-
-@cache
-def architectures(module: ModuleType) -> tuple[HuggingFace, ...]:
-    """What the models of a module can be in Hugging Face's words."""
-    rows = getattr(module, "HUGGING_FACE", ())
-    return tuple(decoders.hugging_face(one) if isinstance(one, Family) else one for one in rows)
-
-
-def hugging_face(model: ModelConfig) -> HuggingFace:
-    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
-    can, the first, which says why (`refused`)."""
-    known, family = architectures(models.of(model)), getattr(model, "family", "")
-    named = [one for one in known if one.model_type == family] or known
-    return next((one for one in named if one.refused(model) is None), named[0])
 
 
 # --- reading ---
@@ -271,8 +257,8 @@ class _Theirs:
             return self.reordered[1][lo:hi]
         if part.transposed:
             array = self.weights.arrays[part.ours]
-            assert isinstance(array, np.ndarray)  # what is packed is never transposed
-            return array.T[lo:hi].astype(np.float32)
+            whole = array if isinstance(array, np.ndarray) else array[: part.shape[1]]
+            return whole.T[lo:hi].astype(np.float32)
         return self.weights.read_rows(part.ours, part.first + lo, part.first + hi)
 
 

@@ -1,24 +1,27 @@
 """Weights from whatever a path names: a barellm run or checkpoint, a Hugging Face folder, a GGUF file, an llm.c file."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from barellm import models
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
 from barellm.config.aliases import PRESETS
-from barellm.data.kinds import check_kind, fitting, make_tokenizer
+from barellm.data.kinds import check_kind, fitting, load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Ids
 from barellm.errors import UserError, nearest
-from barellm.interop import gguf_reader, hub, huggingface, llmc, llmc_tokenizer, vocabulary
+from barellm.interop import adapters, gguf_reader, hub, huggingface, llmc, llmc_tokenizer, vocabulary
 
 KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, a file of llama.cpp (GGUF) or llm.c, or hf:OWNER/NAME"
 
 
 def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
-    """`tokenizer`: a kind or a folder, where the source does not know its own or the user names one. UserError for a source that
-    is none, is damaged, or holds another kind of model; for a tokenizer that contradicts it."""
+    """Of what was trained on top of a base, those of the base with it. `tokenizer`: a kind or a folder, where the source does not
+    know its own or the user names one. UserError for a source that is none, is damaged, or holds another kind of model; for a
+    tokenizer that contradicts it."""
     weights = of_others(path, tokenizer=tokenizer)
     if weights is None:
         if not checkpoint.holds_any(path):
@@ -26,8 +29,36 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
         step, wrong = checkpoint.find(path)
         for text in wrong:
             print(f"barellm: warning: skipped {text}", file=sys.stderr)
-        weights = of_checkpoint(step)
+        weights = _of_step(step)
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
+
+
+def _of_step(step: Path) -> Weights:
+    meta = checkpoint.read_meta(step)
+    if "base" not in meta:
+        return of_checkpoint(step)
+    base = open_base(meta, step)
+    own = load_tokenizer(step, rows=base.model.vocab_size)
+    return replace(adapters.merged(base, adapters.of_checkpoint(step, base.model), path=step), tokenizer=own)
+
+
+def with_adapter(weights: Weights, path: str | Path) -> Weights:
+    """Weights with the adapter of a run or of PEFT that was trained on top of them; as they are where `path` is empty."""
+    return adapters.merged(weights, adapters.open_adapter(Path(path), weights)) if path else weights
+
+
+def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
+    """The weights that the checkpoint `origin` with this `meta` was trained on top of. UserError for others than those."""
+    base = meta.get("base", {})
+    path, known = base.get("path"), base.get("hash")
+    if not isinstance(path, str) or not isinstance(known, str):
+        raise UserError(f"{origin / checkpoint.META} names no base, expected its path and hash")
+    if not Path(path).exists():
+        raise UserError(f"{path} is not there, the weights that {origin} was trained on top of: put them there again")
+    weights = open_weights(Path(path))
+    if (found := weights.digest()) != known:
+        raise UserError(f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of")
+    return weights
 
 
 def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
@@ -39,12 +70,21 @@ def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
         if _first_bytes(path) == gguf_reader.MAGIC:
             return gguf_reader.read(path, tokenizer=not tokenizer)
         return llmc.read(path)
+    if (path / adapters.CONFIG).is_file():
+        return with_adapter(_base_of_peft(path, tokenizer), path)
     if not huggingface.is_folder(path):
         return None
     weights = huggingface.read(path)
     if tokenizer not in ("", "bpe", "gpt2", "huggingface"):  # of other kinds such a folder has none, and its files do not matter
         return weights
     return replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
+
+
+def _base_of_peft(path: Path, tokenizer: str) -> Weights:
+    base = checkpoint.read_json(path / adapters.CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).exists() or (Path(base) / adapters.CONFIG).is_file():
+        raise UserError(f"{path} is an adapter of {base}, which is no model here: name that by its folder, and this with --adapter")
+    return open_weights(Path(base), tokenizer=tokenizer)
 
 
 def _elsewhere(path: Path) -> str:

@@ -37,6 +37,8 @@ from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
 
 HELPERS = {
+    "adapters",
+    "decoders",
     "families",
     "hf_mapping",
     "speedrun_schedule",

@@ -55,7 +55,7 @@ class Windows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A decoder of Llama's kind in transformers' words (`interop/decoders.py`): what is not as in a Llama."""
+    """A decoder of Llama's kind in transformers' words (`models/decoders.py`): what is not as in a Llama."""
 
     model_type: str
     class_name: str

@@ -99,7 +99,7 @@ def speedrun_update(
     A step without Adam leaves Adam's gradients, to which the next one adds, and zeroes NorMuon's; after one with Adam all are
     computed from zero. Nothing is clipped; a norm that is not finite skips the update of the parameters that this program is about.
     """
-    params = p.store.of_role("parameter")
+    params = p.store.trainable
     pair = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
     updated = [t for t, rule in assign_rules(rules, params) if adam or isinstance(rule.optimizer, Muon)]
     if pair:
@@ -115,6 +115,6 @@ def speedrun_update(
 
 def untie(p: Program, *, embed: str = "embed", head: str = "head") -> None:
     """Append the copies of the head's state for the embedding, which is on its own from now on."""
-    params = {t.name: t for t in p.store.of_role("parameter")}
+    params = {t.name: t for t in p.store.trainable}
     for ours, theirs in zip(moments(p, params[embed]), moments(p, params[head]), strict=True):
         p.transpose_copy(theirs, ours)

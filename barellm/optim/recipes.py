@@ -52,7 +52,7 @@ def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ra
     """Append to a backward pass the non-blocking sends of gradients to other ranks, each as soon as it is complete, if the
     configuration overlaps communication with the backward pass."""
     if ranks.count > 1 and config.name != "speedrun":
-        params = p.store.of_role("parameter")
+        params = p.store.trainable
         sharding = rules.select_sharding(rules_for(config, hidden), params, ranks, config.powersgd, config.overlap)
         if isinstance(sharding, OptimizerSharding) and sharding.overlap:
             sharding.start_reduce_scatter(p, params)
@@ -61,7 +61,7 @@ def start_reduce_scatter(p: Program, config: OptimConfig, hidden: str, ranks: Ra
 def shards(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict[str, Sequence[tuple[int, int]]]:
     """{name: [(first, end) of the elements that each rank holds]} of each parameter, and of each tensor of the optimizer's state in
     `store`, which has the tensors of one process. Tensors that are the same on all ranks are left out."""
-    table, params = rules_for(config, hidden), store.of_role("parameter")
+    table, params = rules_for(config, hidden), store.trainable
     if config.powersgd:
         suffix = f".{powersgd.ERROR}"
         # Every rank has its own; a checkpoint holds them one after the other.
@@ -86,13 +86,13 @@ def _clip_tensor(p: Program) -> Tensor:
 
 
 def _append_grad_norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
-    params = p.store.of_role("parameter")
+    params = p.store.trainable
     sharding = rules.select_sharding(_checked_rules(p, config, hidden), params, ranks, config.powersgd, config.overlap)
     rules.append_clip_scale(p, params, clip=config.clip, into=_clip_tensor(p), sharding=sharding)
 
 
 def _append_optimizer_step(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
-    params, table = p.store.of_role("parameter"), _checked_rules(p, config, hidden)
+    params, table = p.store.trainable, _checked_rules(p, config, hidden)
     sharding = rules.select_sharding(table, params, ranks, config.powersgd, config.overlap)
     rules.append_updates(p, table, _clip_tensor(p), params=params, sharding=sharding)
 
@@ -105,7 +105,7 @@ def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None =
 
 def _checked_rules(p: Program, config: OptimConfig, hidden: str) -> list[rules.Rule]:
     table = rules_for(config, hidden)
-    if config.name == "muon" and not any(table[0].matches(t) for t in p.store.of_role("parameter")):
+    if config.name == "muon" and not any(table[0].matches(t) for t in p.store.trainable):
         raise UserError(
             f"optim.name is 'muon', and no matrix of the model has a name like {hidden!r}: its module can name them by "
             f"HIDDEN, or use --optim.name adamw"

@@ -72,7 +72,7 @@ def update(
     `overlap`: the reduce-scatter overlaps the backward pass.
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite."""
-    params = p.store.of_role("parameter") if params is None else params
+    params = p.store.trainable if params is None else params
     sharding = select_sharding(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", append_clip_scale(p, params, clip=clip, sharding=sharding))
     append_updates(p, rules, scale, params=params, sharding=sharding)

@@ -197,11 +197,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def reachable(ops: list[Op], roots: Iterable[Tensor] = ()) -> set[Tensor]:
-    """Tensors that depend on a parameter or on one of the `roots`, those included: only they need gradients."""
+    """Tensors that depend on a trained parameter or on one of the `roots`, those included: only they need gradients."""
     needs: set[Tensor] = set(roots)
     for op in ops:
         inputs = [t.base for t in op.inputs.values()]
-        needs |= {t for t in inputs if t.role == "parameter"}
+        needs |= {t for t in inputs if t.role == "parameter" and not t.frozen}
         if any(t in needs for t in inputs):
             needs |= {t.base for t in op.outputs.values()}
     return needs
@@ -222,7 +222,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
     g = Gradients(graph)
     g.needs = reachable(forward)
     if loss not in g.needs:
-        raise ValueError(f"{loss.name} depends on no parameter: nothing to differentiate")
+        raise ValueError(f"{loss.name} depends on no parameter that is trained: nothing to differentiate")
     segments: dict[str, list[Op]] = {}
     if recompute:
         for op in forward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,11 @@ class Store:
         self.tensors: dict[str, Tensor] = {}
         self.positions = 0  # of the longest sequence of its programs; 0: as many as the model has
         self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
+        self.trains: Callable[[str], bool] = lambda name: True  # whether the parameter of a name is trained; the others are frozen
+        self.frozen_dtype: str | None = None  # of frozen matrices; None: as the program's precision says
+        self.linears: dict[str, Tensor] = {}  # weights of linear layers, by name
+        self.adapters: dict[str, Any] = {}  # of linear layers, by the names of their weights (`ops.gemm.low_rank.LowRank`)
+        self.matrices: dict[str, Any] = {}  # frozen weights that are codes, by name (`assembly.quantized.Matrix`)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
         have = self.tensors.get(name)
@@ -33,6 +38,17 @@ class Store:
 
     def of_role(self, role: Role) -> list[Tensor]:
         return [t for t in self.tensors.values() if t.role == role]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many parameters there are, and how many of them are trained."""
+        given = [*self.of_role("parameter"), *(m.parameter for m in self.matrices.values() if not m.stays)]
+        return sum(t.trained for t in given), sum(t.trained for t in self.trainable)
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that training changes: all but the frozen ones."""
+        return [t for t in self.tensors.values() if t.role == "parameter" and not t.frozen]
 
 
 class Graph:
@@ -50,6 +66,7 @@ class Graph:
         self._names: dict[str, int] = {}
         self._segment: str | None = None
         self._streams = 0  # random ops so far: each draws from its own stream
+        self.training = False  # whether adapters have their dropout
 
     @property
     def compute(self) -> str:
@@ -79,6 +96,9 @@ class Graph:
         `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
         `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
         bf16, whatever the format has room for."""
+        frozen = not self.store.trains(name)
+        if dtype is None and frozen and len(shape) == 2:
+            dtype = self.store.frozen_dtype
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
         dtype = ALIASES.get(dtype, dtype)
         init: tuple[str, float | str] = ("constant", value)
@@ -88,7 +108,8 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16)
+        more = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}
+        return self.store.get(name, shape, dtype, "parameter", init=init, **more)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""

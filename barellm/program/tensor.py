@@ -43,6 +43,7 @@ class Tensor:
     init: tuple[str, float | str] | None = None
     valid_rows: int = field(default=0)  # rows that are initialised and used; the rest stay zero (padded vocabulary)
     bf16: bool = False  # of parameters only: its updates round to bf16, whatever its dtype has room for
+    frozen: bool = False  # of parameters only: it is given and stays, so it has no gradient and no optimizer state
     value: np.ndarray | None = None  # what a tensor of role "constant" holds
 
     @property

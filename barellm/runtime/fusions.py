@@ -18,20 +18,27 @@ def _losses(matmul: str) -> Iterator[Fusion]:
         yield Fusion(f"{kind}classifier_{name}", sequence, inputs, {output: f"1.{output}" for output in outputs})
 
 
+_HEAD: list[tuple[str, dict[str, str]]] = [
+    ("matmul", {}),
+    ("cross_entropy", {"logits": "0.y"}),
+    ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
+    ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
+    ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
+]
+_OF_HEAD = {"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"}
+_LOSS = {"loss": "1.loss", "dx": "3.dx"}
+
 CLASSIFIER: list[Fusion] = [
     # Loss, logit gradient, input gradient and weight gradient, a chunk of tokens at a time: logits never exist as a whole.
+    Fusion("classifier", _HEAD, _OF_HEAD, _LOSS | {"dweight": "4.dweight"}, optional=("loss_scale",)),
     Fusion(
-        "classifier",
-        [
-            ("matmul", {}),
-            ("cross_entropy", {"logits": "0.y"}),
-            ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
-            ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
-            ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
-        ],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
-        outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
+        "classifier_frozen",
+        _HEAD[:-1],
+        _OF_HEAD,
+        _LOSS,
         optional=("loss_scale",),
+        kernel="classifier",
+        when=lambda ops: ops[0].weight.base.frozen,
     ),
     *_losses("matmul"),
     # The loss and its gradients of softcapped logits, whose head is stored (C, V), or (V, C).
@@ -187,16 +194,25 @@ NORMS_BACKWARD: list[Fusion] = [
     layernorm_backward(_ROUNDED, rounded="2.y"),
     layernorm_backward(_DX_SUM, dx_sum="2.dbias"),
     layernorm_backward(),
+    Fusion(
+        "layernorm_backward",
+        [("layernorm_dx", {}), _ROUNDED],
+        {k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
+        {"dx": "0.dx", "rounded": "1.y"},
+        when=lambda ops: ops[0].weight.base.frozen,
+    ),
 ]
 
 RMSNORMS_BACKWARD: list[Fusion] = [
     rmsnorm_backward(_ROUNDED, rounded="2.y"),
     rmsnorm_backward(),
-    # Without a weight there is nothing but dx to round.
+    # Without a weight, or with one that is frozen, there is nothing but dx to round.
     Fusion(
         "rmsnorm_backward",
         [("rmsnorm_dx", {}), ("cast", {"x": "0.dx"})],
-        inputs={k: f"0.{k}" for k in ("dy", "x", "rstd")},
+        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "rstd")},
         outputs={"dx": "0.dx", "rounded": "1.y"},
+        optional=("weight",),
+        when=lambda ops: ops[0].weight is None or ops[0].weight.base.frozen,
     ),
 ]

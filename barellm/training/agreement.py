@@ -16,7 +16,16 @@ from barellm.program.ranks import Ranks
 
 
 def check(config: Config, *, device: str, ranks: Ranks) -> None:
-    """Raise a UserError for what a run with several ranks cannot do."""
+    """Raise a UserError for what a run with several ranks, or one with frozen weights, cannot do."""
+    adapter = config.adapter
+    for what, found, expected in (
+        ("--device", device if device == "cuda" else "", "cpu"), ("--ranks", ranks.count if ranks.count > 1 else 0, "one"),
+        ("train.exponent_stats", config.train.exponent_stats, "0"), ("optim.powersgd", config.optim.powersgd, "0"),
+        ("the preset", config.preset if model_schedule(config) is not None else "", "one whose steps are all alike"),
+    ):  # fmt: skip
+        if found and adapter.active:
+            key = "method" if adapter.method else "train_only"
+            raise UserError(f"adapter.{key} is {getattr(adapter, key)!r}, and {what} is {found}: expected {expected}")
     if config.optim.powersgd and device == "cuda":
         raise UserError(f"optim.powersgd is {config.optim.powersgd}, and --device is cuda: expected 0, for now")
     if ranks.count == 1:

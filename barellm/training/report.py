@@ -11,6 +11,7 @@ from barellm import __version__, models
 from barellm.assembly.build import CompiledModel
 from barellm.config import Config, OptimConfig
 from barellm.data import examples, sources
+from barellm.models.adapters import targeted
 from barellm.models.training_schedule import model_schedule
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import duration, in_words, short
@@ -32,6 +33,7 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
     lines = [
         f"barellm {__version__}, preset {config.preset}",
         f"model    {short(compiled.parameters)} parameters: {sizes}, context {model.max_seq:,}",
+        *_adapter(compiled),
         f"dataset  {data.name}",
         f"         {short(len(data.train))} train tokens, {short(len(data.val))} validation tokens "
         f"(tokenizer {data.tokenizer.name})",
@@ -46,6 +48,20 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
     elif not data.tokenizer.exact:
         lines.append("         bits per byte are of the source's bytes: this tokenizer does not give every text back as it was")
     return lines
+
+
+def _adapter(compiled: CompiledModel) -> list[str]:
+    """What is trained where other weights are frozen."""
+    adapter = compiled.config.adapter
+    if not adapter.active:
+        return []
+    store = compiled.programs["forward_backward"].store
+    what = f"parameters {adapter.train_only}"
+    if adapter.method:
+        leaves = ", ".join(dict.fromkeys(m.leaf for m in targeted(compiled.config.model, adapter.targets)))
+        what = f"LoRA of rank {adapter.rank} times {adapter.scale:.4g} on {leaves}"
+    frozen = adapter.codes or store.frozen_dtype or "fp32"
+    return [f"adapter  {short(store.counts[1])} trained: {what}; all else is frozen, matrices in {frozen}"]
 
 
 def _rates(config: Config) -> str:

@@ -19,6 +19,7 @@ from barellm.checkpoint.weights import Weights
 from barellm.config import Config, overrides
 from barellm.data.kinds import load_tokenizer, tokenizer_files
 from barellm.data.tokenizers import Ids
+from barellm.errors import UserError
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.optim import powersgd
 from barellm.program.ranks import Ranks
@@ -52,6 +53,7 @@ class Run(Inputs):
         trackers.chosen(config.train.track)  # before anything slow begins
         training_schedule(config)
         self.weights, self.device, self.started, self.listen = weights, device, started, listen
+        self.base: dict[str, str] = {}  # what checkpoints say of the weights that they do not hold, if there are any
         tokenizer = load_tokenizer(start.path, rows=config.model.vocab_size) if start else None
         if weights and not start:
             tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
@@ -59,6 +61,7 @@ class Run(Inputs):
 
     def execute(self, folder: RunFolder) -> int:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
+        self.base = self._named_base()
         with ExitStack() as opening:
             with agreement.rank_zero_first(self.ranks):  # what rank 0 compiles, the others find in the cache
                 how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
@@ -80,8 +83,20 @@ class Run(Inputs):
         if self.weights is None:
             compiled.initialize(self.config.train.seed)
         else:
-            self.weights.load(compiled.session)
+            if self.base:
+                compiled.session.run("init", seed=self.config.train.seed)
+            self.weights.load(compiled.loading)
             self.console.line(f"initialized with the weights of {self.weights.path}")
+
+    def _named_base(self) -> dict[str, str]:
+        """The path and the hash of the weights of which some are frozen. UserError where there are none."""
+        adapter = self.config.adapter
+        if not adapter.active:
+            return {}
+        if self.weights is None:
+            key = "adapter.method" if adapter.method else "adapter.train_only"
+            raise UserError(f"{key} freezes weights, and none are given: name them with --init-from")
+        return {"path": str(self.weights.path.resolve()), "hash": self.weights.digest()}
 
     def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:
         output = (Silent if self.ranks.rank else Output)(self, folder.path, compiled)
@@ -138,6 +153,8 @@ class Run(Inputs):
         if self.start is None:
             self.initialize(compiled)
             return Progress()
+        if self.weights is not None and self.base:
+            self.weights.load(compiled.loading)
         self._load(self.start.path, compiled)
         meta = self.start.meta
         # A checkpoint of an older version does not say how many tokens it has seen.
@@ -187,6 +204,7 @@ class Run(Inputs):
             "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
             "machine": compiled.meta() | ({"ranks": self.ranks.count} if self.ranks.count > 1 else {}),
             "versions": versions | {name: import_module(name).__version__ for name in names},
+            **({"base": self.base} if self.base else {}),
         }
 
     def _facts(self, compiled: CompiledModel) -> dict[str, Any]:

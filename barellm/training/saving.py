@@ -48,7 +48,7 @@ class Saving:
 
     def _names(self, point: Point) -> frozenset[str]:
         roles = {"parameter", "state"} | ({"gradient"} if point.gradients else set())
-        return frozenset(name for name, t in self.session.tensors.items() if t.role in roles)
+        return frozenset(name for role in roles for name in checkpoint.of_role(self.session, role))
 
     def still(self, program: str, point: Point) -> bool:
         """Whether what a checkpoint holds can be read, and does not change, while this program runs."""

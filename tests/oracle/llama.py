@@ -10,10 +10,11 @@ import torch
 import transformers
 
 from barellm.config import ModelConfig
-from barellm.interop import decoders, huggingface
+from barellm.interop import huggingface
+from barellm.models import decoders
 from barellm.models.families import FAMILIES
 
-LLAMA = decoders.hugging_face(FAMILIES[0])
+LLAMA = decoders.of_family(FAMILIES[0])
 LLAMA_3_1 = {  # as a Llama-3.1's, but with an old length that these short texts exceed
     "rope_type": "llama3",
     "rope_theta": 100.0,

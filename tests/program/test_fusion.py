@@ -158,6 +158,11 @@ def test_every_row_of_the_backends_tables_is_used():
         if coded:
             quantize_programs({"score": p}, "int8")
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    p = Program(Store(), compute="bf16")  # with frozen parameters but for the first matrix
+    p.store.trains = lambda name: name == "in.weight"
+    network(p, bias=True, C=4, F=8, V=7)
+    p.backward(p.named["loss"])
+    used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 
 

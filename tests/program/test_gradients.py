@@ -100,6 +100,11 @@ CASES = {
     "qk_rotary": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 2, "kv_heads": 1}),
     "qk_rotary of pairs": (ops.QKRotary, {"x": (B, T, 6 * 4)}, QK_ROTARY | {"heads": 4, "kv_heads": 2, "paired": True}),
     "qk_rotary with shifted keys": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True}),
+    "low rank update": (
+        ops.LowRankUpdate,
+        {"y": (B, T, 2 * C + 3), "u": (B, T, 5), "b0": (C, 2), "b1": (C, 3)},
+        {"firsts": (0, C + 3)},
+    ),
     "softmax": (ops.Softmax, {"x": (B, T, C)}, {"scale": 0.7, "dtype": "fp32"}),
     **{gated.name: (gated, {"gate": (B, T, C), "up": (B, T, C)}, {}) for gated in GATED.values()},
     "head_rmsnorm": (ops.HeadRMSNorm, {"x": (B, T, 2 * C), "weight": (C,)}, {"eps": 1e-3}),

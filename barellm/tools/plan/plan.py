@@ -51,7 +51,7 @@ def report(
         "preset": config.preset, **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
         "batch": train.micro_batch_size // ranks.count, "seq": train.seq, "accumulate": train.gradient_accumulation_steps,
         "dtype": train.dtype, "recompute": train.recompute, "moments": config.optim.moments, "device": device, **built.machine,
-        "parameters": sum(t.trained for t in programs["forward_backward"].store.of_role("parameter")), "memory": memory(built),
+        "parameters": (counts := programs["forward_backward"].store.counts)[0], "trained": counts[1], "memory": memory(built),
         "arena_bytes": plan.arena_bytes, "live_peak_bytes": plan.live_peak_bytes, "ratio": plan.arena_bytes / plan.live_peak_bytes,
         "persistent_bytes": plan.persistent_bytes, "workspace_bytes": plan.workspace_bytes, "limit_bytes": limit,
         "limit_source": limit_source, "fits": None if limit is None else plan.arena_bytes <= limit,
@@ -128,7 +128,7 @@ def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None)
 
 def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     """Which parameter gets which optimizer: a row for parameters of one shape whose names differ in numbers alone."""
-    parameters = [t for t in built.plan.persistent if t.role == "parameter"]
+    parameters = [t for t in built.plan.persistent if t.role == "parameter" and not t.frozen]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     highest = config.optim.rates(lambda high, low: high)
     for param, rule in rules.assign_rules(recipes.rules_for(config.optim, hidden(config.model)), parameters):

@@ -10,6 +10,7 @@ from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.tuning import select_config, select_skinny_config
 from barellm.program.dtypes import PLANES
+from barellm.program.ops.gemm.low_rank import MOST_BLOCKS
 from barellm.runtime.lowering import view_stride, weight_operand
 
 CHEAP = ("bias", "rescale")  # epilogues that no config depends on
@@ -100,6 +101,13 @@ def product(op: Op, c: Lowering) -> None:
             second=op.outputs.get("pre"), other=op.inputs.get("residual", op.inputs.get("pre")), epilogues=epilogues,
             factor=op.attrs.get("forward"),
         )  # fmt: skip
+
+
+@lowering("low_rank_update", adds="y", also={f"b{i}": PLANES for i in range(MOST_BLOCKS)}, views="y u")
+def low_rank_update(op: Op, c: Lowering) -> None:
+    """A GEMM that adds to its columns of y, for each block of an adapter."""
+    for y, u, b in op.blocks(op.outputs["y"], op.u):
+        append_gemm(c, out=y, a=u, weight=b, like=op.u, transposed=True, mode="add")
 
 
 @lowering("matmul_dw", starts="dweight", views="dy x")

@@ -6,6 +6,7 @@ and its B panels are dequantized while packing.
 
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols)."""
 
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -52,6 +53,8 @@ class DequantizingPack:
     def _pack(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
         """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR). A
         chunk is BLOCK elements of the depth of a vector of columns."""
+        if not self.transposed:
+            return self._pack_rows(into, panel_id)
         k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
         last_tile, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
@@ -80,6 +83,59 @@ class DequantizingPack:
 
         return packing.PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
 
+    def _pack_rows(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
+        """The same where the rows of the matrix are the depth. A chunk is a tile of rows and BLOCK columns, transposed in
+        registers."""
+        k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
+        codes, scales = self.quantized
+        col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
+        depth = k.int(self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None))
+        first, out, blocks = k_block * (self.kc // TILE), into.as_dtype("i32"), ceil_div(nr, BLOCK)
+        per_unit = 2 if pair else 1  # rows in a unit of the panel
+
+        def dequantize(tile: Value, i: Value, rows: int) -> None:
+            """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
+            wanted = col // BLOCK + i
+            block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - col, first + tile
+            group = block * BLOCK // (codes.how.group or codes.blocks * BLOCK)
+            for within in range(0, rows, k.lanes):
+                scale = scales.load(here, group, within) * scales.powers(here, within)
+                numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
+                units = [k.bitcast(k.round_bf16(x), f"<{k.lanes // 2} x i32>") if pair else k.bitcast(x, k.ivec) for x in numbers]
+                unit = (tile * TILE + within) // per_unit
+                for n, row in enumerate(_transposed(k, units)[: ceil_div(min(rows - within, k.lanes), per_unit)]):
+                    store(row, unit + n, at)
+
+        def store(row: list[Value], unit: Value, at: Value) -> None:
+            """The columns of a unit, in vectors of them; those that are another panel's are left out."""
+            width = BLOCK // len(row)
+            for j, vector in enumerate(row):
+                column = at + j * width
+                with nullcontext() if nr % BLOCK == 0 else k.when((column >= 0) & (column < nr)):
+                    k.line(f"store {vector.typed}, ptr {out.at(unit * nr + column).ref}, align 4")
+
+        def pack_tail() -> None:
+            """The partial tile at the end of the depth."""
+            if self.depth % TILE:
+                with k.when((k_block + 1).equals(self.k_blocks)), k.loop(0, blocks) as i:
+                    dequantize(depth // TILE, i, self.depth % TILE)
+
+        return packing.PackTask(k, depth // TILE * blocks, lambda i: dequantize(i // blocks, i % blocks, TILE), pack_tail)
+
+
+def _transposed(k: KernelBuilder, columns: list[Value]) -> list[list[Value]]:
+    """The rows of BLOCK columns, each a vector of i32: of every row one vector of BLOCK lanes, or two of half as many. Three
+    perfect shuffles of all lanes turn the number of the column, the upper bits of a lane's place, into its lower bits."""
+    lanes = int(columns[0].type.split()[0][1:])
+    low, high = ([j // 2 + j % 2 * lanes + half for j in range(lanes)] for half in (0, lanes // 2))
+    for _ in range(BLOCK.bit_length() - 1):
+        halves = zip(columns[: BLOCK // 2], columns[BLOCK // 2 :], strict=True)
+        columns = [k.shuffle(a, b, order) for a, b in halves for order in (low, high)]
+    width = min(BLOCK, lanes)
+    parts = [k.shuffle(v, None, list(range(i, i + width))) if lanes > width else v for v in columns for i in range(0, lanes, width)]
+    each = BLOCK // width
+    return [parts[i : i + each] for i in range(0, len(parts), each)]
+
 
 def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
     """VNNI pairs of fp32 vectors: neighbours rounded to bf16 in one 32-bit lane; an odd last one with zero."""
@@ -99,18 +155,19 @@ class AmxGemm(DequantizingPack, gemm.AmxGemm):
 def quantized_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
     weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
-    strides: tuple[tuple[str, int], ...] = (),
+    strides: tuple[tuple[str, int], ...] = (), transposed: bool = True,
 ) -> None:  # fmt: skip
     """The usual GEMM, out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of
-    a run that has at least `least` rows. `weights`: the name of the quantization scheme; other parameters as in gemm.py's
-    `gemm`."""
+    a run that has at least `least` rows. `weights`: the name of the quantization scheme. `transposed`: the matrix is (cols, depth),
+    else (depth, cols). Other parameters as in gemm.py's `gemm`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
-    quantized = Codes(k, codes, how, ceil_div(depth, BLOCK)), Scales(k, scales, how.groups(depth))
+    width = depth if transposed else cols  # of a row of the matrix
+    quantized = Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width))
 
     def run(kind: Any, *operands: Any, **sizes: Any) -> None:
-        mainloop = kind(k, x, codes, rows, *operands, transposed=True, **sizes)
+        mainloop = kind(k, x, codes, rows, *operands, transposed=transposed, **sizes)
         mainloop.quantized = quantized
         mainloop.run()
 
@@ -123,11 +180,12 @@ def quantized_gemm(
 def append_quantized_gemm(
     c: Lowering, *, out: Any, x: Any, codes: Any, scales: Any, weights: str, cols: int, depth: int, like: Any,
     epilogues: tuple[str, ...] = (), second: Any = None, bias: Any = None, other: Any = None, mode: str = "store",
-    rows: tuple[int, int] | None = None,
+    rows: tuple[int, int] | None = None, transposed: bool = True,
 ) -> None:  # fmt: skip
     """Append the call(s) of out (rows, cols) = x (rows, depth) @ weight with `epilogues`; parameters as in `linear.append_gemm`,
     with `codes`, `scales` and the scheme's name `weights` for the weight. None for `rows`: two calls, a skinny and a usual GEMM, of
-    which a run does one. `rows` (first, count): one call of the usual GEMM, which then does few rows too."""
+    which a run does one. `rows` (first, count): one call of the usual GEMM, which then does few rows too. Not `transposed`: the
+    matrix is (depth, cols)."""
     dtype = x[1] if isinstance(x, tuple) else x.dtype
     constants = {
         "cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),
@@ -140,11 +198,11 @@ def append_quantized_gemm(
     max_rows = linear.tokens_of(like, rows or (0, ALL_ROWS))
     if rows is None and max_rows <= quantized_few.FEW:
         return
-    config = select_config(c, linear.gemm_kind(True, epilogues), dtype, cols, depth, max_rows)
+    config = select_config(c, linear.gemm_kind(transposed, epilogues), dtype, cols, depth, max_rows)
     c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, config))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
-    constants |= {"config": config, "least": 0 if rows else quantized_few.FEW + 1}
+    constants |= {"config": config, "least": 0 if rows else quantized_few.FEW + 1, "transposed": transposed}
     c.call(quantized_gemm, operands, constants, writes="out second")
 
 
@@ -162,4 +220,13 @@ def quantized_product(op: Op, c: Lowering) -> None:
         c, out=op.y, x=op.x, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.columns,
         depth=int(op.x.shape[-1]), like=op.x, bias=op.inputs.get("bias"), second=op.outputs.get("pre"),
         other=op.inputs.get("residual"), epilogues=op.attrs.get("epilogues", ()),
+    )  # fmt: skip
+
+
+@lowering("quantized_matmul_dx", adds="dx", also={"codes": "u4 i8"}, views="dy dx")
+def quantized_matmul_dx(op: Op, c: Lowering) -> None:
+    """Dgrad of a linear layer with a quantized weight."""
+    append_quantized_gemm(
+        c, out=op.dx, x=op.dy, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.depth, depth=op.columns, like=op.dy,
+        mode=op.modes["dx"], rows=(0, ALL_ROWS), transposed=False,
     )  # fmt: skip

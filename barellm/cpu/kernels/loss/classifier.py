@@ -69,6 +69,8 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=transposed,
                 mode=op.modes["dx"], rows=chunk,
             )  # fmt: skip
+            if "dweight" not in op.outputs:  # a frozen head
+                continue
             dy, by = (x_rows, logits) if transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
             linear.append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))

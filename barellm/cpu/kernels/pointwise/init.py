@@ -43,7 +43,7 @@ def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
                 weights.store(k.select(is_valid, z * size, 0.0), at, in_row)
 
 
-@lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
+@lowering("normal_init", "uniform_init", floats="fp32 bf16", also={"param": PLANES})
 def lower_random_init(op: Op, c: Lowering) -> None:
     normal = op.name == "normal_init"
     t, size = op.outputs["param"], op.std if normal else op.bound
@@ -63,7 +63,7 @@ def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None
         loops.foreach_vector(k, begin, end, body)
 
 
-@lowering("constant_init", floats="fp32", also={"param": PLANES})
+@lowering("constant_init", floats="fp32 bf16", also={"param": PLANES})
 def lower_constant_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     operands = {**storage.weight_operands("param", t), "n": t.size, "valid": _valid(op)}

@@ -119,13 +119,17 @@ class Calls(Graph):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: the weight is stored as (K,
         N)."""
+        x = operand(self, x)
         if not transposed_weight:
-            y = self.apply(Matmul, x=operand(self, x), weight=weight).y
+            self.store.linears[weight.name] = weight
+            y = self.apply(Matmul, x=x, weight=weight).y
         elif len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
             raise ValueError(f"linear expects x (..., K) and a transposed weight (K, N): {describe(x=x, weight=weight)}")
         else:
-            y = self.apply(MatmulDx, dy=operand(self, x), weight=weight).dx
-        return y if bias is None else self.apply(Bias, x=y, bias=bias).y
+            y = self.apply(MatmulDx, dy=x, weight=weight).dx
+        y = y if bias is None else self.apply(Bias, x=y, bias=bias).y
+        adapter = self.store.adapters.get(weight.name)
+        return y if adapter is None else adapter.append(self, x, y)
 
     def scaled_linear(self, x: Tensor, weight: Tensor, *, forward: float, backward: float) -> Tensor:
         """x (..., K), weight (N, K) -> (..., N): the matmul times `forward`. The gradient of x is the gradient that arrives times

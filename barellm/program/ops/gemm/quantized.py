@@ -10,7 +10,7 @@ from barellm.program.quantization import packed_matrix, scheme
 
 class QuantizedMatmul(Op):
     """y = x @ weight.T, accumulated in fp32, where weight (`columns`, K) is what the codes and scales of `weights` stand for. It
-    has no gradient: weights that are trained are numbers."""
+    has no gradient rule: matmuls become codes behind the reverse walk, those with frozen weights alone."""
 
     name = "quantized_matmul"
     product = True
@@ -31,3 +31,24 @@ class QuantizedMatmul(Op):
 
     def flops(self) -> int:
         return 2 * tokens(self.x) * self.columns * int(self.x.shape[-1])
+
+
+class QuantizedMatmulDx(Op):
+    """dx = dy @ weight with the same weight (`columns`, `depth`): the gradient of a matmul's input."""
+
+    name = "quantized_matmul_dx"
+    product = True
+
+    def infer(self, dy: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Spec]:
+        shapes = scheme(self.attrs["weights"]).shapes(N := self.attrs["columns"], K := self.attrs["depth"])
+        if (codes.shape, scales.shape) != shapes or dy.shape[-1] != N:
+            raise ValueError(
+                f"quantized_matmul_dx expects dy (..., {N}), codes {shapes[0]} and scales {shapes[1]}: {describe(dy=dy)}"
+            )
+        return {"dx": ((*dy.shape[:-1], K), dy.dtype)}
+
+    def reference(self, dy, codes, scales):
+        return {"dx": dy @ packed_matrix(codes, scales, scheme(self.weights), self.columns, self.depth)}
+
+    def flops(self) -> int:
+        return 2 * tokens(self.dy) * self.columns * self.depth

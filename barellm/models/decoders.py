@@ -4,10 +4,13 @@ tensors, and rows that lie in another order there."""
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from math import log
+from types import ModuleType
 from typing import Any
 
+from barellm import models
+from barellm.config import ModelConfig
 from barellm.config.fields import converted
 from barellm.models.hf_mapping import Family, HuggingFace, UnknownConfig
 
@@ -200,7 +203,7 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
 # --- families ---
 
 
-def hugging_face(f: Family) -> HuggingFace:
+def of_family(f: Family) -> HuggingFace:
     """A family as any architecture."""
     of_block, of_others = {**BLOCK, **f.block}, {**OTHERS, **f.others}
     sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
@@ -282,3 +285,18 @@ def hugging_face(f: Family) -> HuggingFace:
         parts=parts, transposed=lambda ours: False, ignored=lambda theirs: re.match(BUFFERS, theirs) is not None, refused=refused,
         order=_order, read=all_read, written=all_written,
     )  # fmt: skip
+
+
+@cache
+def architectures(module: ModuleType) -> tuple[HuggingFace, ...]:
+    """What the models of a module can be in Hugging Face's words."""
+    rows = getattr(module, "HUGGING_FACE", ())
+    return tuple(of_family(one) if isinstance(one, Family) else one for one in rows)
+
+
+def hugging_face(model: ModelConfig) -> HuggingFace:
+    """What a model is in Hugging Face's words: of those that its `family` names, or of all, the first that can hold it; where none
+    can, the first, which says why (`refused`)."""
+    known, family = architectures(models.of(model)), getattr(model, "family", "")
+    named = [one for one in known if one.model_type == family] or known
+    return next((one for one in named if one.refused(model) is None), named[0])

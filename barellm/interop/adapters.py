@@ -1,0 +1,226 @@
+"""Adapters in files: PEFT's folders, and the checkpoints of runs that trained adapters or some parameters. Each is laid over the
+weights of its base as they are read, W + s B A, so that whoever reads weights needs to know of no adapter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from barellm.checkpoint import checkpoint, storage, tensorfile
+from barellm.checkpoint.weights import RowsOfArray, Weights
+from barellm.config import AdapterConfig, Config, ModelConfig, overrides
+from barellm.errors import UserError, nearest, shown
+from barellm.models.adapters import Module, family, modules, targeted
+from barellm.program import quantization
+from barellm.program.tensor import Tensor
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Keys of adapter_config.json of which barellm knows these values alone; the first is that of a missing key.
+KNOWN = {
+    "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "lora_bias": (False, None),
+    "layer_replication": (None, []), "trainable_token_indices": (None, []), "target_parameters": (None, []),
+    "use_qalora": (False, None), "alora_invocation_tokens": (None,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The adapter of one module: A (rank, K), B (rows, rank) and the scale of their product."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a run or PEFT has trained on top of a base: pairs, or whole parameters by name. `codes`: the scheme of the base's linear
+    layers while it was trained, "" where they were numbers."""
+
+    path: Path
+    pairs: Mapping[Module, Pair]
+    whole: Mapping[str, np.ndarray]
+    codes: str = ""
+
+
+@dataclass(frozen=True)
+class MergedRows:
+    """The rows of a weight with the adapters of its blocks of rows."""
+
+    base: RowsOfArray
+    blocks: tuple[tuple[int, Pair], ...]
+    how: quantization.Scheme | None
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        found = np.array(self.base[rows], np.float32)
+        if self.how is not None and len(found):
+            found = quantization.dequantize(*quantization.quantize(found, self.how), self.how)
+        start = rows.start or 0
+        for first, pair in self.blocks:
+            lo, hi = max(start, first), min(start + len(found), first + len(pair.b))
+            if lo < hi:
+                found[lo - start : hi - start] += np.float32(pair.scale) * (pair.b[lo - first : hi - first] @ pair.a)
+        return found
+
+
+def merged(base: Weights, adapter: Adapter, *, path: Path | None = None) -> Weights:
+    """The weights of `base` with an adapter. UserError for one of another model."""
+    arrays: dict[str, RowsOfArray] = dict(base.arrays)
+    how = quantization.scheme(adapter.codes) if adapter.codes else None
+    linears = dict.fromkeys(m.weight for m in modules(base.model)) if how is not None else {}
+    blocks: dict[str, list[tuple[int, Pair]]] = {name: [] for name in linears}
+    for m, pair in adapter.pairs.items():
+        blocks.setdefault(m.weight, []).append((m.first, pair))
+    for name, found in blocks.items():
+        arrays[name] = MergedRows(base.arrays[name], tuple(found), how)
+    for name, array in adapter.whole.items():
+        if name not in base.tensors or array.shape != tuple(base.tensors[name].shape):
+            raise UserError(f"{adapter.path} has {name} {array.shape}, which {base.path} lacks: it is of another base")
+        arrays[name] = array
+    return replace(base, arrays=arrays, path=path or base.path)
+
+
+def open_adapter(path: Path, base: Weights) -> Adapter:
+    """The adapter in a folder of PEFT's, or in a run or checkpoint, for that base. UserError for another base, and for what holds
+    no adapter."""
+    if (path / CONFIG).is_file():
+        return read(path, base.model)
+    checkpoint.must_exist(path, expected="a run with an adapter, or a folder of PEFT's")
+    if not checkpoint.holds_any(path):
+        raise UserError(f"{path} holds no adapter, expected {CONFIG} or a run that trained one")
+    step, _ = checkpoint.find(path, optimizer=False)
+    meta = checkpoint.read_meta(step)
+    known = meta.get("base", {}).get("hash")
+    if known is None:
+        raise UserError(f"{step} holds all weights of a model, expected an adapter")
+    if (found := base.digest()) != known:
+        raise UserError(f"{step} was trained on top of weights with the hash {known}, {base.path} has {found}")
+    return of_checkpoint(step, base.model)
+
+
+def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
+    """What a checkpoint holds that names its base."""
+    config = overrides.from_json(checkpoint.read_meta(step)["config"], step / checkpoint.META)
+    adapter, file = config.adapter, step / checkpoint.WEIGHTS
+    arrays = tensorfile.mapped(file)
+    if not adapter.rank:
+        return Adapter(step, {}, arrays, adapter.codes)
+    pairs: dict[Module, Pair] = {}
+    at: dict[str, int] = {}  # rows of each A that earlier modules have
+    wanted: set[str] = set()
+    for m in targeted(model, adapter.targets):
+        (name_a, name_b), first = m.factors, at.get(m.weight, 0)
+        a, b = arrays.get(name_a), arrays.get(name_b)
+        at[m.weight] = first + adapter.rank
+        wanted |= {name_a, name_b}
+        if a is None or b is None or a.ndim != 2 or len(a) < at[m.weight] or b.shape != (m.rows, adapter.rank):
+            raise UserError(f"{file} has no adapter of rank {adapter.rank} for {m.name}")
+        pairs[m] = Pair(a[first : at[m.weight]], b, adapter.scale)
+    tensorfile.check_names(file, arrays, wanted)
+    return Adapter(step, pairs, {}, adapter.codes)
+
+
+# --- PEFT's folders ---
+
+
+def read(folder: Path, model: ModelConfig) -> Adapter:
+    """A folder of PEFT's, for a model. UserError for what is not LoRA, or is another model's."""
+    config = checkpoint.read_json(folder / CONFIG)
+    for key, values in KNOWN.items():
+        if (found := config.get(key, values[0])) not in values:
+            raise UserError(f"{folder / CONFIG}: {key} is {shown(found)}, expected {json.dumps(values[0])}")
+    file, known = folder / FILE, {m.name: m for m in modules(model)}
+    if not file.is_file():
+        raise UserError(f"{file} is missing (adapter_model.bin is a pickle, which is never read)")
+    halves: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in tensorfile.mapped(file).items():
+        match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(\.default)?\.weight", name)
+        if match is None or match[1] not in known:
+            hint = nearest(match[1], known) if match else ""
+            raise UserError(f"{file} has the tensor {name!r}, which is no adapter of a linear layer of this model{hint}")
+        halves.setdefault(match[1], {})[match[2]] = array
+    if not halves:
+        raise UserError(f"{file} has no tensor, expected pairs of lora_A and lora_B")
+    return Adapter(folder, {known[name]: _pair(file, config, model, known[name], both) for name, both in halves.items()}, {})
+
+
+def _pair(file: Path, config: Mapping[str, Any], model: ModelConfig, m: Module, both: Mapping[str, np.ndarray]) -> Pair:
+    rank, alpha = _of_module(file, config, m, "r", 8), _of_module(file, config, m, "lora_alpha", 8)
+    K = int(Weights(file, model, {}, None).tensors[m.weight].shape[1])
+    for half, shape in (("A", (rank, K)), ("B", (m.rows, rank))):
+        array = both.get(half)
+        if array is None or array.shape != shape:
+            found = "missing" if array is None else str(array.shape)
+            raise UserError(f"{file}: lora_{half} of {m.name} is {found}, expected {shape} of this model and rank {rank}")
+    order = _order(model, m)
+    a, b = (np.asarray(both[half], np.float32) for half in "AB")
+    return Pair(a, b if order is None else b[order], AdapterConfig(f"lora:{rank}", alpha, bool(config.get("use_rslora"))).scale)
+
+
+def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual: int) -> Any:
+    """`r` or `lora_alpha` of a module: that of the first pattern that its name ends with, else that of all."""
+    patterns, found = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]), config.get(key, usual)
+    if isinstance(patterns, dict):
+        # A name, or a regular expression of one: only its dots are read as such, since a stranger's could take for ever.
+        words = (word for word in patterns if re.fullmatch(r"[\w.\\^$]+", word))
+        meant = [word for word in words if f".{m.name}".endswith("." + word.strip("^$").replace("\\", ""))]
+        found = patterns[meant[0]] if meant else found
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1 << 16 or (key == "r" and found % 1):
+        raise UserError(f"{file.parent / CONFIG}: {key} of {m.name} is {shown(found)}, expected a number above 0")
+    return found
+
+
+def _order(model: ModelConfig, m: Module) -> np.ndarray | None:
+    """Where our rows of a module lie in theirs."""
+    known = family(model)
+    order = known.order(model, m.weight, f"{m.name.removeprefix(known.prefix)}.weight") if known else None
+    return None if order is None else np.array(order)
+
+
+def write(adapter: Adapter, out: Path, *, config: Config, base: str) -> list[str]:
+    """The folder `out` as PEFT reads it, which appears when it is whole. `config`: of the run. Returns the names of its files."""
+    model, known = config.model, family(config.model)
+    why = known.refused(model) if known else "it is of no architecture of Hugging Face's"
+    if why or not adapter.pairs:
+        raise UserError(f"{adapter.path} is no adapter for PEFT: {why or 'it has whole parameters'}")
+    source = _Theirs(adapter, model)
+    with storage.new_folder(out) as folder:
+        tensorfile.write(folder / FILE, source, source.tensors, framework="pt")
+        storage.write_file(folder / CONFIG, (json.dumps(_config(adapter, config, base), indent=2) + "\n").encode())
+    return [FILE, CONFIG]
+
+
+class _Theirs:
+    """The rows of what is written, by PEFT's names."""
+
+    def __init__(self, adapter: Adapter, model: ModelConfig) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        for m, pair in adapter.pairs.items():
+            order = _order(model, m)
+            self.arrays[f"{PREFIX}{m.name}.lora_A.weight"] = pair.a
+            self.arrays[f"{PREFIX}{m.name}.lora_B.weight"] = pair.b if order is None else pair.b[np.argsort(order)]
+        self.tensors = {name: Tensor(name, array.shape, "fp32", "parameter") for name, array in self.arrays.items()}
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        return self.arrays[name][lo:hi]
+
+
+def _config(adapter: Adapter, config: Config, base: str) -> dict[str, Any]:
+    every, known = modules(config.model), family(config.model)
+    assert known is not None
+    leaves = list(dict.fromkeys(m.leaf for m in adapter.pairs))
+    whole = len(adapter.pairs) == sum(m.leaf in leaves for m in every)
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.adapter.rank,
+        "lora_alpha": config.adapter.alpha, "lora_dropout": config.adapter.dropout, "use_rslora": config.adapter.rslora,
+        "target_modules": leaves if whole else [m.name for m in adapter.pairs], "bias": "none", "use_dora": False,
+        "fan_in_fan_out": any(known.transposed(m.weight) for m in adapter.pairs), "init_lora_weights": True, "inference_mode": True,
+        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
