@@ -60,9 +60,9 @@ def convolutions(scale: Scale) -> list[Case]:
     """The layers that the baseline has too: as many channels in as out, of stride 1."""
     equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
     wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
-    wanted += [(name, conv.LARGE[name], "fp32", conv.LARGE_ALGORITHMS) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
+    wanted += [(name, conv.LARGE[name], "fp32", ("direct",)) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
     batch = 16
-    if scale.small:  # the interpreter takes a while for a Fourier transform
+    if scale.small:
         batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32", conv.ALGORITHMS)]
     found = []
     for name, layer, dtype, algorithms in wanted:

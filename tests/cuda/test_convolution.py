@@ -5,7 +5,7 @@ import pytest
 from barellm.cuda.kernels.conv import conv_transform_domain
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
-from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case
+from tests.conv_cases import FORMS, WINOGRAD, case, mean_case, winograd_case
 from tests.cuda.check import PLAIN, check_op
 
 
@@ -43,31 +43,6 @@ def test_winograds_algorithm_in_half_the_bits_is_added(name):
     check_op(**winograd_case(name, WINOGRAD["one tile"], "winograd4", "bf16", "add"))
 
 
-FOURIER = {
-    "seven by five": ((2, 2, 13, 19), (3, 7, 5), {"padding": (3, 1), "flip_kernel": True}),
-    "one row, reflected": ((1, 2, 5, 14), (4, 1, 8), {"groups": 2, "padding": (2, 3), "reflect": True}),
-    "eleven rows": ((1, 1, 33, 5), (1, 11, 2), {"padding": (0, 1)}),
-}
-
-
-@pytest.mark.parametrize(
-    "name, form, how",
-    [
-        ("conv2d", "seven by five", ("bf16", "add")),
-        ("conv2d", "eleven rows", ()),
-        ("conv2d_dx", "one row, reflected", ()),
-        ("conv2d_dw", "seven by five", ()),
-        pytest.param("conv2d", "one row, reflected", (), marks=pytest.mark.slow),
-        pytest.param("conv2d_dx", "seven by five", (), marks=pytest.mark.slow),
-        pytest.param("conv2d_dw", "one row, reflected", ("bf16", "add"), marks=pytest.mark.slow),
-        pytest.param("conv2d_dw", "eleven rows", (), marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.extended
-def test_large_filters_by_fourier_transforms(name, form, how):
-    check_op(**winograd_case(name, FOURIER[form], "fft", *how))
-
-
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dw"])
 @pytest.mark.extended
 def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeypatch):
@@ -76,20 +51,10 @@ def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeyp
     check_op(**winograd_case(name, ((1, 1, 54, 42), (1, 3, 3), {}), "winograd2"))
 
 
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
-    """Two parts of 128 tiles, of which the second has 37: what the choice of parts gives to no shape of today."""
-    monkeypatch.setattr(conv_transform_domain.gemm_config, "num_splits", lambda tiles, rows: 2)
-    monkeypatch.setattr(conv_transform_domain, "PASS", 256 * 384 * 3)
-    check_op(**winograd_case("conv2d_dw", ((1, 1, 137, 98), (2, 8, 1), {}), "fft"))
-
-
 @pytest.mark.parametrize(
     "algorithm, kernels",
     [
         ("auto", "conv_implicit_gemm conv_wgrad split_k_reduce"),
-        ("fft", "fft_filters fft_tiles batched_gemm fft_images fft_wgrad"),
         ("winograd2", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
         ("winograd4", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
     ],
@@ -107,13 +72,6 @@ def test_the_kernels_of_each_algorithm(algorithm, kernels):
     if algorithm.startswith("winograd"):
         squares = {len(dict(a.spec.constants)["MATRIX"]) for a in launches if a.spec.name == "winograd_images"}
         assert squares == {int(algorithm[-1])}
-
-
-@pytest.mark.parametrize("form", NORMS)
-def test_norms_by_groups_and_their_gradients(form):
-    check_op(**norm_case("group_norm", NORMS[form], "bf16"))
-    check_op(**norm_case("group_norm_dx", NORMS[form], mode="add"))
-    check_op(**norm_case("group_norm_dparams", NORMS[form], mode="add"))
 
 
 def test_the_mean_over_pixels_and_its_gradient():

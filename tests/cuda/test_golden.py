@@ -231,11 +231,10 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
     for name, how in (("a", {"stride": 2, "padding": 1}), ("b", {"padding": 1, "reflect": True})):
         h = p.conv2d(h, p.parameter(f"{name}.w", (64, 64, 3, 3)), **how)
-        h = p.group_norm(h, p.parameter(f"{name}.g", (64,)), p.parameter(f"{name}.b", (64,)), groups=8)
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"forward_backward": p}, Target(90)).specs
-    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".group_norm"))})
+    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".pooling"))})
 
 
 def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
@@ -248,7 +247,7 @@ def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool =
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"forward_backward": p}, Target(90, tf32=tf32)).specs
-    modules = (".winograd", ".conv_fft", ".conv_transform_domain")
+    modules = (".winograd", ".conv_transform_domain")
     return {s: op for s, op in found.items() if s.function.module.endswith(modules)}
 
 
@@ -326,8 +325,6 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "winograd2 fp32": lambda: positions_specs("fp32", "winograd2"),
     "winograd4 fp32": lambda: positions_specs("fp32", "winograd4"),
     "winograd4 bf16 in TF32": lambda: positions_specs("bf16", "winograd4", tf32=True),
-    "Fourier transforms of 16 fp32": lambda: positions_specs("fp32", "fft", 7),
-    "Fourier transforms of 32 bf16": lambda: positions_specs("bf16", "fft", 11),
     "unit scaling bf16": unit_scaling_specs,
     "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),
     "rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=False),

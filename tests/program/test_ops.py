@@ -196,7 +196,6 @@ def test_products_with_transposed_weights_name_their_shapes():
     with pytest.raises(ValueError, match=r"softcapped_classifier expects x \(B, T, C\), head \(C, V\): .*head \(9, 5\)"):
         p.softcapped_classifier(t(2, 3, 4), t(9, 5), t(2, 3), valid_vocab=5)
     assert tuple(p.linear(t(2, 4), t(4, 5), transposed_weight=True).shape) == (2, 5)
-    assert tuple(p.linear_nn(t(2, 4), t(4, 5)).shape) == (2, 5), "the old name"
 
 
 def test_a_norm_that_is_not_finite_skips_and_counts():

@@ -108,6 +108,7 @@ EXCUSED = {
     ("block_squares", "cuda"): "only AMX tiles sum squares where they store a gradient",
     ("reduce_scatter", "cuda"): "a rank does not read the memory of another's GPU",
     **{(op, "cuda"): "gradients are compressed on CPUs only" for op in ("factor", "feedback", "householder")},
+    **{(op, "cuda"): "no program trains images there" for op in ("group_norm", "group_norm_dx", "group_norm_dparams")},
     **{(op, "cuda"): "weights are frozen on CPUs only" for op in ("low_rank_update", "quantized_matmul_dx")},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("matmul_dw_dbias", "cpu"): "each has a kernel of its own",

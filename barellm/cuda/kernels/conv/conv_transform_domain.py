@@ -1,5 +1,5 @@
-"""Convolution in a transform domain: what Winograd's algorithm (winograd.py) and the FFT (conv_fft.py) share. Tiles and filters are
-transformed, multiplied by a batched GEMM with one batch for each position of the transform, and transformed back.
+"""Winograd's convolution (winograd.py): tiles and filters are transformed, multiplied by a batched GEMM with one batch for each
+position of the transform, and transformed back.
 
 The output is cut into tiles of m x m, each of which sees n x n pixels, n = m + the filter's size - 1. Four steps:
 

@@ -17,7 +17,7 @@ from typing import Any
 from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
-from barellm.cuda.kernels.conv import conv_fft, winograd
+from barellm.cuda.kernels.conv import winograd
 from barellm.cuda.kernels.conv.conv_gather import first_and_step, gather_constants, gather_pixels, images_of
 from barellm.cuda.kernels.conv.conv_transform_domain import FpropAlgorithm, WgradAlgorithm, append_fprop, append_wgrad
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
@@ -131,11 +131,11 @@ def padded_place(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr
     return place, exists
 
 
-def algorithms(algorithm: str, R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm] | None:
+def algorithms(algorithm: str) -> tuple[FpropAlgorithm, WgradAlgorithm] | None:
     """The transform-domain algorithms for fprop or dgrad and for wgrad; None for implicit GEMM. "auto" is implicit GEMM: nobody has
     compared them on a GPU yet."""
     if algorithm == "fft":
-        return conv_fft.algorithms(R, S)
+        raise ValueError("algorithm is 'fft', on cuda expected auto, direct, winograd2 or winograd4")
     return winograd.algorithms(int(algorithm[-1])) if algorithm.startswith("winograd") else None
 
 
@@ -154,7 +154,7 @@ def grouped(constants: dict[str, Any]) -> dict[str, Any]:
 def append_conv(c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]) -> None:
     """Append one fprop or dgrad: out from filters `a` and x, `rows` output channels of each group. `constants`: those of
     `conv_implicit_gemm` by their names in GATHER, FILTER and OUTPUT, without the tile's."""
-    if found := algorithms(algorithm, constants["R"], constants["S"]):
+    if found := algorithms(algorithm):
         append_fprop(c, found[0], out=out, a=a, x=x, rows=rows, constants=constants)
         return
     pixels = images_of(x, constants["P"] * constants["Q"])
@@ -224,7 +224,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     tile_n = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 GEMMs hold their operands in registers
     constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
     constants |= {"GROUPS": groups, "M": K, "CHANNELS": C}
-    if found := algorithms(op.algorithm, R, S):
+    if found := algorithms(op.algorithm):
         append_wgrad(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
         return
     constants = grouped(constants | {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": tile_n, "BK": DEPTH})

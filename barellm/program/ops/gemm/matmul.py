@@ -136,7 +136,3 @@ class Calls(Graph):
         the weight, times `backward`; that of the weight is not scaled."""
         y = self.apply(Matmul, x=operand(self, x), weight=weight, back=float(backward)).y
         return self.apply(Rescale, x=y, forward=float(forward), backward=1.0).y
-
-    def linear_nn(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The old name of `linear(x, weight, transposed_weight=True)`."""
-        return self.linear(x, weight, transposed_weight=True)
