@@ -21,7 +21,7 @@ OF_SMOLLM3 = Windows(None, lambda c, i: str(i) in _nope_layers(c)["nope_layers"]
 
 def _positive(config: Mapping[str, Any], key: str, usual: float) -> Any:
     found = config.get(key, usual)
-    if converted(key, found, type(usual)) <= 0:
+    if not converted(key, found, type(usual)) > 0:
         raise UnknownConfig(f"{key} is {found}, expected above 0")
     return found
 

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
-from barellm.cpu.kernel import REGISTRY, Lowering, Specialisation
+from barellm.cpu.kernel import REGISTRY, KernelBuilder, Lowering, Specialisation
 from barellm.cpu.kernels.attention import attention_backward, attention_backward_windowed, attention_forward
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cases import attention_both, backward_case, bounded, cached_case, each_cached_scored, each_scored, forward_case, normal
+from tests.cases import (
+    CACHED_SCORED,
+    SCORED,
+    attention_both,
+    backward_case,
+    bounded,
+    cached_case,
+    each_cached_scored,
+    each_scored,
+    forward_case,
+    normal,
+)
 from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.cpu.test_layout_attention import pairs_in_fp32
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
 
@@ -346,6 +360,29 @@ def test_emulated_tiles_with_constant_windows_and_caps(isa):
         check_op(ops.Attention, isa, **forward_case((1, 102, 2, 24), "bf16", 0.3, **more), threads=(2,))
         check_op(ops.AttentionBackward, isa, **backward_case((1, 102, 2, 24), "bf16", 0.3, **more), threads=(2,))
     check_op(ops.AttentionCached, isa, **cached_case("bf16", pos=30, T=35, heads=2, D=5, length=113, **scored), threads=(2,))
+
+
+@pytest.mark.parametrize(
+    "lanes, tiles", [(16, False), (4, False), (16, True)], ids=["as avx512_bf16", "as neon_bf16", "as amx_bf16"]
+)
+@pytest.mark.extended
+def test_constant_windows_and_caps_on_other_machines(lanes, tiles, monkeypatch):
+    """Vectors, pairs of bf16 and tiles of instruction sets that this machine may lack, by its own instructions."""
+    monkeypatch.setattr(KernelBuilder, "dot", pairs_in_fp32)
+    isa = replace(isa_named(ISAS[0]), lanes=lanes, registers=32, dot="emulated", tiles=tiles)
+    if tiles:
+        isa = replace(isa, name=f"{amx_emulator.NAME}_by_hand")
+        for name, value in (("NAME", isa.name), ("ISA_EMULATED", isa), ("_functions", amx_emulator._functions.__wrapped__)):
+            monkeypatch.setattr(amx_emulator, name, value)
+        monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
+    for shape, groups, scored in SCORED:
+        more = {"groups": groups, "packed": shape[1] % 2 == 0, **scored}
+        check_op(ops.Attention, isa, **forward_case(shape, "bf16", **more), threads=(2,))
+        check_op(ops.AttentionBackward, isa, **backward_case(shape, "bf16", **more), threads=(2,))
+    for pos, T, scored in CACHED_SCORED:
+        check_op(ops.AttentionCached, isa, **cached_case("bf16", pos=pos, T=T, heads=4, D=20, length=113, **scored), threads=(2,))
+    for case, op in ((forward_case, ops.Attention), (backward_case, ops.AttentionBackward)):  # of short sequences
+        check_op(op, isa, **case((2, 41, 2, 64), "bf16", groups=1, scale=0.3), threads=(2,))
 
 
 def check_cached(isa, dtype, **sizes):

@@ -91,7 +91,9 @@ WRONG = {  # of a Gemma 3: key -> value, and what is said
     "layer_types": (["sliding_attention"], "layer_types is ['sliding_attention'], expected full_attention or"),
     "sliding_window": (None, "sliding_window is None, expected an integer"),
     "query_pre_attn_scalar": (0, "query_pre_attn_scalar is 0, expected above 0"),
-    "hidden_size": ("wide", "hidden_size is 'wide', expected an integer"),
+    "head_dim": (-2, "model.head_dim is -2, expected an even number"),
+    "num_hidden_layers": ("many", "num_hidden_layers is 'many', expected an integer"),
+    "hidden_size": (10**400, "..., expected an integer"),
     "sliding_window_pattern": (0, "sliding_window_pattern is 0, expected above 0"),
     "rope_parameters": (
         {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},

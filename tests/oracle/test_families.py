@@ -85,6 +85,17 @@ def test_scaled_rope(tmp_path, name, seq):
         assert relative(theirs(plain, *batch)["logits"], expected["logits"]) > 0.01  # else nothing was seen here
 
 
+@pytest.mark.parametrize("old", [24, 96], ids=["long", "short"])
+def test_longrope_of_a_part_of_phi3_heads(tmp_path, old):
+    """29 tokens are more or fewer than the first context; cosines are larger than 1 in both."""
+    one = case(tmp_path / "hf", "phi3", "", original_max_position_embeddings=old, max_position_embeddings=192)
+    batch = batch_of(one.weights.model)
+    found, expected = ours(one, *batch), theirs(one, *batch)
+    for key in expected:
+        assert relative(found[key], expected[key]) <= 2 * LIMIT, key
+    COLUMNS["export, bit for bit"](one)
+
+
 @pytest.mark.parametrize("family", MADE)
 def test_a_model_that_was_made_here_has_our_logits_there(tmp_path, monkeypatch, family):
     """Its family follows from its options."""
