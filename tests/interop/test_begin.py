@@ -164,7 +164,7 @@ def test_what_import_and_export_refuse(tmp_path, refused, monkeypatch):
     )  # fmt: skip
     assert refused("export", step, "--format", "hugginface", *out) == (
         "--format is 'hugginface', did you mean 'huggingface'? "
-        "(known: huggingface or hf, llmc or llm.c, gguf or llama.cpp, llmc-tokenizer, llmc-checkpoint)"
+        "(known: huggingface or hf, peft, llmc or llm.c, gguf or llama.cpp, llmc-tokenizer, llmc-checkpoint)"
     )
     assert "--dtype is 'fp16'" in refused("export", step, "--format", "llmc", "--dtype", "fp16", *out)
     model = replace(TINY, bias=False)
