@@ -19,12 +19,17 @@ from barellm.program.ops.attention.rope import frequencies
 
 DTYPES = ("fp32", "bf16", "fp16")
 ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA"}  # Hugging Face's name -> the package's
-SIZES = {  # Hugging Face's key -> the package's function that adds it
-    "n_layer": "add_block_count", "n_head": "add_head_count", "n_embd": "add_embedding_length",
-    "n_positions": "add_context_length", "num_hidden_layers": "add_block_count", "num_attention_heads": "add_head_count",
-    "hidden_size": "add_embedding_length", "intermediate_size": "add_feed_forward_length",
-    "max_position_embeddings": "add_context_length", "rms_norm_eps": "add_layer_norm_rms_eps",
-    "num_key_value_heads": "add_head_count_kv", "head_dim": "add_rope_dimension_count", "rope_theta": "add_rope_freq_base",
+SIZES = {  # Hugging Face's key -> the file's, behind the architecture
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count", "hidden_size": "embedding_length",
+    "num_key_value_heads": "attention.head_count_kv", "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa", "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "n_layer": "block_count", "n_head": "attention.head_count", "n_embd": "embedding_length", "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }  # fmt: skip
 LLAMA_3_WORDS = (  # its rule for words, as Meta published it
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -131,12 +136,15 @@ def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
     model = weights.model
     known = hugging_face(model)
     config = {**{key: getattr(model, name) for key, (name, _) in known.sizes.items()}, **known.written(model)}
-    for key, add in SIZES.items():
-        if key in config:
-            getattr(writer, add)(config[key])
     if known.model_type == "gpt2":
         writer.add_feed_forward_length(4 * model.d_model)
-        writer.add_layer_norm_eps(known.kinds["layer_norm_epsilon"][0])
+        config["layer_norm_epsilon"] = known.kinds["layer_norm_epsilon"][0]
+    else:
+        writer.add_rope_dimension_count(config["head_dim"])
+    for key, name in SIZES.items():
+        if key in config:
+            add = writer.add_float32 if isinstance(config[key], float) else writer.add_uint32
+            add(f"{writer.arch}.{name}", config[key])
     writer.add_vocab_size(model.vocab_size)
     writer.add_file_type(kind)
 

@@ -28,18 +28,6 @@ MODEL_TYPES = {  # general.architecture -> Hugging Face's model_type
     "granite": "granite", "stablelm": "stablelm", "gptneox": "gpt_neox", "phi3": "phi3", "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }  # fmt: skip
-SIZES = {  # Hugging Face's key -> the file's, behind the architecture
-    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count", "hidden_size": "embedding_length",
-    "num_key_value_heads": "attention.head_count_kv", "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
-    "rope_local_base_freq": "rope.freq_base_swa", "sliding_window": "attention.sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-    "use_parallel_residual": "use_parallel_residual", "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    "n_layer": "block_count", "n_head": "attention.head_count", "n_embd": "embedding_length", "n_positions": "context_length",
-    "layer_norm_epsilon": "attention.layer_norm_epsilon",
-}  # fmt: skip
 PAIRED = ("llama", "granite", "smollm3", "arcee")  # whose rows of a head lie there in the pairs that RoPE turns together
 NO_PARAMETER = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight$")
 
@@ -219,7 +207,7 @@ def _architecture(package: Any, name: str) -> Any:
 def _config(head: Header, tensors: Mapping[str, Quantized]) -> dict[str, Any]:
     """Sizes and options as config.json would say them. What a file of this architecture does not say has transformers' default."""
     kind = MODEL_TYPES[head.values["general.architecture"]]
-    found: dict[str, Any] = {key: head.get(name) for key, name in SIZES.items()}
+    found: dict[str, Any] = {key: head.get(name) for key, name in gguf.SIZES.items()}
     for key, value in found.items():
         if isinstance(value, np.ndarray):  # one for each layer
             if len(set(value.tolist())) != 1:

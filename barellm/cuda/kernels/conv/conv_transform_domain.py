@@ -18,7 +18,7 @@ position and one group of the batched GEMM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import gemm_config
@@ -71,14 +71,11 @@ def batched_gemm(
 
 @dataclass(frozen=True)
 class TransformKernel:
-    """A transform's kernel, with the `constants` and `operands` that only this algorithm has. `block`: tiles or filters of one
-    program."""
+    """A transform's kernel, with the `constants` that only this algorithm has. `block`: tiles or filters of one program."""
 
     function: DeviceFunction
     constants: dict[str, Any]
     block: int
-    warps: int = 4
-    operands: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,8 +166,8 @@ def append_tiles(
     constants |= {"TOP": top, "LEFT": left, "REFLECT": reflect, "BLOCK": step.block}
     constants |= {"TH": tiling.rows, "TW": tiling.columns, "STEP": tiling.m, "PASS_TILES": tiling.pass_tiles}
     c.launch(
-        step.function, {"v": v, "x": x, "first": of.first, "count": of, **step.operands}, step.constants | constants,
-        warps=step.warps, writes="v", grid=lambda s: (ceil_div(round_up(of(s), multiple), step.block), channels),
+        step.function, {"v": v, "x": x, "first": of.first, "count": of}, step.constants | constants,
+        writes="v", grid=lambda s: (ceil_div(round_up(of(s), multiple), step.block), channels),
     )  # fmt: skip
 
 
@@ -203,8 +200,8 @@ def append_fprop(
     gemm_out = c.scratch("products", (positions, groups * rows, pass_tiles))
     sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": plan.filters.block}
     c.launch(
-        plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
-        warps=plan.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
+        plan.filters.function, {"u": u, "a": a}, plan.filters.constants | sizes | strides,
+        writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
     )  # fmt: skip
     fixed, options = batched_gemm_constants(c, rows, pass_tiles, channels, positions * groups)
     fixed |= {"COLUMNS": pass_tiles, "DEPTH": channels, "CHUNK": None}
@@ -218,8 +215,8 @@ def append_fprop(
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            plan.images.function, {"y": out, "gemm_out": gemm_out, **where, **plan.images.operands}, plan.images.constants | images,
-            warps=plan.images.warps, grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
+            plan.images.function, {"y": out, "gemm_out": gemm_out, **where}, plan.images.constants | images,
+            grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
         )  # fmt: skip
 
 
@@ -255,7 +252,7 @@ def append_wgrad(
     filters, output = groups * rows * channels, plan.filters
     sizes = {"SLICES": slices, "FILTERS": filters, "BLOCK": output.block}
     c.launch(
-        output.function, {"dw": dw, "gemm_out": gemm_out, **output.operands},
+        output.function, {"dw": dw, "gemm_out": gemm_out},
         output.constants | sizes | {"FLIP": flip_r or flip_s, "MODE": mode},
-        warps=output.warps, grid=lambda s: (ceil_div(filters, output.block),), writes="dw",
+        grid=lambda s: (ceil_div(filters, output.block),), writes="dw",
     )  # fmt: skip
