@@ -159,18 +159,10 @@ class Model:
 
     @accepts_old_names
     def generate(
-        self,
-        prompt: str | ArrayLike = "",
-        *,
-        max_new_tokens: int = 256,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: str | Sequence[str] = (),
-        seed: int = 1337,
-    ) -> str:
+        self, prompt: str | ArrayLike = "", *, max_new_tokens: int = 256, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+        repetition_penalty: float | None = None, stop: str | Sequence[str] = (), seed: int = 1337,
+    ) -> str:  # fmt: skip
         """The completion of the prompt, a text or token ids, in one piece. The options are those of `stream`."""
         cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
         how = sampling(self.tokenizer.conventions.sampling, temperature=temperature, seed=seed, **cuts)
@@ -179,18 +171,10 @@ class Model:
 
     @accepts_old_names
     def stream(
-        self,
-        prompt: str | ArrayLike = "",
-        *,
-        max_new_tokens: int = 256,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: str | Sequence[str] = (),
-        seed: int = 1337,
-    ) -> Iterator[str]:
+        self, prompt: str | ArrayLike = "", *, max_new_tokens: int = 256, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+        repetition_penalty: float | None = None, stop: str | Sequence[str] = (), seed: int = 1337,
+    ) -> Iterator[str]:  # fmt: skip
         """The completion of the prompt, streamed piece by piece.
 
         The prompt is a text, or token ids, which are taken as they are, with nothing before them. The completion has at most
@@ -207,14 +191,9 @@ class Model:
         return _Stream(self, *self._text(prompt, max_new_tokens, how=how, stop=stop))
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        variables: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], *, max_new_tokens: int = 256, stop: str | Sequence[str] = (),
+        variables: Mapping[str, Any] | None = None, **options: Any,
+    ) -> str:  # fmt: skip
         """The answer to a conversation: messages, each with a role and a content, by the model's chat template, whose own
         `variables` may be given. The `options` are those of `stream`, which gives an answer piece by piece for
         `model.tokenizer.chat(messages)`. It ends where the model ends a text, or the template a turn."""
@@ -224,14 +203,9 @@ class Model:
         return self._alone(lambda: "".join(pieces))
 
     def _text(
-        self,
-        prompt: str | ArrayLike,
-        tokens: int,
-        *,
-        how: Sampling,
-        stop: str | Sequence[str],
+        self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str],
         ends: AbstractSet[int] | None = None,
-    ) -> tuple[_Place, Generator[str, None, None]]:
+    ) -> tuple[_Place, Generator[str, None, None]]:  # fmt: skip
         """Looks at the arguments. The session is opened with the first piece."""
         tokens = converted("max_new_tokens", tokens, int)
         if tokens < 1:

@@ -1,8 +1,6 @@
 """Adapters in files: PEFT's folders, and the checkpoints of runs that trained adapters or some parameters. Each is laid over the
 weights of its base as they are read, W + s B A, so that whoever reads weights needs to know of no adapter."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

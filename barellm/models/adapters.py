@@ -24,7 +24,8 @@ ALL = "all-linear"
 LONGEST = 128  # positions of the program in which linear layers are found
 # Where PEFT 0.21 puts adapters if nobody says; families that it has none for get them on all linear layers.
 DEFAULTS = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "stablelm"), "q_proj,v_proj"), "gpt_neox": "query_key_value", "gpt2": "c_attn"
+    **dict.fromkeys(("llama", "mistral", "gemma2", "gemma3_text", "qwen2", "qwen3", "stablelm"), "q_proj,v_proj"),
+    "gpt_neox": "query_key_value", "gpt2": "c_attn"
 }  # fmt: skip
 
 
