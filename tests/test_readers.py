@@ -27,7 +27,7 @@ from barellm import models
 from barellm.checkpoint import checkpoint, quantized, tensorfile
 from barellm.checkpoint.weights import of_checkpoint, parameters
 from barellm.cli import plot, sample
-from barellm.config import overrides
+from barellm.config import AdapterConfig, Config, overrides
 from barellm.cpu import isa, tuning
 from barellm.data import writing
 from barellm.data.bpe import BytePairs
@@ -39,8 +39,9 @@ from barellm.data.shards import inspect_shard, write_shard
 from barellm.data.tokenizers import Bytes
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
-from barellm.interop import card, huggingface, llmc, llmc_state, llmc_tokenizer, sources, vocabulary
+from barellm.interop import adapters, card, huggingface, llmc, llmc_state, llmc_tokenizer, sources, vocabulary
 from barellm.models import llama3
+from barellm.models.adapters import targeted
 from barellm.program.quantization import scheme
 from barellm.runtime.tuner.database import Database
 from barellm.training import curve, metrics, resume, trackers
@@ -574,6 +575,25 @@ def read_all(weights: Any) -> None:
 @reader("llm.c's state", llmc_training, *BYTES)
 def _(path: Path, draw: random.Random) -> None:
     llmc_state.read(llmc_state.beside(path.parent / "model_00000007.bin"), llmc.read(path.parent / "model_00000007.bin"))
+
+
+def peft_folder(file: str) -> Callable[[Path], Path]:
+    """An adapter of TINY, as it is written here."""
+
+    def make(folder: Path) -> Path:
+        pairs = {m: adapters.Pair(np.ones((2, 12), np.float32), np.ones((m.rows, 2), np.float32), 4.0) for m in targeted(TINY, "")}
+        config = Config("made", TINY, adapter=AdapterConfig("lora:2"))
+        adapters.write(adapters.Adapter(folder, pairs, {}), folder / "peft", config=config, base="base")
+        return folder / "peft" / file
+
+    return make
+
+
+@reader("PEFT's adapter_config.json", peft_folder(adapters.CONFIG), *JSON)
+@reader("PEFT's adapter_model.safetensors", peft_folder(adapters.FILE), *BYTES)
+def _(path: Path, draw: random.Random) -> None:
+    found = adapters.merged(weights_of(TINY, random_arrays(TINY)), adapters.read(path.parent, TINY))
+    read_all(found)
 
 
 def gpt2_folder(file: str, *, shards: int = 0) -> Callable[[Path], Path]:
