@@ -34,8 +34,7 @@ class AdapterConfig(Section, section="adapter"):
     """Low-rank adapters (LoRA, Hu et al. 2021), or parameters that are trained in full. All other weights are frozen: they have no
     gradient and no optimizer state."""
 
-    method: str = value("", "lora:RANK, as lora:16: train low-rank adapters (LoRA) of frozen weights; empty: train the weights",
-                        check=_method)  # fmt: skip
+    method: str = value("", "lora:RANK, as lora:16: low-rank adapters (LoRA) of frozen weights; empty: none", check=_method)
     alpha: float = above(0, 8.0, "of LoRA: what it adds is times alpha / rank")
     rslora: bool = value(False, "rank-stabilized LoRA: times alpha / sqrt(rank) instead")
     dropout: float = below_one(0.0, "of LoRA: dropout rate of what adapters read, in training")
