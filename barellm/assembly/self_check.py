@@ -6,7 +6,7 @@ from barellm.config import Config
 from barellm.errors import UserError
 
 TOKENS = 48  # of a sequence
-SIZES = {"layers": 2, "heads": 2, "kv_heads": 2, "vocab_size": 500, "padded_vocab": 512, "max_seq": 2 * TOKENS}
+SIZES = {"layers": 2, "vocab_size": 500, "padded_vocab": 512, "max_seq": 2 * TOKENS}
 ONE = {"gradient_accumulation_steps": 1, "batch_rampup_from": 0, "batch_rampup_tokens": 0, "eval_seq": 0, "exponent_stats": 0}
 
 
@@ -18,9 +18,12 @@ def small(config: Config) -> Config | None:
     if not type(model).__module__.startswith("barellm.") or not {"heads", "d_model"} <= known:
         return None
     had = getattr(model, "heads", 1)
-    heads = 4 if getattr(model, "kv_heads", had) < had else 2
-    width = heads * (getattr(model, "head_dim", 0) or model.d_model // had)
-    sizes = SIZES | {"heads": heads, "d_model": width, "d_ff": 2 * width}
+    head, shared = getattr(model, "head_dim", 0) or model.d_model // had, getattr(model, "kv_heads", had) < had
+    heads = 4 if shared and head <= 128 else 2
+    sizes = SIZES | {"heads": heads, "kv_heads": heads // 2 if shared else heads, "d_model": heads * head, "d_ff": 2 * heads * head}
+    for key in {"window_layers", "nope_layers"} & known:
+        sizes[key] = ",".join(i for i in getattr(model, key).split(",") if i in ("0", "1"))
+    sizes |= {"sliding_window": TOKENS // 2} if getattr(model, "sliding_window", 0) else {}
     train = replace(config.train, micro_batch_size=2, seq=TOKENS, **ONE)
     try:
         return replace(config, model=replace(model, **{k: n for k, n in sizes.items() if k in known}), train=train)

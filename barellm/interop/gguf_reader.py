@@ -159,9 +159,6 @@ def _tensor(package: Any, head: Header, name: str) -> Quantized:
     return Quantized(rows, shape, lambda taken: package.dequantize(taken, kind))
 
 
-# --- the model ---
-
-
 def read(path: Path, *, tokenizer: bool = True) -> Weights:
     """The weights of a file, or of all of its parts, with its `tokenizer` unless another was named. UserError for an architecture
     that is not known, and for a damaged file."""

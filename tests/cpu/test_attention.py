@@ -26,7 +26,7 @@ from tests.cases import (
     normal,
 )
 from tests.cpu.check import ISAS, changed, check_op, isa_named
-from tests.cpu.test_layout_attention import pairs_in_fp32
+from tests.cpu.test_block_sparse_attention import pairs_in_fp32
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
 

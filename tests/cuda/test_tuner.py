@@ -167,7 +167,7 @@ def test_a_shipped_form_that_does_not_exist_is_ignored_with_a_line(monkeypatch, 
     group = tuning.to_entry(replace(GELU.default(90), group_m=3))
     for entry in ({"form": {"cols": 512, "stages": 1, "slots": 2}}, {"tile": {}}, {"form": 3}, group):
         monkeypatch.setattr(tuning, "shipped", lambda entry=entry: {at: entry})
-        tuning.database()._told.clear()
+        tuning.database()._warned.clear()
         assert tuning.select_config(HOPPER, GELU) == GELU.default(90)
         text = capsys.readouterr().err
         assert text.count("\n") == 1 and "tuning ignored" in text and at in text

@@ -156,7 +156,7 @@ def test_relative_terms_cost_a_product_forward_and_two_backward():
     for distances in (0, 9):
         p = Program(Store())
         layout_both(p, dims, layout, D=5, dtype="fp32", distances=distances)
-        found.append([op.flops() for op in p.ops if op.name.startswith("layout_")])
+        found.append([op.flops() for op in p.ops if op.name.startswith("block_sparse_")])
     assert found == [
         [2 * each * layout.pairs, 4 * each * layout.pairs],
         [each * (2 * layout.pairs + near), each * (4 * layout.pairs + 2 * near)],
