@@ -151,4 +151,4 @@ def completion(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> st
         commands.choices[name] = parser  # pyright: ignore[reportIndexIssue]
         description = (parser.description or "").strip().partition(".")[0]
         commands._choices_actions.append(commands._ChoicesPseudoAction(name, [], description))
-    return shtab.complete(whole, shell)
+    return shtab.complete(whole, shell).replace("-o bashdefault", "-o bashdefault -o default")  # files and folders too

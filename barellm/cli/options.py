@@ -69,13 +69,12 @@ class Parser(argparse.ArgumentParser):
         argv = [positive for word in argv for positive in self._without_no(word)]
         required = help.needed(self)
         args, unknown = self.parse_known_args(argv)
-        for word in unknown:
-            if word.startswith("-"):
-                option = word.split("=")[0]
-                if instead := aliases.instead(option):
-                    raise UserError(f"unknown option {option}: barellm has {instead}")
-                raise UserError(f"unknown option {option}{nearest(option, known)} (see {self.prog} --help)")
-            raise UserError(f"unexpected argument {word!r} (see {self.prog} --help)")
+        if unknown and not unknown[0].startswith("-"):
+            raise UserError(f"unexpected argument {unknown[0]!r} (see {self.prog} --help)")
+        if options := [word.split("=")[0] for word in unknown if word.startswith("-")]:
+            instead = {o: aliases.instead(o) for o in options}
+            said = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
+            raise UserError(f"unknown option {said}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
         if missing := [action for action in required if not getattr(args, action.dest)]:
             raise help.missing(self, missing)
         typed = [option for word in argv if (option := word.split("=")[0]) in other]

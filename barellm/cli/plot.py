@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     curves = [found for name in args.runs for found in _read(name, axis=axis, y=args.y or "loss")]
     if args.out is not None:
         title = str(Path(args.runs[0])) if len(args.runs) == 1 else "training, smoothed, and validation (dots)"
+        title = "validation" if len(args.runs) > 1 and not any(found.train for found in curves) else title
         curve.image(Path(args.out), curves, title=title, axis=axis, log=log)
     for found in curves:
         console.line(f"{found.name}: {curve.summary(found, axis=axis)}")

@@ -27,8 +27,9 @@ RENAMED_OPTIONS = {
 VALUES = {
     "optim.schedule": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
     "optim.step_scale": {"original": "jordan", "match_rms_adamw": "moonshot"},
-    "train.dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
+    "train.init_from": {"scratch": ""},
     "train.gemm_backend": {"own": "barellm"},
+    "train.dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
 }
 PRESETS = {
     "gpt2": "gpt2-124m", "gpt2-small": "gpt2-124m", "gpt2-medium": "gpt2-350m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m",
@@ -82,12 +83,12 @@ INSTEAD = {
     "ddp": "--ranks N, data-parallel training with N processes",
     "deepspeed": "--ranks N, whose processes share the optimizer's state (ZeRO-1)",
     "do_sample": "--temperature T, where 0 always takes the most likely token",
-    "eval_iters": "--train.eval_tokens N, which counts tokens", "eval_strategy": "--eval-every N",
+    "eval_iters": "--train.eval_tokens N: eval_iters x batch size x sequence length", "eval_strategy": "--eval-every N",
     "evaluation_strategy": "--eval-every N", "flash_attention": "no need for it: attention never stores its scores",
     "fsdp": "--ranks N, whose processes share the optimizer's state (ZeRO-1)",
     "group_by_length": "no need for it: examples are packed into sequences", "load_in_4bit": "--weights int4 or nf4",
     "load_in_8bit": "--weights int8", "log_interval": "no need for it: metrics.jsonl has every step",
-    "logging_steps": "no need for it: metrics.jsonl has every step", "lora": "full fine-tuning only, with --init-from",
+    "logging_steps": "no need for it: metrics.jsonl has every step", "lora": "--adapt lora:RANK",
     "model_name_or_path": "the model as CHECKPOINT, without an option",
     "n_gpu": "--device cuda, and --ranks N for several processes",
     "num_beams": "no beam search: --temperature, --top-k, --top-p and --min-p choose tokens",
@@ -96,7 +97,7 @@ INSTEAD = {
     "total_batch_size": "--batch N and --gradient-accumulation-steps N, whose product it is, in sequences",
     "global_batch_size": "--batch N and --gradient-accumulation-steps N, whose product it is, in sequences",
     "use_cpu": "--device cpu", "no_cuda": "--device cpu", "backend": "--ranks N", "eval_only": "barellm eval RUN",
-    "use_peft": "full fine-tuning only, with --init-from", "val_size": "--data.val_fraction F",
+    "use_peft": "--adapt lora:RANK", "decay_lr": "--schedule constant or cosine", "val_size": "--data.val_fraction F",
     "eval_size": "--data.val_fraction F", "wandb": "--train.track wandb", "warmup_ratio": "--warmup N, which counts steps",
 }  # fmt: skip
 

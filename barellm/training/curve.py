@@ -228,11 +228,12 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
             _draw(axes, smooth, "-", label="training, smoothed", color="#475569", linewidth=1.2)
             _draw(axes, curve.val, "o-", label=what.marks, color="#c2410c", linewidth=1.2, markersize=4)
         else:
-            hidden = curve.name.startswith("_")  # by matplotlib, from its legend
-            _draw(axes, smooth, "-", label=f"./{curve.name}" if hidden else curve.name, color=f"C{i}", linewidth=1.2)
-            _draw(axes, curve.val, "o:", label="", color=f"C{i}", linewidth=1.0, markersize=4)
+            name = f"./{curve.name}" if curve.name.startswith("_") else curve.name  # which matplotlib hides from its legend
+            _draw(axes, smooth, "-", label=name, color=f"C{i}", linewidth=1.2)
+            _draw(axes, curve.val, "o:", label="" if smooth else name, color=f"C{i}", linewidth=1.0, markersize=4)
         if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
-            axes.axhline(curve.gzip, color="#7c8797", linewidth=1.0, linestyle="--", label="gzip -9")
+            colour, text = (f"C{i}", f"gzip -9, {curve.name}") if len({one.gzip for one in curves}) > 1 else ("#7c8797", "gzip -9")
+            axes.axhline(curve.gzip, color=colour, linewidth=1.0, linestyle="--", label=text)
     axes.set(xlabel=axis, ylabel=f"{what.label} ({what.unit})" if what.unit else what.label)
     axes.set(xscale="log" if x.logarithmic else "linear", yscale="log" if y.logarithmic else "linear")
     axes.set_title(title, parse_math=False)

@@ -123,7 +123,7 @@ def test_options_of_other_trainers_are_taken(words, key, value):
     [
         ("train --fsdp full_shard", "unknown option --fsdp: barellm has --ranks N"),
         ("train --fsdp_transformer_layer_cls_to_wrap x", "barellm has --ranks N"),
-        ("train --use_peft", "barellm has full fine-tuning only, with --init-from"),
+        ("train --use_peft", "barellm has --adapt lora:RANK"),
         ("train --evaluation_strategy no", "barellm has --eval-every N"),
         ("train --packing", "barellm has no need for it: examples are packed into sequences"),
         ("train --bf16", "unknown option --bf16: barellm has --dtype bf16"),
@@ -215,3 +215,14 @@ def test_a_model_of_ones_own_may_have_the_old_field(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"has no key 'model\.d_model'"):
         overrides.changed(config, {"model.d_model": 32})
     del sys.modules["of_old"]
+
+
+def test_every_option_that_is_not_known_is_named_at_once(capsys):
+    """nanoGPT's command line for its character model has four that are not there."""
+    line = "train --device=cpu --compile=False --eval_iters=20 --log_interval=1 --lr_decay_iters=2000 --stepz 3 --dropout=0.0"
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.endswith("(see barellm train --help)\n")
+    for option in ("--compile: barellm has no need for it", "--eval_iters: barellm has --train.eval_tokens N: eval_iters x batch",
+                   "--log_interval", "--lr_decay_iters: barellm has --steps N", "--stepz, did you mean '--steps'?"):  # fmt: skip
+        assert option in said

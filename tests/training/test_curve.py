@@ -205,6 +205,15 @@ def test_the_line_of_gzip_is_drawn_and_said_once():
     assert curve.gzip_line(RUN[:3], y="loss") is None
 
 
+def test_runs_of_several_texts_have_a_line_of_gzip_each_and_names_without_training_curves():
+    """Bits per byte have validation points alone: they name the run in the legend."""
+    runs = [Curve(name, (), VAL, y="bits", gzip=gzip) for name, gzip in (("a", 2.25), ("b", 1.5))]
+    (axes,) = curve.picture(runs).axes
+    assert [text.get_text() for text in axes.legend().get_texts()] == ["a", "gzip -9, a", "b", "gzip -9, b"]
+    colours = {line.get_label(): line.get_color() for line in axes.lines}
+    assert colours["gzip -9, a"] == colours["a"] != colours["b"] == colours["gzip -9, b"]
+
+
 def test_a_power_law_is_straight_where_both_axes_are_logarithmic():
     points = [(step, 1000.0 / step) for step in range(0 + 1, 5001)]
     found = Curve("", [(0, 5.0), *points, (5001, 0.0)], [])
