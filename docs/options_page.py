@@ -57,7 +57,7 @@ python train.py config/train_shakespeare_char.py --device=cpu --compile=False --
     --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
 ```
 ```sh
-barellm train shakespeare-char --data tinyshakespeare.txt --device=cpu --block_size=64 --batch_size=12 --n_layer=4 --max_iters=2000
+barellm train shakespeare-char --data tinyshakespeare.txt --device=cpu --block_size=64 --n_layer=4 --max_iters=2000
 ```
 """
 
