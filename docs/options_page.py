@@ -49,15 +49,15 @@ HEAD = """# Commands and keys
 Made by `python docs/options_page.py` of what the commands declare: the pages that `barellm COMMAND --help-all` prints, and every
 configuration key with its default. `barellm presets NAME` prints the values of a preset.
 """
-NANOGPT = """nanoGPT's line for its character model on a CPU, and the same run here. Options that have no counterpart are named, all at
-once, with what does it here:
+NANOGPT = """nanoGPT's line for its character model on a CPU, and the same run here, whose preset has these sizes. Options that have
+no counterpart are named, all at once, with what does it here:
 
 ```text
 python train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64
     --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
 ```
 ```sh
-barellm train shakespeare-char --data tinyshakespeare.txt --device=cpu --block_size=64 --n_layer=4 --max_iters=2000
+barellm train shakespeare-char --data tinyshakespeare.txt --device=cpu --block_size=64 --n_layer=4 --dropout=0.0
 ```
 """
 

@@ -19,7 +19,8 @@ from barellm.config import AdapterConfig, Config, OptimConfig, TrainConfig  # no
 from barellm.errors import UserError  # noqa: E402
 from barellm.interop import adapters  # noqa: E402
 from barellm.interop.sources import open_weights, with_adapter  # noqa: E402
-from barellm.models.adapters import modules, targeted  # noqa: E402
+from barellm.models import families  # noqa: E402
+from barellm.models.adapters import DEFAULTS, modules, targeted  # noqa: E402
 from tests.oracle.families import Case, batch_of, case  # noqa: E402
 from tests.oracle.torch_gpt2 import relative  # noqa: E402
 
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.oracle, pytest.mark.extended]
 STEPS, LIMIT = 20, 1e-5
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61, "n_positions": 64}
 # Fused here and several there, on a tied model; three matrices here too; fused there, with rows in another order; theirs (in, out).
-FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
+FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2", "gemma3_text", "phi3"]
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +184,10 @@ def _logits(weights: Any, tokens: np.ndarray) -> np.ndarray:
         session.write("tokens", tokens)
         session.run("logits", batch=2, seq=29)
         return session.read("logits").reshape(2, 29, -1)[..., : weights.model.vocab_size]
+
+
+def test_modules_that_have_adapters_if_nobody_says_are_pefts():
+    """Families that PEFT has none for get them on all linear layers."""
+    theirs = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    known = {name: ",".join(theirs[name]) for name in (*families.NAMES, "gpt2") if name in theirs}
+    assert known == DEFAULTS and len(known) >= 8
