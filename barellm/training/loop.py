@@ -328,7 +328,7 @@ class Loop:
         if (total := self.progress.total) is None:
             return
         self.console.line(
-            f"speed    {self._step_s * 1e3:.1f} ms a step: {total:,} steps fit into {self.config.train.minutes:g} minutes"
+            f"speed    {self._step_s * 1e3:.1f} ms a step: {total:,} steps fit into {self.config.train.minutes:g} min"
         )
         if self.config.optim.warmup >= total:
             self.console.line(report.warmup_warning(self.config, total))

@@ -85,7 +85,8 @@ class Output:
         shown = sorted(range(len(texts)), key=lambda i: repetitive(texts[i]))[:FINAL_SHOWN]
         for i, text in enumerate(texts):
             loop.record_sample(step, text, show=i in shown)
-        found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
+        row = self._result(loop, result, texts, seconds=elapsed())
+        found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows), gzip=curve.gzip_line([row], y="loss"))
         if not self.run.console.notebook:  # which shows the picture
             say(curve.terminal(found, ascii_only=not self.run.console.can_show(curve.GLYPHS)))
         image = self.folder / "loss.png"
@@ -96,7 +97,6 @@ class Output:
             curve.image(image, [found], title=title)
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
-        row = self._result(loop, result, texts, seconds=elapsed())
         loop.record(row)
         for line in report.closing(row, self.folder, self.config, answers=self.data.examples is not None):
             say(line)

@@ -115,7 +115,7 @@ def intentions(
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
-        steps = f"as many steps as fit into {train.minutes:g} minutes{most}"
+        steps = f"as many steps as fit into {train.minutes:g} min{most}"
         return [f"budget   {steps}: other machines do more or fewer"]
     tokens = batch_rampup.tokens(total) - batch_rampup.tokens(done)
     epochs = "" if train.overfit else f", {tokens / max(1, epoch_tokens):.3g} epochs"

@@ -52,11 +52,9 @@ def test_a_run_on_the_same_batches_again_and_again_has_no_epochs():
 def test_a_limit_of_time_is_said_as_one():
     limited = config(train__minutes=2.5)
     assert limited.train.steps == 0
-    assert said(limited, total=None) == ["budget   as many steps as fit into 2.5 minutes: other machines do more or fewer"]
+    assert said(limited, total=None) == ["budget   as many steps as fit into 2.5 min: other machines do more or fewer"]
     both = replace(limited, train=replace(limited.train, steps=3000))
-    assert said(both, total=None) == [
-        "budget   as many steps as fit into 2.5 minutes, at most 3,000: other machines do more or fewer"
-    ]
+    assert said(both, total=None) == ["budget   as many steps as fit into 2.5 min, at most 3,000: other machines do more or fewer"]
 
 
 @pytest.mark.parametrize("total, warned", [(99, True), (100, True), (101, False)])
@@ -122,7 +120,7 @@ def test_minutes_that_end_within_the_warmup_are_warned_of(fake, command, capsys,
     monkeypatch.setattr(loop, "CALIBRATION_S", 0.0)
     assert main(command("run", "--train.minutes", "1", "--steps", "12", "--optim.warmup", "40")) == 0
     out = capsys.readouterr().out
-    assert "a step: 12 steps fit into 1 minutes" in out and "the warmup of 40 steps is not over after 12" in out
+    assert "a step: 12 steps fit into 1 min" in out and "the warmup of 40 steps is not over after 12" in out
 
 
 class Watched(Console):
