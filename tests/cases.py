@@ -137,9 +137,9 @@ def scaled_network(p: Program, *, C: int, F: int, V: int, activation: str) -> No
 
 def expected_rows(table, activation: str) -> set[str]:
     """The rows of a backend's table that a `network` with this activation uses: no other activation's, none of scores, nor of
-    products with a weight that is stored transposed or in few bits."""
+    products with a weight that is frozen, stored transposed or in few bits."""
     others = [name for name in ops.ACTIVATIONS if name != activation]
-    others += ["rescale", "rmsnorm", "softcap", "quantized", "scores", *(f"matmul_{name}" for name in SLOPES)]
+    others += ["rescale", "rmsnorm", "softcap", "quantized", "scores", "frozen", *(f"matmul_{name}" for name in SLOPES)]
     return {row.name for row in table if not any(other in row.name for other in others)}
 
 

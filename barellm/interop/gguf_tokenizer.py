@@ -35,7 +35,6 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
     try:
         kinds = [int(n) for n in values.get("tokenizer.ggml.token_type", [1] * len(names))]
         content = _of_bytes(path, values, names, kinds) if kind == "gpt2" else _of_pieces(values, names, kinds)
-        known = {name: i for i, name in enumerate(names)}
         special = [i for i, k in enumerate(kinds) if k in (CONTROL, ADDED) or (k == UNKNOWN and kind == "llama")]
         content["added_tokens"] = [_added(i, names[i], kinds[i]) for i in special]
         ids = {p: values.get(f"tokenizer.ggml.{p}_token_id") for p in ("bos", "eos", "padding", "unknown", "eot", "eom")}
@@ -59,7 +58,7 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
         files = {conventions.SETTINGS: settings, conventions.GENERATION: {"eos_token_id": ends}}
         as_bytes = {name: json.dumps(one).encode() for name, one in files.items()}
         made = vocabulary.of_one_file(path, json.dumps(content, ensure_ascii=False).encode(), as_bytes)
-        assert len(known) == len(names), "a token stands twice"
+        assert len(set(names)) == len(names), "a token stands twice"
     except (ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
         raise UserError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}): name one with --tokenizer") from None
     return fitting(made.with_files(as_bytes), rows, path)

@@ -13,6 +13,7 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.attention import attention_microkernels as micro
+from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.lang.vector import ln, transpose
 
 MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
@@ -135,7 +136,7 @@ def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Va
 
 
 def attention_single_block(
-    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec
+    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec: MaskSpec
 ) -> None:
     """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
