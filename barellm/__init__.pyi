@@ -81,6 +81,15 @@ class TrainKeys(TypedDict, total=False):
     gemm_backend: str
     tf32: bool
 
+class AdapterKeys(TypedDict, total=False):
+    method: str
+    alpha: float
+    rslora: bool
+    dropout: float
+    targets: str
+    base: str
+    train_only: str
+
 def train(
     config: str | Config | None = None,
     *,
@@ -92,6 +101,7 @@ def train(
     model: Mapping[str, object] = ...,
     optim: OptimKeys = ...,
     train: TrainKeys = ...,
+    adapter: AdapterKeys = ...,
     layers: int = ...,
     heads: int = ...,
     d_model: int = ...,
@@ -117,6 +127,6 @@ def train(
     schedule: str = ...,
     warmup: int = ...,
     weight_decay: float = ...,
-    adapt: int = ...,
-    train_only: int = ...,
+    adapt: str = ...,
+    train_only: str = ...,
 ) -> Run: ...

@@ -11,7 +11,7 @@ import barellm
 from barellm import models
 from barellm.cli import help
 from barellm.cli.main import COMMANDS, parser_of
-from barellm.config import DataConfig, OptimConfig, TrainConfig, aliases, overrides
+from barellm.config import AdapterConfig, DataConfig, OptimConfig, TrainConfig, aliases, overrides
 from barellm.config.fields import Section, entries
 
 FILE = Path(__file__).with_name("options.md")
@@ -42,6 +42,7 @@ def train(
     model: Mapping[str, object] = ...,
     optim: OptimKeys = ...,
     train: TrainKeys = ...,
+    adapter: AdapterKeys = ...,
 {names}) -> Run: ...
 """
 HEAD = """# Commands and keys
@@ -112,7 +113,7 @@ def page() -> str:
     parts.append(
         "Options `--KEY VALUE` of a command, keys of a TOML file for `--config`, arguments of [`barellm.train`](python.md).\n"
     )
-    for part in (OptimConfig, DataConfig, TrainConfig):
+    for part in (OptimConfig, DataConfig, TrainConfig, AdapterConfig):
         parts.append(table(f"[{part.section}]", section(part)))
     parts.append(others())
     for name in models.names():
@@ -125,7 +126,7 @@ def stub() -> str:
     """The types of what `import barellm` gives: a TypedDict for each section, and `train` with the short names of keys."""
     kinds: dict[str, str] = {}
     classes = []
-    for part in (OptimConfig, DataConfig, TrainConfig):
+    for part in (OptimConfig, DataConfig, TrainConfig, AdapterConfig):
         keys = {name: entry.kind.__name__ for name, entry in entries(part).items()}
         fields = "".join(f"    {name}: {kind}\n" for name, kind in keys.items())
         classes.append(f"class {part.section.title()}Keys(TypedDict, total=False):\n{fields}")

@@ -550,6 +550,43 @@ def _(path: Path, draw: random.Random) -> None:
 # Models of other programs.
 
 
+def gguf_model(folder: Path) -> Path:
+    """A small Llama with a tokenizer of bytes."""
+    package = pytest.importorskip("gguf")
+    writer = package.GGUFWriter(folder / "a.gguf", "llama")
+    sizes = {"block_count": 1, "attention.head_count": 2, "attention.head_count_kv": 1, "embedding_length": 8, "context_length": 16}
+    for key, value in (sizes | {"feed_forward_length": 12, "vocab_size": 258, "rope.dimension_count": 4}).items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    names = [*(chr(i) if i > 32 else f"<0x{i:02X}>" for i in range(256)), "<s>", "</s>"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(names)
+    writer.add_token_scores([0.0] * 258)
+    writer.add_token_types([6] * 33 + [1] * 223 + [3] * 2)
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    shapes = {"attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8), "attn_norm": (8,), "ffn_norm": (8,)}
+    shapes = {
+        f"blk.0.{name}": shape for name, shape in (shapes | {"ffn_gate": (12, 8), "ffn_up": (12, 8), "ffn_down": (8, 12)}).items()
+    }
+    for name, shape in (shapes | {"token_embd": (258, 8), "output_norm": (8,)}).items():
+        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "a.gguf"
+
+
+@reader("a GGUF file", gguf_model, *BYTES)
+def _(path: Path, draw: random.Random) -> None:
+    found = sources.open_weights(path)
+    for name, t in found.tensors.items():
+        found.read_rows(name, 0, int(t.shape[0]))
+    if found.tokenizer is not None:
+        found.tokenizer.encode("at the ")
+
+
 def llmc_model(folder: Path) -> Path:
     return llmc_file(folder / "model_00000007.bin", TINY, random_arrays(TINY), version=3, padded=256)
 

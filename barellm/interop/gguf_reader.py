@@ -163,6 +163,15 @@ def read(path: Path, *, tokenizer: bool = True) -> Weights:
     """The weights of a file, or of all of its parts, with its `tokenizer` unless another was named. UserError for an architecture
     that is not known, and for a damaged file."""
     package = gguf.package(f"{path} is a GGUF file, which needs")
+    try:
+        return _read(path, package, tokenizer)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as wrong:
+        if isinstance(wrong, UserError):
+            raise
+        raise UserError(f"{path}: a key is of another kind than expected ({type(wrong).__name__}: {str(wrong)[:200]})") from None
+
+
+def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
     heads = [header(path)]
     head = heads[0]
     for number in range(2, int(head.values.get("split.count", 1)) + 1):
@@ -181,9 +190,8 @@ def read(path: Path, *, tokenizer: bool = True) -> Weights:
     config = _config(head, tensors)
     model = huggingface.model_of(path, config)
     known = huggingface.hugging_face(model)
-    names = package.get_tensor_name_map(
-        _architecture(package, architecture), int(config.get("num_hidden_layers", 0) or config["n_layer"])
-    )
+    kinds = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}
+    names = package.get_tensor_name_map(kinds[architecture], getattr(model, "layers", 0))
     found: dict[str, Any] = {name: t for name, t in tensors.items() if not NO_PARAMETER.match(name)}
     origin = {name: (str(path), name) for name in found}
     for part in huggingface.parts(known, model, parameters(model)):
@@ -195,10 +203,6 @@ def read(path: Path, *, tokenizer: bool = True) -> Weights:
     found, origin = ({known.head if name == "output.weight" else name: one for name, one in d.items()} for d in (found, origin))
     weights = huggingface.whole(path, model, found, origin, rows_are_out=True)
     return Weights(path, model, weights.arrays, gguf_tokenizer.read(path, head.values, model.vocab_size) if tokenizer else None)
-
-
-def _architecture(package: Any, name: str) -> Any:
-    return next(kind for kind, known in package.MODEL_ARCH_NAMES.items() if known == name)
 
 
 def _config(head: Header, tensors: Mapping[str, Quantized]) -> dict[str, Any]:

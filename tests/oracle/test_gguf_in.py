@@ -17,6 +17,7 @@ from barellm.checkpoint.weights import Weights  # noqa: E402
 from barellm.interop.gguf_reader import MODEL_TYPES, PAIRED  # noqa: E402
 from barellm.interop.sources import open_weights  # noqa: E402
 from tests.chat import families as pipelines  # noqa: E402
+from tests.chat.families import library  # noqa: E402
 from tests.oracle.families import FAMILIES, case  # noqa: E402
 
 pytestmark = pytest.mark.oracle
@@ -194,7 +195,7 @@ SAMPLES = ("The quick brown fox", " jumps  over\n\n\tthe 12345 dogs", "naïve Ü
 @pytest.mark.parametrize("family", KINDS)
 def test_a_file_s_tokenizer_has_the_ids_of_the_folder_s(tmp_path, family):
     """A piece of SentencePiece's is made of two others in an order that only its score says."""
-    content = json.loads(pipelines.library(family).to_str())
+    content = json.loads(library(family).to_str())
     added = {token["id"]: token for token in content["added_tokens"]}
     ids = {i: name for name, i in content["model"]["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     names, rank = [ids[i] for i in range(len(ids))], {}

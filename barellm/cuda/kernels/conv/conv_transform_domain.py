@@ -79,29 +79,16 @@ class TransformKernel:
 
 
 @dataclass(frozen=True)
-class FpropAlgorithm:
-    """An algorithm for fprop or dgrad: output tiles of m x m, filters of `size` = (R, S), `positions` of the transform domain, and
-    the kernels of the filter, input and output transform, with their first operands."""
+class Algorithm:
+    """An algorithm of filters of `size` = (R, S) in tiles of m x m, with `positions` of the transform domain: the kernels, by their
+    first operands, that transform the filters, or for wgrad the tiles of dy; the tiles of x; and the result."""
 
     m: int
     size: tuple[int, int]
     positions: int
-    filters: TransformKernel  # u, a, ...
+    filters: TransformKernel  # u, a, ...; for wgrad v, dy, ...
     tiles: TransformKernel  # v, x, ...
-    images: TransformKernel  # y, gemm_out, ...
-
-
-@dataclass(frozen=True)
-class WgradAlgorithm:
-    """An algorithm for wgrad of filters of `size` = (R, S): tiles of dy of m x m, `positions` of the transform domain, and the
-    kernels that transform tiles of dy, tiles of x, and the result."""
-
-    m: int
-    size: tuple[int, int]
-    positions: int
-    dy: TransformKernel
-    x: TransformKernel
-    filters: TransformKernel  # dw, gemm_out, ...
+    result: TransformKernel  # y, gemm_out, ...; for wgrad dw, gemm_out, ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +127,7 @@ class Tiling:
         return [Pass(self.tiles, first, self.pass_tiles) for first in range(0, self.max_tiles, self.pass_tiles)]
 
     @classmethod
-    def of(cls, plan: FpropAlgorithm | WgradAlgorithm, images: Tensor, size: tuple[int, int], channels: int) -> Tiling:
+    def of(cls, plan: Algorithm, images: Tensor, size: tuple[int, int], channels: int) -> Tiling:
         """The tiling of `images` (N, ...) with outputs of `size` = (P, Q). `channels`: of a tile's operands and products together,
         which decide how many tiles a pass of PASS elements has."""
         rows, columns = ceil_div(size[0], plan.m), ceil_div(size[1], plan.m)
@@ -180,9 +167,7 @@ def batched_gemm_constants(c: Lowering, rows: int, columns: int, depth: int, bat
     return constants, {"warps": t.num_warps, "stages": t.num_stages}
 
 
-def append_fprop(
-    c: Lowering, plan: FpropAlgorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
-) -> None:
+def append_fprop(c: Lowering, plan: Algorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]) -> None:
     """Append fprop or dgrad in the transform domain: the filter transform of `a`, then for each pass the input transform of x, the
     batched GEMM and the output transform. `rows`: of one group of `out` (N, groups * rows, OUT_H, OUT_W); `constants`: those of
     `conv_implicit_gemm` (convolution.py), whose place this takes."""
@@ -206,7 +191,7 @@ def append_fprop(
     fixed, options = batched_gemm_constants(c, rows, pass_tiles, channels, positions * groups)
     fixed |= {"COLUMNS": pass_tiles, "DEPTH": channels, "CHUNK": None}
     images = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns}
-    images |= {"PASS_TILES": pass_tiles, "MODE": constants["MODE"], "BLOCK": plan.images.block}
+    images |= {"PASS_TILES": pass_tiles, "MODE": constants["MODE"], "BLOCK": plan.result.block}
     for of in tiling.passes:
         where = {"first": of.first, "count": of}
         append_tiles(c, plan.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
@@ -215,14 +200,12 @@ def append_fprop(
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            plan.images.function, {"y": out, "gemm_out": gemm_out, **where}, plan.images.constants | images,
-            grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
+            plan.result.function, {"y": out, "gemm_out": gemm_out, **where}, plan.result.constants | images,
+            grid=lambda s, of=of: (ceil_div(of(s), plan.result.block), groups * rows), writes="y",
         )  # fmt: skip
 
 
-def append_wgrad(
-    c: Lowering, plan: WgradAlgorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
-) -> None:
+def append_wgrad(c: Lowering, plan: Algorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int) -> None:
     """Append wgrad in the transform domain: for each pass the transforms of dy and x and the batched GEMM, which adds up the
     passes; then the transform of the result, which adds up the split-K slices. `constants`: those of `conv_wgrad` (convolution.py),
     whose place this takes."""
@@ -242,14 +225,14 @@ def append_wgrad(
     gemm_out = c.scratch("products", (slices, positions, groups * rows, channels))
     fixed |= {"COLUMNS": channels, "DEPTH": pass_tiles, "CHUNK": chunk}
     for of in tiling.passes:
-        append_tiles(c, plan.dy, dy_tiles, dy, tiling, of, fixed["BK"])
-        append_tiles(c, plan.x, x_tiles, x, tiling, of, fixed["BK"], top=top, left=left, reflect=reflect)
+        append_tiles(c, plan.filters, dy_tiles, dy, tiling, of, fixed["BK"])
+        append_tiles(c, plan.tiles, x_tiles, x, tiling, of, fixed["BK"], top=top, left=left, reflect=reflect)
         operands = {"out": gemm_out, "a": dy_tiles, "b": x_tiles, "first": of.first, "count": of}
         c.launch(
             batched_gemm, operands, fixed, **options,
             grid=lambda s, of=of: (tiles, positions * groups, slices if of(s) else 0), writes="out",
         )  # fmt: skip
-    filters, output = groups * rows * channels, plan.filters
+    filters, output = groups * rows * channels, plan.result
     sizes = {"SLICES": slices, "FILTERS": filters, "BLOCK": output.block}
     c.launch(
         output.function, {"dw": dw, "gemm_out": gemm_out},

@@ -19,7 +19,7 @@ from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.conv import winograd
 from barellm.cuda.kernels.conv.conv_gather import first_and_step, gather_constants, gather_pixels, images_of
-from barellm.cuda.kernels.conv.conv_transform_domain import FpropAlgorithm, WgradAlgorithm, append_fprop, append_wgrad
+from barellm.cuda.kernels.conv.conv_transform_domain import Algorithm, append_fprop, append_wgrad
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -131,7 +131,7 @@ def padded_place(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr
     return place, exists
 
 
-def algorithms(algorithm: str) -> tuple[FpropAlgorithm, WgradAlgorithm] | None:
+def algorithms(algorithm: str) -> tuple[Algorithm, Algorithm] | None:
     """The transform-domain algorithms for fprop or dgrad and for wgrad; None for implicit GEMM. "auto" is implicit GEMM: nobody has
     compared them on a GPU yet."""
     if algorithm == "fft":

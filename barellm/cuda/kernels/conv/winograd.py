@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.conv.conv_gather import reflect_index
-from barellm.cuda.kernels.conv.conv_transform_domain import BLOCK, FpropAlgorithm, TransformKernel, WgradAlgorithm
+from barellm.cuda.kernels.conv.conv_transform_domain import BLOCK, Algorithm, TransformKernel
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.winograd import Matrix, filter_matrix, input_matrix, output_matrix
 
@@ -143,7 +143,7 @@ def transform_kernel(function: DeviceFunction, values: Matrix) -> TransformKerne
     return TransformKernel(function, {"MATRIX": as_constant(values)}, BLOCK)
 
 
-def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
+def algorithms(m: int) -> tuple[Algorithm, Algorithm]:
     """The algorithms for y or dx, and for dw, in tiles of m x m."""
     n = m + 2
     tiles = transform_kernel(winograd_tiles, input_matrix(n))
@@ -152,4 +152,4 @@ def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
         transform_kernel(winograd_images, output_matrix(m, 3)),
     )
     dy, dw = (transform_kernel(winograd_tiles, filter_matrix(3, m)), transform_kernel(winograd_wgrad, output_matrix(3, m)))
-    return FpropAlgorithm(m, (3, 3), n * n, filters, tiles, images), WgradAlgorithm(m, (3, 3), n * n, dy, tiles, dw)
+    return Algorithm(m, (3, 3), n * n, filters, tiles, images), Algorithm(m, (3, 3), n * n, dy, tiles, dw)
