@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Output:
         for i, text in enumerate(texts):
             loop.record_sample(step, text, show=i in shown)
         row = self._result(loop, result, texts, seconds=elapsed())
-        found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows), gzip=curve.gzip_line([row], y="loss"))
+        found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
         if not self.run.console.notebook:  # which shows the picture
             say(curve.terminal(found, ascii_only=not self.run.console.can_show(curve.GLYPHS)))
         image = self.folder / "loss.png"
@@ -94,7 +95,7 @@ class Output:
         try:
             if image.is_symlink():  # what it points to is not the run's
                 storage.remove(image)
-            curve.image(image, [found], title=title)
+            curve.image(image, [replace(found, gzip=curve.gzip_line([row], y="loss"))], title=title)
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
         loop.record(row)

@@ -116,7 +116,7 @@ def test_what_is_lowest_has_no_gradient_of_its_input(base):
 
 @pytest.mark.parametrize("base_format", ["auto", "int4", pytest.param("nf4", marks=pytest.mark.extended)])
 def test_a_base_with_an_adapter_is_one_model_everywhere(tune, base, base_format, tmp_path, capsys):
-    """By the run's name, by --adapter, as PEFT's folder, and merged into a folder of Hugging Face's."""
+    """By the run's name, by --adapter, as PEFT's folder, and merged into a folder of Hugging Face's or a GGUF file."""
     run = tune(*LORA, "--adapter.base", base_format)
     weights, plain = open_weights(run), open_weights(base)
     arrays = tensorfile.mapped(step_of(run) / checkpoint.WEIGHTS)
@@ -131,6 +131,10 @@ def test_a_base_with_an_adapter_is_one_model_everywhere(tune, base, base_format,
     assert np.abs(expected - logits(base)).max() > 1e-3
     assert main(["export", str(run), "--merge", "--format", "hf", "--out", str(tmp_path / "merged")]) == 0
     np.testing.assert_allclose(logits(tmp_path / "merged", tokenizer="bytes"), expected, atol=1e-5)
+    assert main(["export", str(run), "--merge", "--format", "gguf", "--out", str(tmp_path / "merged.gguf")]) == 0
+    merged = open_weights(tmp_path / "merged.gguf")
+    for each, t in weights.tensors.items():
+        np.testing.assert_array_equal(merged.read_rows(each, 0, t.valid_rows), weights.read_rows(each, 0, t.valid_rows))
     capsys.readouterr()
     losses = []
     for words in ([run], [base, "--adapter", run], *([] if base_format != "auto" else [[base, "--adapter", tmp_path / "peft"]])):
