@@ -16,15 +16,15 @@ DEFAULTS: dict[str, object] = {
 
 
 def _method(key: str, found: str, config: Any) -> str | None:
-    kind, _, rank = found.partition(":")
-    if not found or (kind == "lora" and (not rank or (rank.isdecimal() and len(rank) < 5 and 1 <= int(rank) <= MOST_RANK))):
+    kind, colon, rank = found.partition(":")
+    if not found or (kind == "lora" and (not colon or (rank.isdecimal() and len(rank) < 5 and 1 <= int(rank) <= MOST_RANK))):
         return None
     return f"{key} is {found!r}, expected lora:RANK with a rank from 1 to {MOST_RANK}, as lora:16"
 
 
 def _base(key: str, found: str, config: Any) -> str | None:
-    kind, _, group = found.partition("/")
-    if kind in BASES and (not group or (kind in BASES[3:] and group in ("32", "64", "128"))):
+    kind, slash, group = found.partition("/")
+    if kind in BASES and (not slash or (kind in BASES[3:] and group in ("32", "64", "128"))):
         return None
     return f"{key} is {found!r}, expected {', '.join(BASES)}; int4/128 sets the group size"
 

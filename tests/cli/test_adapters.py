@@ -11,8 +11,12 @@ import pytest
 import barellm
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
-from barellm.interop.sources import open_weights
+from barellm.config import AdapterConfig
+from barellm.errors import UserError
+from barellm.interop.sources import open_weights, with_adapter
 from barellm.program import quantization
+from barellm.program.builder import Program, Store
+from barellm.program.ops.gemm.low_rank import LowRankUpdate
 
 SIZES = (
     *("--model.layers", "2", "--model.heads", "4", "--model.kv_heads", "2", "--model.d_model", "16", "--model.d_ff", "20"),
@@ -222,3 +226,51 @@ def test_a_file_of_another_model_or_rank_is_refused(tune, base, refused, tmp_pat
     ):  # fmt: skip
         file.write_text(json.dumps(config | change))
         assert said in refused("eval", base, "--adapter", tmp_path / "peft", "--device", "reference"), change
+
+
+def test_what_an_adapter_adds_is_times_alpha_over_rank_or_its_root():
+    assert AdapterConfig("lora:4", alpha=0.5).scale == 0.125 and AdapterConfig("lora:4", alpha=0.5, rslora=True).scale == 0.25
+    assert (AdapterConfig("lora").rank, AdapterConfig("lora").scale, AdapterConfig().rank) == (8, 1.0, 0)
+    for found in ("lora:", "lora:0", "lora:1025", "lora:x", "dora:4"):
+        with pytest.raises(UserError, match=rf"adapter.method is '{found}', expected lora:RANK"):
+            AdapterConfig(found)
+
+
+def test_formats_of_a_frozen_base_and_their_groups(tune, refused, base):
+    for found in ("int8", "int4/32", "nf4/128", "bf16"):
+        assert AdapterConfig("lora", base=found).base == found
+    for found in ("int4/48", "bf16/32", "int2", "int4/"):
+        with pytest.raises(UserError, match=r"adapter.base is"):
+            AdapterConfig("lora", base=found)
+    said = refused("train", "llama-15m", "--init-from", base, "--data", base.parent / "text.txt", *SIZES, "--adapt", "lora:2",
+                   "--dtype", "fp32", "--adapter.base", "bf16", "--steps", "1")  # fmt: skip
+    assert "adapter.base is 'bf16', and train.dtype fp32" in said
+
+
+def test_an_adapter_s_file_without_a_rank_has_pefts(tune, base, tmp_path):
+    """8 of both, as PEFT's LoraConfig; a scale of 1 then."""
+    run = tune("--adapt", "lora:8", "--adapter.targets", "q_proj", "--lr", "0.05", "--steps", "2")
+    assert main(["export", str(run), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    file = tmp_path / "peft" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in ("r", "lora_alpha")}))
+    found = with_adapter(open_weights(base), tmp_path / "peft")
+    name = "h.1.attn.qkv.weight"
+    np.testing.assert_array_equal(found.read_rows(name, 0, 16), open_weights(run).read_rows(name, 0, 16))
+
+
+def test_whole_parameters_are_no_adapter_for_peft(tune, refused, tmp_path):
+    run = tune("--train-only", "norm.weight", "--lr", "0.05", "--steps", "2")
+    assert "it has whole parameters" in refused("export", run, "--format", "peft", "--out", tmp_path / "peft")
+
+
+def test_a_block_beyond_the_columns_is_refused():
+    p = Program(Store())
+    y, u, b = (p.input(name, shape, "fp32") for name, shape in (("y", (3, 8)), ("u", (3, 2)), ("b", (5, 2))))
+    for first in (3, 4):
+        attrs = {"firsts": (first,)}
+        if first + 5 > 8:
+            with pytest.raises(ValueError, match="low_rank_update expects"):
+                LowRankUpdate({"y": y, "u": u, "b0": b}, attrs).infer(y, u, b0=b)
+        else:
+            assert LowRankUpdate({"y": y, "u": u, "b0": b}, attrs).infer(y, u, b0=b)["y"][0] == (3, 8)

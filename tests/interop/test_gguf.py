@@ -180,3 +180,66 @@ def test_a_file_in_parts_is_read_with_all_of_them(tmp_path):
     parts[1].unlink()
     with pytest.raises(UserError, match=f"expected all in its folder: {parts[1].name} is missing"):
         open_weights(parts[0])
+
+
+@pytest.mark.parametrize("kind, form, value", [
+    (0, "B", 200), (1, "b", -100), (2, "H", 60_000), (3, "h", -30_000), (4, "I", 1 << 31), (5, "i", -(1 << 31)), (6, "f", 0.5), (7, "?", True),
+    (10, "Q", 1 << 63), (11, "q", -(1 << 63)), (12, "d", 1e300),
+])  # fmt: skip
+def test_a_number_of_every_type_is_read_alone_and_in_an_array(tmp_path, kind, form, value):
+    one = text("a") + struct.pack(f"<I{form}", kind, value)
+    several = text("b") + struct.pack(f"<IIQ{form}{form}", 9, kind, 2, value, value)
+    (tmp_path / "m.gguf").write_bytes(head(one, several))
+    found = gguf_reader.header(tmp_path / "m.gguf").values
+    assert found["a"] == value and type(found["a"]) is type(value) and found["b"].tolist() == [value, value]
+
+
+@pytest.mark.parametrize(
+    "architecture, layers, scalar", [("gemma2", 26, 256), ("gemma2", 46, 96), ("gemma3", 26, 256), ("gemma3", 62, 96)]
+)
+def test_the_scale_of_gemmas_largest_models_is_by_their_width(architecture, layers, scalar):
+    """As llama.cpp has it in code: no file says it."""
+    keys = {"block_count": layers, "attention.head_count": 8, "embedding_length": 768, "attention.key_length": 256}
+    values = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
+    embedding = gguf_reader.Quantized(np.zeros((5, 768), np.float32), (5, 768), lambda rows: rows)
+    found = gguf_reader._config(gguf_reader.Header(Path("m"), np.zeros(0, np.uint8), values), {"token_embd.weight": embedding})
+    assert found["query_pre_attn_scalar"] == scalar and found["tie_word_embeddings"]
+
+
+def test_rows_of_vectors_and_matrices_are_taken_from_anywhere(tmp_path):
+    pytest.importorskip("gguf")
+    step, out = checkpoint_of(tmp_path / "run", TINY, random_arrays(TINY)), tmp_path / "m.gguf"
+    assert main(["export", str(step), "--format", "gguf", "--out", str(out)]) == 0
+    found, expected = open_weights(out), open_weights(step)
+    for name in ("h.1.ln_1.bias", "h.0.mlp.c_fc.weight"):
+        assert np.array_equal(found.read_rows(name, 3, 7), expected.read_rows(name, 3, 7))
+
+
+def test_a_model_of_one_head_and_templates_by_name(tmp_path):
+    package = pytest.importorskip("gguf")
+    from tests.test_readers import gguf_model
+
+    whole = package.GGUFReader(gguf_model(tmp_path))
+    writer = package.GGUFWriter(tmp_path / "b.gguf", "llama")
+    for field in whole.fields.values():
+        if (
+            not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.ggml.token_type"))
+            and "head_count" not in field.name
+        ):
+            sub = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+    writer.add_head_count(1)
+    writer.add_key_length(4)
+    writer.add_head_count_kv(1)
+    writer.add_chat_template([{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}])
+    for tensor in whole.tensors:
+        shape = {"attn_q": (4, 8), "attn_output": (8, 4)}.get(tensor.name.split(".")[-2])
+        writer.add_tensor(tensor.name, tensor.data if shape is None else np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = open_weights(tmp_path / "b.gguf")
+    assert (found.model.heads, found.model.head_size) == (1, 4)  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.tokenizer and found.tokenizer.conventions.templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    assert found.tokenizer.vocab_size == 258

@@ -188,7 +188,7 @@ def test_every_type_of_block_has_the_package_s_numbers(tmp_path, kind):
 
 
 KINDS = {"llama3": ("gpt2", "llama-bpe"), "qwen": ("gpt2", "qwen2"), "starcoder": ("gpt2", "smollm"), "gpt_neox": ("gpt2", "olmo")}
-KINDS |= {"llama2": ("llama", "")}
+KINDS |= {"llama2": ("llama", ""), "gemma": ("llama", "")}
 SAMPLES = ("The quick brown fox", " jumps  over\n\n\tthe 12345 dogs", "naïve Übermut! it's", "你好 🙂 é <b>", "<|im_end|> </s>", "")
 
 
@@ -227,6 +227,7 @@ def test_a_file_s_tokenizer_has_the_ids_of_the_folder_s(tmp_path, family):
         kinds[0] = 2
         writer.add_token_scores([-float(rank.get(n, -1)) for n in names])
         writer.add_unk_token_id(0)
+        writer.add_add_space_prefix(family != "gemma")
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     for tensor in gguf.GGUFReader(tmp_path / "bare.gguf").tensors:
         writer.add_tensor(tensor.name, tensor.data)
