@@ -183,7 +183,8 @@ def test_a_file_in_parts_is_read_with_all_of_them(tmp_path):
 
 
 @pytest.mark.parametrize("kind, form, value", [
-    (0, "B", 200), (1, "b", -100), (2, "H", 60_000), (3, "h", -30_000), (4, "I", 1 << 31), (5, "i", -(1 << 31)), (6, "f", 0.5), (7, "?", True),
+    (0, "B", 200), (1, "b", -100), (2, "H", 60_000), (3, "h", -30_000), (4, "I", 1 << 31), (5, "i", -(1 << 31)), (6, "f", 0.5),
+    (7, "?", True),
     (10, "Q", 1 << 63), (11, "q", -(1 << 63)), (12, "d", 1e300),
 ])  # fmt: skip
 def test_a_number_of_every_type_is_read_alone_and_in_an_array(tmp_path, kind, form, value):
