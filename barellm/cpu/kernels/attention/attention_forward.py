@@ -8,8 +8,9 @@ packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from math import e, log2
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
@@ -18,7 +19,7 @@ from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_ke
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang.vector import ln, tanh
+from barellm.cpu.lang.vector import ln
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
@@ -281,7 +282,7 @@ def attention_cached(
     k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec
 ) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
-    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own, which of a window reads its keys alone."""
+    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own, with the same bits."""
     g = micro.Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos")
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
@@ -291,13 +292,11 @@ def attention_cached(
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         cached = [micro.Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
-        with k.when(one):
-            seen, count = cached, pos + 1
-            if mask_spec.window is not None:
-                begin = k.max(pos - mask_spec.window, 0)
-                seen, count = [rows.start(begin) for rows in cached], count - begin
-            attend_one_query(k, D, queries.pointer, *seen, dst.pointer, count, mask_spec)
-        with k.otherwise(one):
+        if not g.tiles:  # AMX has an arithmetic of its own: there one query goes through its tiles as several do
+            with k.when(one):
+                begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
+                attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+        with nullcontext() if g.tiles else k.otherwise(one):
             last = k.min(first + block, T)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
             attend_queries(
@@ -305,53 +304,92 @@ def attention_cached(
             )
 
 
+def one_query_geometry(g: micro.Geometry) -> micro.Geometry:
+    """The geometry of a block of keys as lanes: chains enough to hide the latency of the multiply-adds."""
+    return replace(g, vectors=min(8, 64 // g.lanes))
+
+
+def one_query_units(g: micro.Geometry) -> dict[str, int]:
+    """Sizes in units of the blocks of scratch of `attend_one_query`; of `p_units`, p as units along the keys."""
+    wide = one_query_geometry(g)
+    sizes = {"q": g.rows_units(1), "k": wide.rows_units(wide.queries), "transposed": wide.transposed_units, "acc": g.padded_D}
+    return {**sizes, "p": micro.KEY_BLOCK, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
+
+
 def attend_one_query(
-    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value, mask_spec: MaskSpec
-) -> None:
-    """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
-    lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
-    scratch = k.thread_scratch("fp32")
-    columns = k.columns(D)
-    cap = mask_spec.softcap
-    factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
-    query = [q.load(c, mask) * factor for c, mask in columns]
-    g = micro.Geometry.of(k.isa, "fp32", D)
-    top = k.var_vec(float("-inf"))
-    with k.loop(0, count, k.lanes) as j:
-        partial = []
-        for i in range(k.lanes):
-            row = keys[k.min(j + i, count - 1)]
-            sum_ = query[0] * row.load(*columns[0])
-            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
-                sum_ = k.fma(x, row.load(c, mask), sum_)
-            partial.append(sum_)
-        exists, sums = k.mask_first(count - j), lane_sums(k, partial)
-        s = k.select(exists, tanh(k, sums) * (cap * log2(e)) if cap else sums, float("-inf"))
-        top.value = k.max(s, top.value)
-        scratch.store(s, j)
-    highest = k.splat(k.maximum(top.value))
+    k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: Pointer, first: Value | None,
+    count: Value, mask_spec: MaskSpec,
+) -> None:  # fmt: skip
+    """out (D) = attention of one query over the keys [first, count); `first` None: 0.
+
+    The arithmetic is that of `attend_queries`, operation for operation, so that a token has the same bits in a prompt and alone:
+    each score is one chain along D, each block of KEY_BLOCK keys one step of the online softmax, the sum and each channel of the
+    result one chain along the keys. There queries are lanes, of which one would be used. Here keys are the lanes of the scores
+    (K is transposed in scratch, some vectors of keys at a time), and channels those of the result."""
+    wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
+    scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
+    micro.pack_tile(k, g, q, k.int(1), 1, s["q"])
+    micro.clear(k, s["acc"], g.padded_D)
+    highest = k.var_vec(float("-inf") if first is None else LOWEST)
     total = k.var_vec(0.0)
-    with k.loop(0, count, k.lanes) as j:
-        p = micro.exp2_nonpositive(k, g, scratch.load(j) - highest)
-        total.value = total.value + p
-        scratch.store(p, j)
-    acc = [k.var_vec(0.0) for _ in columns]
-    with k.loop(0, count) as j:
-        p, row = k.splat(scratch.get(j)), values[j]
-        for a, (c, mask) in zip(acc, columns, strict=True):
-            a.value = k.fma(p, row.load(c, mask), a.value)
-    scale = k.splat(k.float(1.0) / k.sum(total.value))
-    for a, (c, mask) in zip(acc, columns, strict=True):
-        out.store(a.value * scale, c, mask)
+    with k.loop(0 if first is None else first & -micro.KEY_BLOCK, count, micro.KEY_BLOCK) as j0:
+        end = k.min(count - j0, micro.KEY_BLOCK)
+        begin = 0 if first is None else k.max(first - j0, 0) & -wide.queries
+        top = k.var_vec(float("-inf"))
+        with k.loop(begin, end, wide.queries) as j:
+            micro.pack_tile(k, wide, keys.start(j0 + j), k.min(end - j, wide.queries), wide.queries, s["k"])
+            micro.transpose_tile(k, wide, s["k"], s["transposed"])
+            chains = micro.micro_kernel(
+                k, wide, micro.Left(s["q"], 0, 1), micro.Right(s["transposed"], wide.queries), g.d_steps, rows=1
+            )
+            for v, x in enumerate(chains[0]):
+                key = j + v * g.lanes
+                seen = k.mask_first(end - key)
+                if first is not None:
+                    seen = seen & (k.splat(first - j0 - key) <= k.iota())
+                score = k.select(seen, mask_spec.capped(k, x, g.D), float("-inf"))
+                s["p"].store(score, key)
+                top.value = k.max(score, top.value)
+        before = highest.value
+        highest.value = k.max(k.splat(k.maximum(top.value)), before)
+        alpha = micro.exp2_nonpositive(k, g, (before - highest.value) * scale_log2)
+        shift = highest.value * -scale_log2
+        with k.loop(begin, end, g.lanes) as j:
+            p = micro.exp2_nonpositive(k, g, k.fma(s["p"].load(j), scale_log2, shift))
+            s["p"].store(p, j)
+            if g.pair == 2:
+                s["p_units"].as_dtype("bf16").store(p, j)
+        total.value = k.fma(total.value, alpha, k.splat(accumulate_one_query(k, g, s, values.start(j0), begin, end, alpha)))
+    scale = 1.0 / total.value
+    for c, mask in k.columns(g.D):
+        out.store(s["acc"].load(c) * scale, c, mask)
 
 
-def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
-    """Of `lanes` vectors: lane i is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
-    n = k.lanes
-    even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
-    while len(vectors) > 1:
-        vectors = [k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
+def accumulate_one_query(
+    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], values: micro.Rows, begin: Any, end: Value, alpha: Value
+) -> Value:
+    """s["acc"] (D) = alpha times itself + s["p"] @ values over the keys [begin, end) of a block; returns the sum of s["p"]."""
+    columns, total = k.columns(g.D), k.var(k.float(0.0))
+    at_once = max(1, k.isa.registers // 2)  # vectors of channels
+    for some in range(0, len(columns), at_once):
+        part = columns[some : some + at_once]
+        acc = [k.var(s["acc"].load(c) * alpha) for c, _ in part]
+        with k.loop(begin, end, g.pair) as j:
+            if some == 0:
+                for i in range(g.pair):  # behind the end p is 0
+                    total.value = total.value + s["p"].get(j + i)
+            if g.pair == 1:
+                p, row = k.splat(s["p"].get(j)), values[j]
+                for a, (c, mask) in zip(acc, part, strict=True):
+                    a.value = k.fma(p, row.load(c, mask), a.value)
+            else:
+                p, rows = k.splat(s["p_units"].as_dtype("i32").get(j >> 1)), (values[j], values[k.min(j + 1, end - 1)])
+                for a, (c, mask) in zip(acc, part, strict=True):
+                    pair = micro.interleave(k, *(row.load_raw(c, mask) for row in rows))
+                    a.value = k.dot(a.value, p, k.bitcast(pair, k.ivec))
+        for a, (c, _) in zip(acc, part, strict=True):
+            s["acc"].store(a.value, c)
+    return total.value
 
 
 @lowering("attention_cached", views="q k v")
@@ -362,7 +400,7 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
     mask_spec = MaskSpec.of(op, length)
     units = scratch_units(g, bounded=mask_spec.window is not None)
-    c.thread_scratch(max(micro.offsets(units)[1], 4 * (length + c.isa.lanes)))
+    c.thread_scratch(max(micro.offsets(units)[1], micro.offsets(one_query_units(g))[1]))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")
