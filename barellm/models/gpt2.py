@@ -147,10 +147,13 @@ def dense_mlp(p: Program, b: Block, h_BTC: Tensor) -> Tensor:
     return p.linear(h_BTF, *b.fcproj)
 
 
-def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp) -> Tensor:
+def trunk(
+    p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp,
+    positions_BT: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C), and
-    `mlp` a block's MLP."""
-    x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
+    `mlp` a block's MLP. `positions_BT` of the tokens, where they are not the sequence's own."""
+    x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT))
     for b in w.blocks:
         with p.segment(b.name):
             h_BTC = p.layernorm(x_BTC, *b.ln_1)
@@ -161,10 +164,12 @@ def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dr
     return p.layernorm(x_BTC, *w.ln_f)
 
 
-def _unit_trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout) -> Tensor:
+def _unit_trunk(
+    p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, positions_BT: Tensor | None = None
+) -> Tensor:
     """The same in unit scaling. The logits are divided by sqrt(C) before their product, in the last norm."""
     half, averaged = sqrt(0.5), 1.0 / unit.attention_rms(cfg.max_seq)
-    x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe), forward=half, backward=half)
+    x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT), forward=half, backward=half)
     x_BTC = dropout(x_BTC)
     for i, b in enumerate(w.blocks):
         with p.segment(b.name):
