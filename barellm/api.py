@@ -377,7 +377,8 @@ class Model:
         )
         if "logits" in wanted.programs:
             programs["logits"] = logits_program(store, model, batch=wanted.batch, seq=wanted.seq, compute=compute)
-        return {name: programs[name] for name in sorted(wanted.programs)}
+        pieces = ["prefill"] if decoded and "prefill" in programs and self._device == "cpu" else []
+        return {name: programs[name] for name in (*sorted(wanted.programs), *pieces)}
 
 
 @dataclass(eq=False)

@@ -201,10 +201,11 @@ def open_model(
     train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
     how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
     programs = build_programs(config, training=training, **how)
-    programs = {name: p for name, p in programs.items() if not only or name in only}
+    wanted = {*programs} if not only else {*only, "prefill"} if "decode" in only else {*only}
+    programs = {name: p for name, p in programs.items() if name in wanted and (name != "prefill" or device == "cpu")}
     matrices: dict[str, quantized.Matrix] = {}
     if weights:
-        programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
+        programs = {name: programs[name] for name in ("eval", "score", "decode", "prefill") if name in programs}
         matrices = quantized.quantize_programs(programs, weights)
     elif training and config.adapter.codes:
         matrices = next(iter(programs.values())).store.matrices

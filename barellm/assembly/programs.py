@@ -39,6 +39,7 @@ def build(
                             each target
     decode                  one token of up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq);
                             output "logits"
+    prefill                 without `optimizer`: the same up to the last layer's keys and values, for the first pieces of a prompt
     """
     eval_batch, eval_seq = eval_batch or batch, eval_seq or seq
     if (longest := max(seq, eval_seq, decode_seq, score_seq)) > model.max_seq:
@@ -90,6 +91,10 @@ def build(
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
         p.output("logits", _decode(p, model, tokens))
+        if optimizer is None and not models.whole(model):
+            p = programs["prefill"] = Program(store, compute=compute)
+            _decode(p, model, p.input("tokens", tokens.shape))
+            p.eliminate_dead()
     if others := [t.name for t in store.of_role("parameter") if t not in declared]:
         raise UserError(f"{place(architecture.forward)}: the parameter {others[0]} is not in declare: nothing initialises it")
     for name, p in programs.items():

@@ -17,6 +17,7 @@ from barellm.cpu.fuse import table
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Specialisation
 from barellm.cpu.kernels.gemm.amx import uses_tiles
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
@@ -135,6 +136,8 @@ def _reads(p: Program, tensors: Collection[Tensor]) -> bool:
 
 class CpuSession(arena.ArenaSession):
     """Programs over one arena, compiled and ready. A `runtime.session.Session`."""
+
+    piece = FEW  # of more rows the GEMM packs its weight, and adds in another order
 
     def __init__(
         self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None, config: Any = None

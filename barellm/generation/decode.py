@@ -39,7 +39,7 @@ class Row:
 
 
 class Decoder:
-    """Feeds a prompt at once, then each drawn token; of several texts all at the same position in one run. When all `max_seq`
+    """Feeds a prompt in pieces, then each drawn token; of several texts all at the same position in one run. When all `max_seq`
     positions of the cache are used, the newer half of each text is fed again from position 0: positions are absolute, so a cache
     cannot be moved. A `whole` model has no cache: for each token it is fed all that it sees. Ids from `vocab_size` on are
     padding."""
@@ -48,6 +48,8 @@ class Decoder:
         self.session, self.max_seq, self.vocab_size, self.whole = session, max_seq, vocab_size, whole
         tensors = getattr(session, "tensors", {})
         self.unused: list[int] = []  # ids below vocab_size that are never drawn
+        self.piece = 0 if whole else getattr(session, "piece", 0)
+        self.prefills = "prefill" in getattr(session, "programs", {})
         self.caches = [name for name, t in tensors.items() if t.role == "cache" and name.endswith("_cache")]
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
@@ -127,14 +129,20 @@ class Decoder:
 
     def _logits(self, texts: Sequence[Sequence[int]], *, pos: int) -> np.ndarray:
         """(texts, vocab_size) after texts of one length at positions pos .. pos + length."""
-        tokens = np.array(texts, np.int32)
-        self.session.write("tokens", tokens)
-        self.session.run("decode", batch=len(texts), seq=tokens.shape[1], pos=pos)
+        tokens, first = np.array(texts, np.int32), 0
+        while 0 < self.piece < tokens.shape[1] - first:
+            self._run("prefill" if self.prefills else "decode", tokens[:, first : first + self.piece], pos + first)
+            first += self.piece
+        self._run("decode", tokens[:, first:], pos + first)
         logits = self.session.read("logits").reshape(len(texts), -1)[:, : self.vocab_size]
         if self.unused:
             logits = logits.astype(np.float32)
             logits[:, self.unused] = UNLIKELY
         return logits
+
+    def _run(self, program: str, tokens: np.ndarray, pos: int) -> None:
+        self.session.write("tokens", tokens)
+        self.session.run(program, batch=len(tokens), seq=tokens.shape[1], pos=pos)
 
 
 def open_decoder(session: Session, model: ModelConfig, tokenizer: Tokenizer, *, positions: int) -> Decoder:

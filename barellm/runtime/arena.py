@@ -21,6 +21,8 @@ class ArenaSession(ABC):
     A backend sets `_starts`, what begins a run of each program that has anything to do, and `_inputs` by `_input_rooms`; and it
     says how bytes of the arena are read and set."""
 
+    piece = 0
+
     def __init__(self, programs: Mapping[str, Program], plan: planner.Plan) -> None:
         self.programs, self.plan = programs, plan
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)

@@ -90,6 +90,8 @@ class ReferenceSession:
     """A `runtime.session.Session`. `dtype`: what the references compute in; `table`: fusions to apply first;
     `plan`: instead of the planner's own (tests of the planner)."""
 
+    piece = 0
+
     def __init__(
         self, programs: Mapping[str, Program], *, dtype: str = "float64", storage: bool = False, poison: bool = False,
         table: Iterable[fusion.Fusion] = (), plan: Plan | None = None,
