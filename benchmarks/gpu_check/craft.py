@@ -27,7 +27,7 @@ FEW = {"bf16": 1.0, "int8": 1.5, "int4": 2.5, "nf4": 2.5}  # times as fast as Py
 
 
 def convolution(scale: Scale) -> dict[str, Any]:
-    """The 3 x 3 layers of VGG-16 and ResNet-50, and two of large filters, by each algorithm, beside cuDNN's fastest."""
+    """The 3 x 3 layers of VGG-16 and ResNet-50, and two of large filters, beside cuDNN's fastest."""
     return measured(scale, convolutions(scale), "ops-convolution-cuda.json")
 
 
@@ -59,20 +59,19 @@ def bits(scale: Scale) -> dict[str, Any]:
 def convolutions(scale: Scale) -> list[Case]:
     """The layers that the baseline has too: as many channels in as out, of stride 1."""
     equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
-    wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
-    wanted += [(name, conv.LARGE[name], "fp32", ("direct",)) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
+    wanted = [(name, layer, dtype) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
+    wanted += [(name, conv.LARGE[name], "fp32") for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
     batch = 16
     if scale.small:
-        batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32", conv.ALGORITHMS)]
+        batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32")]
     found = []
-    for name, layer, dtype, algorithms in wanted:
+    for name, layer, dtype in wanted:
         group = f"{dtype} {name}, {batch} images"
         sizes = {"batch": batch, "channels": layer.C, "side": layer.side, "size": layer.size}
         baseline = {"op": "conv2d", "dtype": dtype} | sizes
         against = {"contiguous": 1.0, "channels_last": 1.0}
-        for algorithm in algorithms:
-            make = partial(conv.program, "forward", algorithm, layer, batch, dtype)
-            found.append(Case(f"{group}, {algorithm}", make, {}, baseline, against, group=group))
+        make = partial(conv.program, "forward", "direct", layer, batch, dtype)
+        found.append(Case(f"{group}, direct", make, {}, baseline, against, group=group))
     return found
 
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda.kernels.conv import conv_transform_domain
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
-from tests.conv_cases import FORMS, WINOGRAD, case, mean_case, winograd_case
+from tests.conv_cases import FORMS, case, mean_case
 from tests.cuda.check import PLAIN, check_op
 
 
@@ -20,46 +19,7 @@ def test_a_convolution_in_half_the_bits_is_added(name):
     check_op(**case(name, FORMS["strided"], "bf16", "add"))
 
 
-@pytest.mark.parametrize(
-    "name, form, algorithm",
-    [
-        ("conv2d", "some tiles of several images", "winograd4"),
-        ("conv2d", "groups", "winograd2"),
-        ("conv2d_dx", "some tiles of several images", "winograd2"),
-        ("conv2d_dx", "groups", "winograd4"),
-        ("conv2d_dx", "long lines", "winograd2"),
-        ("conv2d_dw", "one tile", "winograd4"),
-        ("conv2d_dw", "groups", "winograd2"),
-        ("conv2d_dw", "long lines", "winograd4"),
-    ],
-)
-@pytest.mark.extended
-def test_winograds_algorithm_of_every_form(name, form, algorithm):
-    check_op(**winograd_case(name, WINOGRAD[form], algorithm))
-
-
-@pytest.mark.parametrize("name", ["conv2d", "conv2d_dx", "conv2d_dw"])
-def test_winograds_algorithm_in_half_the_bits_is_added(name):
-    check_op(**winograd_case(name, WINOGRAD["one tile"], "winograd4", "bf16", "add"))
-
-
-@pytest.mark.parametrize("name", ["conv2d", "conv2d_dw"])
-@pytest.mark.extended
-def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeypatch):
-    """Passes of 512 tiles, in two parts for the gradient of the filters: one image has 520 tiles, the two that are planned 1040."""
-    monkeypatch.setattr(conv_transform_domain, "PASS", 512 * 16 * 2)
-    check_op(**winograd_case(name, ((1, 1, 54, 42), (1, 3, 3), {}), "winograd2"))
-
-
-@pytest.mark.parametrize(
-    "algorithm, kernels",
-    [
-        ("auto", "conv_implicit_gemm conv_wgrad split_k_reduce"),
-        ("winograd2", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
-        ("winograd4", "winograd_filters winograd_tiles batched_gemm winograd_images winograd_wgrad"),
-    ],
-)
-def test_the_kernels_of_each_algorithm(algorithm, kernels):
+def lowered(algorithm: str):
     p = Program(Store())
     x = p.input("x", (2, 3, 9, 9), "fp32")
     for _ in range(2):
@@ -67,11 +27,19 @@ def test_the_kernels_of_each_algorithm(algorithm, kernels):
     head = p.parameter("head", (16, 3))
     labels = p.input("labels", (2,))
     p.backward(p.output("loss", p.classifier(p.mean_pixels(x), head, labels, valid_vocab=10)))
-    launches = lower_and_plan({"p": p}, PLAIN).lowered["p"].launches
-    assert {a.spec.name for a in launches if a.op.name.startswith("conv2d")} == set(kernels.split())
-    if algorithm.startswith("winograd"):
-        squares = {len(dict(a.spec.constants)["MATRIX"]) for a in launches if a.spec.name == "winograd_images"}
-        assert squares == {int(algorithm[-1])}
+    return lower_and_plan({"p": p}, PLAIN).lowered["p"].launches
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "direct"])
+def test_the_kernels_of_each_algorithm(algorithm):
+    kernels = {a.spec.name for a in lowered(algorithm) if a.op.name.startswith("conv2d")}
+    assert kernels == {"conv_implicit_gemm", "conv_wgrad", "split_k_reduce"}
+
+
+@pytest.mark.parametrize("algorithm", ["winograd2", "winograd4", "fft"])
+def test_an_algorithm_of_the_cpu_is_refused_in_one_line(algorithm):
+    with pytest.raises(ValueError, match=f"algorithm is '{algorithm}', on cuda expected auto or direct"):
+        lowered(algorithm)
 
 
 def test_the_mean_over_pixels_and_its_gradient():

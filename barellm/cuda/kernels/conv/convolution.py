@@ -17,9 +17,7 @@ from typing import Any
 from barellm.cuda import gemm_config
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels.common import store_or_add
-from barellm.cuda.kernels.conv import winograd
 from barellm.cuda.kernels.conv.conv_gather import first_and_step, gather_constants, gather_pixels, images_of
-from barellm.cuda.kernels.conv.conv_transform_domain import Algorithm, append_fprop, append_wgrad
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -131,12 +129,10 @@ def padded_place(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr
     return place, exists
 
 
-def algorithms(algorithm: str) -> tuple[Algorithm, Algorithm] | None:
-    """The transform-domain algorithms for fprop or dgrad and for wgrad; None for implicit GEMM. "auto" is implicit GEMM: nobody has
-    compared them on a GPU yet."""
-    if algorithm == "fft":
-        raise ValueError("algorithm is 'fft', on cuda expected auto, direct, winograd2 or winograd4")
-    return winograd.algorithms(int(algorithm[-1])) if algorithm.startswith("winograd") else None
+def check_algorithm(algorithm: str) -> None:
+    """ValueError for Winograd's and Fourier transforms, which the CPU has (docs/decisions/059, 060)."""
+    if algorithm not in ("auto", "direct"):
+        raise ValueError(f"algorithm is {algorithm!r}, on cuda expected auto or direct")
 
 
 GATHER = ("H", "W", "P", "Q", "R", "S", "R_FIRST", "R_STEP", "S_FIRST", "S_STEP", "STRIDE_H", "STRIDE_W", "REFLECT")
@@ -154,9 +150,7 @@ def grouped(constants: dict[str, Any]) -> dict[str, Any]:
 def append_conv(c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]) -> None:
     """Append one fprop or dgrad: out from filters `a` and x, `rows` output channels of each group. `constants`: those of
     `conv_implicit_gemm` by their names in GATHER, FILTER and OUTPUT, without the tile's."""
-    if found := algorithms(algorithm):
-        append_fprop(c, found[0], out=out, a=a, x=x, rows=rows, constants=constants)
-        return
+    check_algorithm(algorithm)
     pixels = images_of(x, constants["P"] * constants["Q"])
     constants |= {"M": rows, "TF32": c.target.tf32 or None, "BM": ROWS, "BN": PIXELS, "BK": DEPTH}
     constants = grouped(constants)
@@ -224,9 +218,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     tile_n = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 GEMMs hold their operands in registers
     constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
     constants |= {"GROUPS": groups, "M": K, "CHANNELS": C}
-    if found := algorithms(op.algorithm):
-        append_wgrad(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
-        return
+    check_algorithm(op.algorithm)
     constants = grouped(constants | {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": tile_n, "BK": DEPTH})
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, tile_n)
     split = SplitK(images_of(op.x, P * Q), tiles * groups)
