@@ -1,4 +1,4 @@
-"""Stages that time kernels which no step of GPT-2 has: convolution, sparse matmuls and attention, quantized weights, long rows,
+"""Stages that time kernels which no step of GPT-2 has: sparse matmuls and attention, quantized weights, long rows,
 random bits. Whether they are right is shown by the stage `kernels`."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from barellm.program.builder import Program, Store
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import scheme
 from barellm.program.tensor import Dim, Tensor
-from benchmarks import convolution as conv
 from benchmarks import sparse_products, sparsity
 from benchmarks.gpu_check.apart import Case, measured
 from benchmarks.gpu_check.stages import Scale
@@ -24,11 +23,6 @@ OF_COPY, OF_READING = 0.88, 0.85  # of a copy's rate: what moves bytes only; wha
 MORE = sparse_products.MORE  # a time of the density and so much of the dense one is what is asked of sparse kernels
 LAYOUTS = {"local:256": 256, "local:64+fixed:512:64": 0, "watts-strogatz:8:0.2:1": 0}  # windows that flex_attention has too
 FEW = {"bf16": 1.0, "int8": 1.5, "int4": 2.5, "nf4": 2.5}  # times as fast as PyTorch's matmul with bf16 weights
-
-
-def convolution(scale: Scale) -> dict[str, Any]:
-    """The 3 x 3 layers of VGG-16 and ResNet-50, and two of large filters, by each algorithm, beside cuDNN's fastest."""
-    return measured(scale, convolutions(scale), "ops-convolution-cuda.json")
 
 
 def blocks(scale: Scale) -> dict[str, Any]:
@@ -54,26 +48,6 @@ def rows(scale: Scale) -> dict[str, Any]:
 def bits(scale: Scale) -> dict[str, Any]:
     """Dropout by each generator of random bits: bytes read and written a second."""
     return measured(scale, generators(scale), "ops-bits-cuda.json")
-
-
-def convolutions(scale: Scale) -> list[Case]:
-    """The layers that the baseline has too: as many channels in as out, of stride 1."""
-    equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
-    wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
-    wanted += [(name, conv.LARGE[name], "fp32", ("direct",)) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")]
-    batch = 16
-    if scale.small:
-        batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32", conv.ALGORITHMS)]
-    found = []
-    for name, layer, dtype, algorithms in wanted:
-        group = f"{dtype} {name}, {batch} images"
-        sizes = {"batch": batch, "channels": layer.C, "side": layer.side, "size": layer.size}
-        baseline = {"op": "conv2d", "dtype": dtype} | sizes
-        against = {"contiguous": 1.0, "channels_last": 1.0}
-        for algorithm in algorithms:
-            make = partial(conv.program, "forward", algorithm, layer, batch, dtype)
-            found.append(Case(f"{group}, {algorithm}", make, {}, baseline, against, group=group))
-    return found
 
 
 def block_products(scale: Scale) -> list[Case]:
@@ -216,7 +190,6 @@ def dropout(kind: str, shape: tuple[int, int, int]) -> Program:
 
 # By stage.
 CASES: dict[str, Callable[[Scale], list[Case]]] = {
-    "convolution": convolutions,
     "blocks": block_products,
     "block_sparse_attention": attentions,
     "few": few_rows,

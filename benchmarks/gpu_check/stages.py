@@ -70,7 +70,6 @@ STAGES = (
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
     Stage("sound", "speed", "tune", 80, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
     Stage("sound", "correct", "sanitizer", 80, "compute-sanitizer's four tools on a small step"),
-    Stage("ops", "craft", "convolution", 110, "convolution by each algorithm beside cuDNN"),
     Stage("ops", "craft", "blocks", 50, "products with block-sparse weights beside dense ones of cuBLAS"),
     Stage("ops", "craft", "block_sparse_attention", 90, "block-sparse attention beside dense attention and flex_attention"),
     Stage("ops", "craft", "few", 50, "skinny GEMMs with weights of 16, 8 and 4 bits: bytes a second"),

@@ -1,7 +1,7 @@
 """What PyTorch has of the kernels that no step of GPT-2 has, as a process that waits for its turns (serving.py). Arguments: a JSON
 list of cases {"op", its sizes, "dtype"}, and the device. The calls of a case are "run", and behind it the name of a way of several.
 
-Of convolutions cuDNN looks for its fastest algorithm in both memory formats; products and convolutions of fp32 are done in fp32.
+Products of fp32 are done in fp32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from serving import Call, serve
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EPS = 1e-5
 Kind = dict[str, Any]
-
-
-def conv2d(kind: Kind, *, batch: int, channels: int, side: int, size: int) -> dict[str, Call]:
-    torch.backends.cudnn.benchmark = True
-    forms = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-    x, w = torch.randn(batch, channels, side, side, **kind), torch.randn(channels, channels, size, size, **kind)
-    made = {name: [t.contiguous(memory_format=form) for t in (x, w)] for name, form in forms.items()}
-    return {f"run {name}": lambda a=a: F.conv2d(*a, padding=size // 2) for name, a in made.items()}
 
 
 def product(kind: Kind, *, rows: int, columns: int, depth: int) -> dict[str, Call]:
@@ -85,7 +77,7 @@ def dropout(kind: Kind, *, shape: list[int], rate: float) -> dict[str, Call]:
     return {"run": lambda: F.dropout(x, rate, training=True)}
 
 
-OPS = {"conv2d": conv2d, "product": product, "attention": attention, "rows": rows, "dropout": dropout}
+OPS = {"product": product, "attention": attention, "rows": rows, "dropout": dropout}
 
 
 def calls(*, device: str, op: str, dtype: str, **sizes: Any) -> dict[str, Call]:

@@ -94,4 +94,4 @@ def test_the_full_stages_have_other_kernels_than_a_rehearsal():
     assert any(dict(s.constants).get("TF32") for s in tuned)
     assert len({dict(s.constants).get("GROUP") for s in tuned if s.name == "gemm"}) > 2  # orders of tiles
     kernels = {s.name for s in fill.needed(target)}
-    assert {"winograd_tiles", "block_sparse_attention_dkv", "quantized_mma", "tausworthe_dropout"} <= kernels
+    assert {"block_sparse_attention_dkv", "quantized_mma", "tausworthe_dropout"} <= kernels

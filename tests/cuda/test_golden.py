@@ -225,32 +225,6 @@ def stream_specs() -> dict[Specialisation, str]:
     return found
 
 
-def images_specs(compute: str) -> dict[Specialisation, str]:
-    """A residual block of images forward and backward, a reflected convolution, and a mean over pixels."""
-    p = Program(Store(), compute=compute)
-    h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
-    for name, how in (("a", {"stride": 2, "padding": 1}), ("b", {"padding": 1, "reflect": True})):
-        h = p.conv2d(h, p.parameter(f"{name}.w", (64, 64, 3, 3)), **how)
-    x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
-    p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
-    found = lower_and_plan({"forward_backward": p}, Target(90)).specs
-    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".pooling"))})
-
-
-def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
-    """An algorithm over positions forward and backward, one convolution of it padded with its mirror image."""
-    p = Program(Store(), compute=compute)
-    h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
-    for name, reflect in (("a", False), ("b", True)):
-        w = p.parameter(f"{name}.w", (64, 64, size, size))
-        h = p.conv2d(h, w, padding=size // 2, reflect=reflect, algorithm=algorithm)
-    x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
-    p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
-    found = lower_and_plan({"forward_backward": p}, Target(90, tf32=tf32)).specs
-    modules = (".winograd", ".conv_transform_domain")
-    return {s: op for s, op in found.items() if s.function.module.endswith(modules)}
-
-
 def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
     """Block-sparse attention of heads of 64 columns, forward and backward, in blocks of 64; `distances` have a relative term."""
     layout = layouts.parse("local:128+fixed:256:64", length=1024, block=64, heads=4)
@@ -320,11 +294,6 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "dropout by stream generators": stream_specs,
     "binary matmul": sign_specs,
     "quantized weights": few_bits_specs,
-    "convolution and GroupNorm bf16": lambda: images_specs("bf16"),
-    "convolution and GroupNorm fp32": lambda: images_specs("fp32"),
-    "winograd2 fp32": lambda: positions_specs("fp32", "winograd2"),
-    "winograd4 fp32": lambda: positions_specs("fp32", "winograd4"),
-    "winograd4 bf16 in TF32": lambda: positions_specs("bf16", "winograd4", tf32=True),
     "unit scaling bf16": unit_scaling_specs,
     "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),
     "rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=False),

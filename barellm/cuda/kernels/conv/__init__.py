@@ -1,1 +1,0 @@
-"""Convolutions and pooling."""
