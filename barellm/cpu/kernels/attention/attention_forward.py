@@ -8,7 +8,6 @@ packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -303,23 +302,22 @@ def attention_cached(
 ) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold
     the new keys already. `stride`: of q's rows; positions (B, T) and slots (B,) i32, or none. One query (decoding) has a code of
-    its own, with the same bits."""
-    g = micro.Geometry.of(k.isa, q.dtype, D)
+    its own, with the same bits; for its sake there are no AMX tiles, which add in an order of their own."""
+    g = micro.Geometry.of(k.isa, q.dtype, D, tiles=False)
     C, T = kv_heads * D, micro.runtime_size(k, seq)
     place = text_places(k, T, positions, slots, length)
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
+    with k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         owner, pos = place(sequence)
         cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
-        if not g.tiles:  # AMX has an arithmetic of its own: there one query goes through its tiles as several do
-            with k.when(one):
-                begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
-                attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
-        with nullcontext() if g.tiles else k.otherwise(one):
+        with k.when(one):
+            begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
+            attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+        with k.otherwise(one):
             last = k.min(first + block, T)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
             attend_queries(
@@ -420,7 +418,7 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
     shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
-    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
+    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"], tiles=False)
     mask_spec = MaskSpec.of(op, length)
     units = scratch_units(g, bounded=mask_spec.window is not None)
     c.thread_scratch(max(micro.offsets(units)[1], 4 * (length + c.isa.lanes)))
