@@ -37,7 +37,7 @@ from barellm.models import families
 if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.ops.attention.rope import Scaling
-    from barellm.program.tensor import Tensor
+    from barellm.program.tensor import Slots, Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
 
@@ -250,17 +250,18 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     return p.classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T. The caches hold the positions
-    before: the heads of keys, which are rotated, and of values, but not those of queries."""
-    w = declare(p, cfg)
-    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.kv_heads * cfg.head_size)
+def decode(p: Program, cfg: Config, tokens_BT: Tensor, slots: Slots | None = None) -> Tensor:
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or where `slots` says. The caches
+    hold the positions before: the heads of keys, which are rotated, and of values, but not those of queries."""
+    w, places = declare(p, cfg), slots.operands if slots else {}
+    rows, length = slots.caches if slots else tokens_BT.shape
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = (int(rows), int(length), cfg.kv_heads * cfg.head_size)
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block))
+        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block), **places)
 
-    logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend), w.head)
+    logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend, places.get("positions")), w.head)
     return p.softcap(logits, tanh_cap(cfg.logits_softcap)) if cfg.logits_softcap else logits
 
 

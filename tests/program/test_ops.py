@@ -241,7 +241,6 @@ def test_positions_and_slots_are_inputs_that_fit():
     p.rope(x, tables, heads=2, positions=at)
     p.attention_cached(x, x, x, *caches, heads=2, positions=at, slots=slots)
     assert index_limits([p]) == {"tokens": (0, 8), "at": (0, 4), "slots": (0, 3)}  # of positions what all of them can take
-    assert p.scalars == ("batch", "seq")
     for wrong in (slots, p.input("reals", rows, "fp32")):
         with pytest.raises(ValueError, match=r"rope expects positions \(B, T\) i32"):
             p.rope(x, tables, heads=2, positions=wrong)

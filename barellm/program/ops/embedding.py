@@ -22,7 +22,7 @@ class Embedding(Op):
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
-        self.scalars = ("pos",) if inputs.get("wpe") is not None and inputs.get("positions") is None else ()
+        self.scalars = ("pos",) if inputs.get("wpe") is not None else ()
 
     def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Spec]:
         if len(tokens.shape) != 2 or len(wte.shape) != 2 or (wpe is not None and wte.shape[1:] != wpe.shape[1:]):

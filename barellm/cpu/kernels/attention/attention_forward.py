@@ -263,30 +263,24 @@ def lower_attention(op: Op, c: Lowering) -> None:
 # --- decoding ---
 
 
-def text_places(
-    k: KernelBuilder, T: Value, positions: Pointer | None, slots: Pointer | None, length: int
-) -> Callable[[Value], tuple[Value, Value]]:
-    """A function that gives, of a text's number, its row of the caches and the position of its first new token, which is such that
-    no row of another is touched whatever `positions` holds."""
-    pos = None if positions is not None else k.scalar("pos")
+Places = tuple[Value, Any, Any, int]  # T, positions or the scalar pos, slots, positions of a cache
 
-    def place(text: Value) -> tuple[Value, Value]:
-        row = text if slots is None else slots.get(text)
-        if positions is None:
-            assert pos is not None
-            return row, pos
-        return row, k.min(positions.get(text * T), k.int(length) - T)
 
-    return place
+def place_of(k: KernelBuilder, text: Value, places: Places) -> tuple[Value, Value]:
+    """A text's row of the caches, and the position of its first new token: such that its new rows end within the cache, whatever
+    `positions` holds."""
+    T, positions, slots, length = places
+    first = k.min(positions.get(text * T), k.int(length) - T) if isinstance(positions, Pointer) else positions
+    return (text if slots is None else slots.get(text)), first
 
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
     """Rows [pos, pos + T) of each text in the caches (rows, length, C) = keys and values (batch, T, C), whose rows have
     `strides`."""
     T = micro.runtime_size(k, seq)
-    place = text_places(k, T, positions, slots, length)
+    places = T, k.scalar("pos") if positions is None else positions, slots, length
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
-        owner, pos = place(token // T)
+        owner, pos = place_of(k, token // T, places)
         row = (owner * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
             source, whole = new.at(token * stride), C - C % k.lanes
@@ -305,13 +299,13 @@ def attention_cached(
     its own, with the same bits; for its sake there are no AMX tiles, which add in an order of their own."""
     g = micro.Geometry.of(k.isa, q.dtype, D, tiles=False)
     C, T = kv_heads * D, micro.runtime_size(k, seq)
-    place = text_places(k, T, positions, slots, length)
+    places = T, k.scalar("pos") if positions is None else positions, slots, length
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     with k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
-        owner, pos = place(sequence)
+        owner, pos = place_of(k, sequence, places)
         cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):

@@ -279,12 +279,9 @@ class AttentionCached(Scored):
 
     name = "attention_cached"
     optional = ("positions", "slots")
+    scalars = ("pos",)
     inplace: ClassVar[dict[str, str]] = {"k_cache": "k_cache", "v_cache": "v_cache"}
     product = True
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("pos",) if inputs.get("positions") is None else ()
 
     def infer(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor | None = None,
@@ -313,12 +310,11 @@ class AttentionCached(Scored):
             at = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
             row = b if slots is None else int(slots[b])
             k_cache[row, at : at + T], v_cache[row, at : at + T] = k[b], v[b]
-            seen = (split_heads(x[row : row + 1, : at + T], self.kv_heads) for x in (k_cache, v_cache))
+            seen = (split_heads(x[[row], : at + T], self.kv_heads) for x in (k_cache, v_cache))
             keys, values = (shared(x, self.heads) for x in seen)
             before = self.keys_before(at + T)
             first = 0 if before is None else at + np.arange(T)[:, None] - before
-            query = split_heads(q[b : b + 1], self.heads)
-            s = scores(query, keys, at, scale=self.scale, softcap=self.softcap, first=first)
+            s = scores(split_heads(q[[b]], self.heads), keys, at, scale=self.scale, softcap=self.softcap, first=first)
             out[b] = join_heads(np.exp(s - log_sum_exp(s)[..., None]) @ values)[0]
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache}
 

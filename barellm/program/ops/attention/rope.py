@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi, sqrt
-from typing import Any
 
 import numpy as np
 
@@ -87,10 +86,7 @@ class Rope(Op):
 
     name = "rope"
     optional = ("positions",)
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("pos",) if inputs.get("positions") is None else ()
+    scalars = ("pos",)
 
     def infer(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> dict[str, Spec]:
         D = 2 * int(cos.shape[-1])
