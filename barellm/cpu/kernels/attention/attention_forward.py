@@ -8,6 +8,7 @@ packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_ke
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang.vector import ln
+from barellm.cpu.lang.vector import ln, transpose
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
@@ -308,10 +309,12 @@ def attention_cached(
         owner, pos = place_of(k, sequence, places)
         cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
-        with k.when(one):
-            begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
-            attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
-        with k.otherwise(one):
+        alone = g.pair == 1 or D % 2 == 0  # of an odd D the last pair of a key would be half another's
+        if alone:
+            with k.when(one):
+                begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
+                attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+        with k.otherwise(one) if alone else nullcontext():
             last = k.min(first + block, T)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
             attend_queries(
@@ -327,8 +330,8 @@ def one_query_geometry(g: micro.Geometry) -> micro.Geometry:
 def one_query_units(g: micro.Geometry) -> dict[str, int]:
     """Sizes in units of the blocks of scratch of `attend_one_query`; of `p_units`, p as units along the keys."""
     wide = one_query_geometry(g)
-    sizes = {"q": g.rows_units(1), "k": wide.rows_units(wide.queries), "transposed": wide.transposed_units, "acc": g.padded_D}
-    return {**sizes, "p": micro.KEY_BLOCK, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
+    sizes = {"q": g.rows_units(1), "transposed": wide.transposed_units, "acc": g.padded_D, "p": micro.KEY_BLOCK}
+    return {**sizes, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
 
 
 def attend_one_query(
@@ -352,8 +355,7 @@ def attend_one_query(
         begin = 0 if first is None else k.max(first - j0, 0) & -wide.queries
         top = k.var_vec(float("-inf"))
         with k.loop(begin, end, wide.queries) as j:
-            micro.pack_tile(k, wide, keys.start(j0 + j), k.min(end - j, wide.queries), wide.queries, s["k"])
-            micro.transpose_tile(k, wide, s["k"], s["transposed"])
+            transpose_keys(k, wide, keys.start(j0 + j), end - j, s["transposed"])
             chains = micro.micro_kernel(
                 k, wide, micro.Left(s["q"], 0, 1), micro.Right(s["transposed"], wide.queries), g.d_steps, rows=1
             )
@@ -378,6 +380,17 @@ def attend_one_query(
     scale = 1.0 / total.value
     for c, mask in k.columns(g.D):
         out.store(s["acc"].load(c) * scale, c, mask)
+
+
+def transpose_keys(k: KernelBuilder, g: micro.Geometry, keys: micro.Rows, count: Value, dst: Pointer) -> None:
+    """dst, a `transposed` block = g.queries keys, of which `count` exist; behind them the last one stands again."""
+    with k.loop(0, g.queries, g.lanes) as t:
+        rows = [keys[k.min(t + i, count - 1)] for i in range(g.lanes)]
+        for c in range(0, g.d_steps, g.lanes):
+            mask = None if c + g.lanes <= g.d_steps else k.mask_first(g.d_steps - c)
+            square = [x.load(c, mask) if g.pair == 1 else k.bitcast(x.as_dtype("i32").load_raw(c, mask), k.vec) for x in rows]
+            for i, column in enumerate(transpose(k, square)):
+                dst.store(column, (c + i) * g.queries + t)
 
 
 def accumulate_one_query(
