@@ -22,7 +22,7 @@ from barellm.cpu import jit, processor
 from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.tools.bench.baselines import machine
+from barellm.tools.bench.description import machine
 from barellm.tools.inspect import machine_code
 
 assert cpu and RUNGS

@@ -86,10 +86,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"samples: {out}")
     if args.publish:
-        from barellm.tools.bench.baselines import write_tables
-
-        write_tables()
+        in_checkout("baselines").write_tables()
     return 0
+
+
+def in_checkout(name: str, option: str = "--baselines") -> Any:
+    from barellm.tools.bench.description import in_checkout
+
+    return in_checkout(name, option)
 
 
 def _try(out: Path) -> None:
@@ -128,16 +132,14 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         given = {"torch": bool(chosen), "rounds": rounds, "report": report, "device": args.device}
         return attentions.measure(config.train.dtype, share=1 if args.share is None else args.share, **given), []
     if args.what == "ops":
-        from barellm.tools.bench import baselines, ops
+        from barellm.tools.bench import ops
 
         result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
-            result |= baselines.torch_ops(config, result["ops"])
+            result |= in_checkout("baselines").torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
-        from barellm.tools.bench import baselines
-
-        result = baselines.measure(config, chosen, rounds=rounds, report=report, device=args.device)
+        result = in_checkout("baselines").measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
     from barellm.tools.profile import step
 
@@ -175,9 +177,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
         return None, "cublaslt"
-    from barellm.tools.bench import baselines
-
-    chosen = baselines.chosen(args.peers)
+    chosen = in_checkout("baselines").chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
         more = ", or --baselines cublaslt" if args.what == "gemm" and args.device == "cuda" else ""
         raise UserError(f"bench {args.what} knows PyTorch's ops only: --baselines torch{more}")
@@ -188,14 +188,11 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
     """Raise a UserError for --publish if the project has no place for the result, before anything is measured."""
     if not args.publish:
         return
-    from barellm.tools.bench.baselines import FOLDER
-
     if args.out:
         raise UserError("--publish chooses the file itself: leave out --out")
     if args.what != "scaling" and not (args.what in ("step", "attention") and args.peers is not None):
         raise UserError("--publish is for step --baselines, attention --baselines and scaling")
-    if not FOLDER.is_dir():
-        raise UserError(f"{FOLDER} is missing: --publish needs a checkout of the project, not an installed package")
+    in_checkout("baselines", "--publish")
     if args.what != "attention" and config.model != models.preset(config.preset).model:
         raise UserError(f"--publish is for the models of presets: this one is not {config.preset}'s")
 
@@ -206,9 +203,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return Path(args.out)
     if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
         return None
-    from barellm.tools.bench import baselines
-
-    folder = baselines.results() if args.publish else Path("runs", "bench")
+    folder = in_checkout("baselines").results() if args.publish else Path("runs", "bench")
     return folder / f"{'-'.join(_name(args, config, r))}.json"
 
 

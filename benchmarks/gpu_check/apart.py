@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -18,10 +19,11 @@ from barellm.cuda.bench import Bench, bandwidth_kernel
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
-from barellm.tools.bench import baseline_process
-from barellm.tools.bench.baselines import baseline_script
+from barellm.tools.bench import interleaved
 from barellm.tools.plan import devices
 from barellm.tools.plan.roofline import NAMED
+from benchmarks import baseline_process
+from benchmarks.baselines import baseline_script
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.stages import Scale
 
@@ -62,7 +64,9 @@ def measured(scale: Scale, cases: list[Case], file: str) -> dict[str, Any]:
     meter.close()
     rows: list[dict[str, Any]] = []
     script = baseline_script("torch_kernels.py") if not scale.mock and find_spec("torch") else None
-    with baseline_process.opened(script, [case.baseline for case in cases], device="cuda", environment={}) as baseline:
+    asked = [case.baseline for case in cases]
+    pytorch = baseline_process.opened(script, asked, device="cuda", environment={}) if script else nullcontext()
+    with pytorch as baseline:
         for i, case in enumerate(cases):
             if scale.left_s <= 1.0:
                 rows.append({"case": case.name, "left out": "no time"})
@@ -88,7 +92,7 @@ def _turns(
         session.run("op", **case.sizes, **{name: n for name, n in SCALARS.items() if name in requested})
         session.synchronize()
         _fill(session)
-        return baseline_process.samples(
+        return interleaved.samples(
             lambda what, calls: devices.replay_seconds(session, "op", calls, **case.sizes),
             baseline if case.baseline else None,
             at,

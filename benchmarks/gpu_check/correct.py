@@ -24,8 +24,8 @@ from barellm.cuda import driver, nccl
 from barellm.cuda.kernel import Launch
 from barellm.models import preset
 from barellm.runtime.ranks import ALONE
-from barellm.tools.bench import baselines
 from barellm.tools.profile.step import SEED, StepBench
+from benchmarks import baselines
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale

@@ -8,7 +8,8 @@ import pytest
 
 from barellm.cli import main
 from barellm.cpu.backend import Bench
-from barellm.tools.bench import attentions, baseline_process
+from barellm.tools.bench import attentions, interleaved
+from benchmarks import baseline_process, baselines
 
 FAKE = """
 import json, sys
@@ -29,7 +30,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(attentions, "WIDTH", 128)
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
-    monkeypatch.setattr(attentions, "baseline_script", lambda name: script)
+    monkeypatch.setattr(baselines, "baseline_script", lambda name: script)
 
 
 def test_cases_hold_as_many_tokens_as_they_can():
@@ -84,7 +85,7 @@ class FakePeer:
 
     def run(self, case, what, *, calls, warm_up):
         if what.endswith("cudnn"):
-            raise baseline_process.BaselineError("PyTorch's side could not do it")
+            raise interleaved.BaselineError("PyTorch's side could not do it")
         self.asked.append((case, what, calls, warm_up))
         return [float(len(what))] * calls
 
@@ -92,18 +93,18 @@ class FakePeer:
 def test_backends_take_turns_but_for_those_that_a_card_lacks():
     baseline, ours = FakePeer(), lambda what, calls: [2.0] * calls
     options = {"what": "both", "rounds": 3, "turn_s": 42.0, "long_s": 9.0, "pause": lambda: None}
-    found = baseline_process.samples(ours, baseline, 4, **options, backends=("flash", "cudnn", "efficient"))
+    found = interleaved.samples(ours, baseline, 4, **options, backends=("flash", "cudnn", "efficient"))
     assert found == {"ours": [[2.0] * 3] * 3, "flash": [[10.0] * 3] * 3, "efficient": [[14.0] * 3] * 3}
     turns = baseline.asked[4:]  # two calls of each before, to learn how long they take
     assert [what for _, what, *_ in turns] == ["both efficient", "both flash"] + ["both flash", "both efficient"] * 1 + [
         "both efficient", "both flash"
     ]  # fmt: skip
     assert {(case, calls, warm_up) for case, _, calls, warm_up in turns} == {(4, 3, 0)}
-    alone = baseline_process.samples(ours, None, 4, **options, backends=("flash",))
+    alone = interleaved.samples(ours, None, 4, **options, backends=("flash",))
     assert set(alone) == {"ours"}
     baseline.run = FakePeer.run.__get__(baseline)
-    with pytest.raises(baseline_process.BaselineError):
-        baseline_process.samples(ours, baseline, 4, **options | {"what": "cudnn"})
+    with pytest.raises(interleaved.BaselineError):
+        interleaved.samples(ours, baseline, 4, **options | {"what": "cudnn"})
 
 
 def test_a_call_that_fails_does_not_end_the_peer(tmp_path):
@@ -114,7 +115,7 @@ def test_a_call_that_fails_does_not_end_the_peer(tmp_path):
     )
     with baseline_process.opened(script, [], device="cuda", environment={}) as baseline:
         assert baseline.run(0, "good", calls=1, warm_up=1) == [1.0]
-        with pytest.raises(baseline_process.BaselineError, match="could not do 'bad': no kernel"):
+        with pytest.raises(interleaved.BaselineError, match="could not do 'bad': no kernel"):
             baseline.run(0, "bad", calls=1, warm_up=1)
         assert baseline.run(0, "good", calls=1, warm_up=0) == [1.0]
 
@@ -125,11 +126,11 @@ def test_pytorch_itself_by_backends(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.undo()  # the real script
     case = {"batch": 1, "seq": 16, "heads": 2, "D": 16, "dtype": "bf16"}
-    script = attentions.baseline_script("torch_attention.py")
+    script = baselines.baseline_script("torch_attention.py")
     with baseline_process.opened(script, [case], device="cpu", environment={}) as baseline:
         for what in ("both flash", "forward flash", "both", "forward"):
             assert baseline.run(0, what, calls=1, warm_up=0)[0] > 0
-        with pytest.raises(baseline_process.BaselineError, match="both cudnn"):
+        with pytest.raises(interleaved.BaselineError, match="both cudnn"):
             baseline.run(0, "both cudnn", calls=1, warm_up=0)
         assert baseline.run(0, "both", calls=1, warm_up=0)[0] > 0
     monkeypatch.syspath_prepend(script.parent)
@@ -173,7 +174,7 @@ def test_turns_with_a_peer_and_the_line_of_the_table(table):
 def test_a_peer_that_ends_is_told(monkeypatch, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit(3)")
-    monkeypatch.setattr(attentions, "baseline_script", lambda name: script)
+    monkeypatch.setattr(baselines, "baseline_script", lambda name: script)
     with pytest.raises(RuntimeError, match="status 3"):
         attentions.measure("bf16", torch=True, rounds=1, report=lambda line: None, lengths=(24,))
 

@@ -21,8 +21,9 @@ from barellm.errors import UserError
 from barellm.models import preset, training_schedule
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
-from barellm.tools.bench import baselines, interleaved
+from barellm.tools.bench import description, interleaved
 from barellm.tools.bench.interleaved import Variant
+from benchmarks import baselines
 from tests.profiling.conftest import made_up
 
 FAKE = """
@@ -202,6 +203,12 @@ def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+def test_an_installed_package_has_no_baselines(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(description, "CHECKOUT", tmp_path)
+    for what in ("step", "ops", "gemm", "attention"):
+        assert "--baselines needs a checkout of the project" in refused("bench", what, "shakespeare-char", "--baselines", "torch")
+
+
 def test_peers_need_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "FOLDER", tmp_path)
     with pytest.raises(UserError, match="checkout"):
@@ -263,7 +270,7 @@ def test_what_has_no_place_among_the_results_is_refused_before_it_is_measured(wo
 
 
 def test_publishing_needs_a_checkout(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(baselines, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.setattr(description, "CHECKOUT", tmp_path)
     assert "--publish needs a checkout of the project" in refused("bench", "scaling", "shakespeare-char", "--publish")
     assert not list(tmp_path.iterdir())
 

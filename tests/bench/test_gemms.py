@@ -16,7 +16,8 @@ from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.models import preset
 from barellm.program.builder import Program, Store
-from barellm.tools.bench import baselines, gemms
+from barellm.tools.bench import gemms
+from benchmarks import baseline_process, baselines
 from tests.profiling.conftest import small
 
 
@@ -179,8 +180,8 @@ def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
 
     monkeypatch.setattr(gemms, "Timed", OnPaper)
     monkeypatch.setattr(gemms, "open_bench", lambda device: machine)
-    monkeypatch.setattr(gemms, "baseline_script", Path)
-    monkeypatch.setattr(gemms.baseline_process, "opened", opened)
+    monkeypatch.setattr(baselines, "baseline_script", Path)
+    monkeypatch.setattr(baseline_process, "opened", opened)
     config = changed(small(), {"train.dtype": "bf16", "model.bias": True})
     result = gemms.measure(config, tokens=[9, 40], rounds=3, report=reported.append, baseline="torch")
     rows, many = result["products"], len(gemms.gemms_of(config.model, 9))

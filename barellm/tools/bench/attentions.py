@@ -15,8 +15,8 @@ from barellm.errors import UserError
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from barellm.tools.bench import baseline_process
-from barellm.tools.bench.baselines import FOLDER, baseline_script, environments, machine
+from barellm.tools.bench import interleaved
+from barellm.tools.bench.description import in_checkout, machine
 from barellm.tools.plan import devices
 from barellm.tools.plan.roofline import open_bench
 
@@ -106,17 +106,17 @@ def measure(
     has a round of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
-    script = baseline_script("torch_attention.py") if torch else None
+    baselines, pytorch = in_checkout("baselines") if torch else None, contextlib.nullcontext()
+    if baselines:
+        script, environment = baselines.baseline_script("torch_attention.py"), baselines.environments()["tuned"]["set"]
+        given = {"device": device, "environment": environment if device == "cpu" else {}}
+        pytorch = in_checkout("baseline_process").opened(script, all_cases, **given)
     report(HEAD + " torch" * torch)
-    environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
-    with (
-        baseline_process.opened(script, all_cases, device=device, environment=environment) as baseline,
-        contextlib.closing(open_bench(device)) as bench,
-    ):
+    with pytorch as baseline, contextlib.closing(open_bench(device)) as bench:
         for i, case in enumerate(all_cases):
             ours = OurAttention(case, device)
             turns = partial(
-                baseline_process.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
+                interleaved.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
                 backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
             )  # fmt: skip
             try:
@@ -130,8 +130,8 @@ def measure(
         "kind": "attention", "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "dtype": dtype, "rounds": rounds,
         "machine": machine(device), "load_before": load, "load_after": os.getloadavg(), "cases": rows,
     }  # fmt: skip
-    if baseline:
-        tuned = json.loads((FOLDER / "peers" / "environments.json").read_text())["tuned"]
+    if baselines and baseline:
+        tuned = json.loads((baselines.FOLDER / "peers" / "environments.json").read_text())["tuned"]
         result |= {"peer": f"PyTorch {baseline.facts['version']}", "peer_threads": baseline.facts["threads"]}
         result |= {"environment": tuned} if device == "cpu" else {}
     return result

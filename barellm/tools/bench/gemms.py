@@ -25,8 +25,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.pointwise.elementwise import SLOPES
 from barellm.program.tensor import Dim, Tensor
-from barellm.tools.bench import baseline_process
-from barellm.tools.bench.baselines import baseline_script, description, environments
+from barellm.tools.bench.description import description, in_checkout
 from barellm.tools.plan import devices
 from barellm.tools.plan.roofline import Bench, Ceiling, open_bench, primitives
 
@@ -234,15 +233,15 @@ def measure(
     all_gemms = [p for n in tokens for p in gemms_of(config.model, n, device, compute=dtype, **options)]
     samples: list[list[tuple[float, ...]]] = [[] for _ in all_gemms]
     sweeps = rounds if device == "cpu" else 1
-    script = baseline_script("torch_gemm.py") if baseline == "torch" else None
-    environment = environments()["tuned"] if script and device == "cpu" else {"set": {}}
-    cases = [case(gemm, dtype, device) for gemm in all_gemms]
+    environment, pytorch = {"set": {}}, contextlib.nullcontext()
+    if baseline == "torch":
+        baselines, process = in_checkout("baselines"), in_checkout("baseline_process")
+        environment = baselines.environments()["tuned"] if device == "cpu" else environment
+        cases = [case(gemm, dtype, device) for gemm in all_gemms]
+        pytorch = process.opened(baselines.baseline_script("torch_gemm.py"), cases, device=device, environment=environment["set"])
     theirs: dict[str, Any] = {"peer": "cuBLASLt"} if baseline else {}
     try:
-        with (
-            baseline_process.opened(script, cases, device=device, environment=environment["set"]) as process,
-            contextlib.ExitStack() as ends,
-        ):
+        with pytorch as process, contextlib.ExitStack() as ends:
             for sweep, (i, gemm) in itertools.product(range(sweeps), enumerate(all_gemms)):
                 timed = TimedOnGpu(gemm, dtype, **options) if device == "cuda" else Timed(gemm, dtype)
                 ends.callback(timed.close)
@@ -294,7 +293,7 @@ def case(gemm: Gemm, dtype: str, device: str) -> dict[str, Any]:
 class InterleavedBaseline:
     """The baseline's side of one matmul."""
 
-    def __init__(self, baseline: baseline_process.Baseline, at: int) -> None:
+    def __init__(self, baseline: Any, at: int) -> None:
         self.baseline, self.at = baseline, at
         once = self._seconds("cold", 3)
         self.calls = 1 + int(TABLE_SECONDS / once)

@@ -10,7 +10,7 @@ from barellm.assembly.build import build_programs
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.errors import UserError
-from barellm.tools.bench.baselines import FOLDER, description, ours
+from barellm.tools.bench.description import CHECKOUT, description, ours
 from barellm.tools.bench.interleaved import Variant, interleave
 from barellm.tools.plan.roofline import measured_ceiling, step_bound
 
@@ -62,7 +62,7 @@ def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> di
         "load_before": load,
         "load_after": os.getloadavg(),
         "cases": [
-            compared(setup, variant, variants[0], variants[-3], config) | variant.to_json(FOLDER.parent)
+            compared(setup, variant, variants[0], variants[-3], config) | variant.to_json(CHECKOUT)
             for setup, variant in zip(chosen, variants, strict=True)
         ],
     }

@@ -1,29 +1,29 @@
-"""Our step beside others', interleaved: PyTorch in two environments, and llm.c."""
+"""Our step beside others', interleaved: PyTorch in two environments, and llm.c. `barellm bench --baselines` asks for it."""
 
-import contextlib
+from __future__ import annotations
+
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from barellm import models
-from barellm.config import Config, overrides
+from barellm.config import Config
 from barellm.cpu import isa, threads
 from barellm.errors import UserError, nearest
 from barellm.models import gpt2, training_schedule
-from barellm.runtime.backend import backend
+from barellm.tools.bench.description import description, machine, ours
 from barellm.tools.bench.interleaved import Variant, interleave
 from barellm.tools.plan.devices import device_bytes
 from barellm.tools.profile.step import one_micro_batch
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+FOLDER = Path(__file__).parent
+__all__ = ["description", "machine", "ours"]  # for those who ask here
 BASELINES = ("torch", "llmc")
 MODES = ("eager", "compile")
 LLMC = "it knows fp32 only, clips nothing, and decays all weights alike (by 0)"
@@ -81,16 +81,6 @@ def environments() -> dict[str, dict[str, Any]]:
     found = json.loads((FOLDER / "peers" / "environments.json").read_text())
     cpus = ",".join(map(str, threads.logical_cpus()))
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
-
-
-def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: Any) -> Variant:
-    """`config`'s step in a process of its own. `more`: further fields of the Variant."""
-    usual = overrides.flat(models.preset(config.preset))
-    changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
-    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
-    command += [f"--{key}={value}" for key, value in changes.items()]
-    command += [f"--model={file}" for file in models.ADDED.values()]
-    return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
 
 
 def gpt2_of(config: Config) -> gpt2.Config:
@@ -196,15 +186,6 @@ def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: 
     }  # fmt: skip
 
 
-def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
-    """The facts of a measurement: what was measured, when and where."""
-    return {
-        "kind": kind, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "preset": config.preset,
-        "batch": config.train.micro_batch_size, "seq": config.train.seq, "dtype": config.train.dtype,
-        "recompute": config.train.recompute, "moments": config.optim.moments, "machine": machine(device),
-    }  # fmt: skip
-
-
 def results() -> Path:
     """The project's own results of processors like this one (benchmarks/table.py names the folders)."""
     return FOLDER / "results" / "xeon-amx" if isa.host().tiles else FOLDER / "results"
@@ -213,23 +194,6 @@ def results() -> Path:
 def write_tables() -> None:
     """The README's tables and its chart, and docs/results.md, from all results."""
     subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write"], check=True)
-
-
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """The facts that a reader needs about the machine that the numbers are from."""
-    described, info = backend(device).describe(), {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            info.setdefault(name.strip(), value.strip())
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return {
-        **described, **({"gpu": described["processor"]} if device == "cuda" else {}),
-        "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
-        "cores": len(threads.logical_cpus()), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(), "python": platform.python_version(),
-        "huge_pages": huge.read_text().strip() if huge.exists() else None,
-    }  # fmt: skip
 
 
 def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
