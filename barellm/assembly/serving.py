@@ -1,6 +1,6 @@
 """The programs of continuous batching: texts at positions of their own, each in a slot, a row of the KV caches.
 
-    serve          one token of each of up to `slots` texts
+    serve          one token of each of up to `slots` texts (at least QUANTIZED_ROWS)
     serve_prompt   up to `piece` tokens of the prompt of one text
     serve_echo     the same, with the logits of all of them as "every" (B, T, Vp) fp32
 
@@ -14,25 +14,26 @@ from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
 from barellm.program import dtypes, ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim, Slots, Tensor
+from barellm.program.tensor import Dim, Tensor
+
+QUANTIZED_ROWS = 5  # fewer rows are multiplied with quantized weights in an order of additions that depends on their number
 
 
 @mistakes_named
 def serving_programs(
     model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str | dtypes.Precision
 ) -> dict[str, Program]:
-    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes no slots."""
-    if models.whole(model) or "slots" not in inspect.signature(models.of(model).decode).parameters:
-        lacks = "KV cache" if models.whole(model) else "parameter slots in its decode"
+    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes none from outside."""
+    if models.whole(model) or "caches" not in inspect.signature(models.of(model).decode).parameters:
+        lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
         raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")
     found, store = {}, Store()
     store.positions = positions
-    for name, batch, seq in (("serve", slots, 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
+    for name, batch, seq in (("serve", max(slots, QUANTIZED_ROWS), 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
         p = found[name] = Program(store, compute=compute)
         rows = (Dim("batch", batch), Dim("seq", seq))
-        tokens, at = p.input("tokens", rows), p.input("positions", rows)
-        places = Slots(at, p.input("slots", rows[:1]), (slots, positions))
-        p.output("logits", models.of(model).decode(p, model, tokens, places))
+        places = {"positions": p.input("positions", rows), "slots": p.input("slots", rows[:1])}
+        p.output("logits", models.of(model).decode(p, model, p.input("tokens", rows), (slots, positions), **places))
         if name == "serve_echo":
             p.output("every", _every(p))
     return found

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import numpy as np
 
 from barellm.api import Model
-from barellm.assembly import quantized
+from barellm.assembly import quantized, serving
 from barellm.assembly.build import cache_arithmetic
-from barellm.assembly.serving import serving_programs
 from barellm.errors import UserError, shown
 from barellm.generation import samplers
 from barellm.generation.decode import MOST_TOGETHER, UNLIKELY
@@ -94,7 +93,14 @@ class Ticket:
         which must not wait for the thread that cancels."""
         with self._telling:
             self.ended = True
-        self._engine._forget(self)
+        with self._engine._changed:
+            if self in self._engine._waiting:
+                self._engine._waiting.remove(self)
+
+    @property
+    def feeding(self) -> bool:
+        """Whether it has a slot or waits for one, and not all of its prompt is in the caches."""
+        return self.fed < len(self.request.prompt)
 
     def tell(self, event: Event) -> None:
         with self._telling:
@@ -128,13 +134,13 @@ class Engine:
         self._unused = [i for i in model.tokenizer.unused if i < self.vocabulary]
         self._closing: float | None = None  # when it ends whatever runs
         self._waiting: deque[Ticket] = deque()
-        self._feeding: Ticket | None = None
-        self._running: list[Ticket] = []
+        self._texts: list[Ticket] = []  # those that have a slot
         self._counts = dict.fromkeys(("prompt_tokens", "shared_tokens", "tokens", "steps", "failed"), 0)
         self._changed = threading.Condition()
         self._open = ExitStack()
+        self._least = serving.QUANTIZED_ROWS if weights else 1
         sizes = {"slots": slots, "positions": self.positions, "piece": self.piece}
-        programs = serving_programs(config, compute=model.config.train.dtype, **sizes)
+        programs = serving.serving_programs(config, compute=model.config.train.dtype, **sizes)
         matrices = quantized.quantize_programs(programs, weights) if weights else None
         try:
             self._session = self._open.enter_context(model._session_of(programs, matrices))
@@ -162,25 +168,26 @@ class Engine:
         return ticket
 
     def _check(self, r: Request) -> None:
-        if not r.prompt:
-            raise UserError("the prompt has no tokens, expected at least one")
         ids = [("prompt", self._rows, r.prompt), ("logit_bias", self.vocabulary, dict(r.sampling.logit_bias))]
-        for name, limit, token in ((name, limit, token) for name, limit, tokens in ids for token in tokens):
-            if not 0 <= token < limit:
-                raise UserError(f"{name} has the id {shown(token)}, expected ids from 0 to {limit - 1}")
-        if r.count < (least := 0 if r.echo else 1):
-            raise UserError(f"count is {r.count}, expected at least {least}")
-        if (r.top_logprobs is None and r.echo) or (r.top_logprobs or 0) < 0:
-            raise UserError(f"top_logprobs is {r.top_logprobs}, expected a number from 0 on{' with echo' if r.echo else ''}")
-        if (total := len(r.prompt) + r.count) > self.positions:
-            sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow"
-            raise UserError(f"{sizes} are {total}, expected at most {self.positions} positions")
+        bad = [(name, token, limit) for name, limit, tokens in ids for token in tokens if not 0 <= token < limit]
+        least, total = 0 if r.echo else 1, len(r.prompt) + r.count
+        sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow are {total}"
+        for wrong, says in (
+            (not r.prompt, "the prompt has no tokens, expected at least one"),
+            (bad, "".join(f"{name} has the id {shown(i)}, expected ids from 0 to {limit - 1}" for name, i, limit in bad[:1])),
+            (r.count < least, f"count is {r.count}, expected at least {least}"),
+            (r.top_logprobs is not None and r.top_logprobs < 0, f"top_logprobs is {r.top_logprobs}, expected a number from 0 on"),
+            (r.echo and r.top_logprobs is None, "echo is for log-probabilities, expected top_logprobs with it"),
+            (total > self.positions, f"{sizes}, expected at most {self.positions} positions"),
+        ):
+            if wrong:
+                raise UserError(says)
 
     def stats(self) -> dict[str, int]:
         """Texts running and waiting, slots, positions, bytes of the KV caches, and since the beginning: tokens of prompts that
         were computed and that were shared, tokens drawn, steps, texts that failed."""
         with self._changed:
-            texts = {"running": len(self._running) + (self._feeding is not None), "waiting": len(self._waiting)}
+            texts = {"running": len(self._texts), "waiting": len(self._waiting)}
             sizes = {"slots": self.slots, "positions": self.positions, "kv_bytes": self._slots.nbytes}
             return texts | sizes | self._counts
 
@@ -193,49 +200,35 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _forget(self, ticket: Ticket) -> None:
-        with self._changed:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
-
     # --- the engine's thread ---
 
     def _loop(self) -> None:
         try:
-            while self._busy():
-                self._leave()
-                self._admit()
-                if self._feeding is not None:
-                    self._guarded([self._feeding], partial(self._feed, self._feeding))
-                if texts := [text for text in self._running if not text.ended]:
+            while self._take_turns():
+                for text in [text for text in self._texts if text.feeding]:
+                    self._guarded([text], partial(self._feed, text))
+                if texts := [text for text in self._texts if not (text.feeding or text.ended)]:
                     self._guarded(texts, partial(self._step, texts))
         finally:
-            for ticket in [*self._running, *filter(None, [self._feeding]), *self._waiting]:
-                ticket.tell(Failed(CLOSED))
+            for text in [*self._texts, *self._waiting]:
+                text.tell(Failed(CLOSED))
             self._open.close()
 
-    def _busy(self) -> bool:
-        """Wait for something to do; False: it is to end."""
+    def _take_turns(self) -> bool:
+        """Texts that have ended free their slots; the one that has waited longest gets one, if no prompt is being fed. Waits for
+        something to do. False: the engine ends."""
         with self._changed:
-            while not (texts := bool(self._waiting or self._running or self._feeding)) and self._closing is None:
+            self._slots.free += [text.slot for text in self._texts if text.ended]
+            self._texts = [text for text in self._texts if not text.ended]
+            while not (self._texts or self._waiting) and self._closing is None:
                 self._changed.wait()
-            return texts and (self._closing is None or time.monotonic() < self._closing)
-
-    def _leave(self) -> None:
-        """Free the slots of texts that have ended."""
-        with self._changed:
-            feeding = [] if self._feeding is None else [self._feeding]
-            self._slots.free += [text.slot for text in (*self._running, *feeding) if text.ended]
-            self._running = [text for text in self._running if not text.ended]
-            self._feeding = next((text for text in feeding if not text.ended), None)
-
-    def _admit(self) -> None:
-        """Give the text that has waited longest a slot, if no prompt is being fed."""
-        with self._changed:
-            if self._feeding is None and self._waiting and self._slots.free:
-                ticket = self._feeding = self._waiting.popleft()
-                ticket.slot, ticket.fed = self._slots.take(ticket.request.prompt, share=not ticket.request.echo)
-                self._counts["shared_tokens"] += ticket.fed
+            feeding = any(text.feeding for text in self._texts)
+            new = [] if feeding or not (self._waiting and self._slots.free) else [self._waiting.popleft()]
+            self._texts += new
+        for text in new:
+            text.slot, text.fed = self._slots.take(text.request.prompt, share=not text.request.echo)
+            self._counts["shared_tokens"] += text.fed
+        return bool(self._texts) and (self._closing is None or time.monotonic() < self._closing)
 
     def _guarded(self, texts: Sequence[Ticket], work: Callable[[], None]) -> None:
         """What goes wrong ends these texts, and nothing else."""
@@ -262,9 +255,6 @@ class Engine:
             ticket.scored += map(partial(self._token, request), prompt[begin + 1 : end + 1], every)
         if end < len(prompt):
             return
-        with self._changed:
-            self._feeding = None
-            self._running.append(ticket)
         if request.echo:
             ticket.tell(Prompt(tuple(ticket.scored)))
         if request.count:
@@ -273,11 +263,12 @@ class Engine:
             ticket.tell(Ended("length"))
 
     def _step(self, texts: Sequence[Ticket]) -> None:
-        """One token of each text."""
-        last, positions = [text.ids[-1:] for text in texts], [[len(text.ids) - 1] for text in texts]
-        logits = self._run("serve", last, positions, [text.slot for text in texts])
+        """One token of each text. A step of fewer rows than `_least` repeats the first, which writes the same again."""
+        rows = [*texts, *[texts[0]] * (self._least - len(texts))]
+        last, positions = [text.ids[-1:] for text in rows], [[len(text.ids) - 1] for text in rows]
+        logits = self._run("serve", last, positions, [text.slot for text in rows])
         self._counts["steps"] += 1
-        for text, row in zip(texts, logits, strict=True):
+        for text, row in zip(texts, logits, strict=False):
             self._guarded([text], partial(self._draw, text, row))
 
     def _run(self, program: str, tokens: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], slots: Any) -> np.ndarray:
@@ -302,7 +293,7 @@ class Engine:
         if request.top_logprobs is None:
             return Token(token)
         scores = samplers.log_probabilities(logits[: self._rows])
-        shown = scores[: self.vocabulary].copy()
-        shown[self._unused] = -np.inf
-        top = samplers.most_likely(shown, request.top_logprobs)
+        drawable = scores[: self.vocabulary].copy()
+        drawable[self._unused] = -np.inf
+        top = samplers.most_likely(drawable, request.top_logprobs)
         return Token(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in top))

@@ -292,7 +292,11 @@ class AttentionCached(Scored):
         B, T, _ = q.shape
         if slots is not None and (slots.shape != (B,) or slots.dtype != "i32"):
             raise ValueError(f"attention_cached expects slots (B,) i32: {describe(q=q, slots=slots)}")
-        fits = int(k_cache.shape[0]) >= int(B) and int(k_cache.shape[1]) >= int(T) and k_cache.shape[2] == k.shape[2]
+        fits = (
+            int(k_cache.shape[0]) >= (int(B) if slots is None else 1)
+            and int(k_cache.shape[1]) >= int(T)
+            and k_cache.shape[2] == k.shape[2]
+        )
         if not fits or k_cache.shape != v_cache.shape or not k.dtype == k_cache.dtype == v_cache.dtype:
             found = describe(k=k, k_cache=k_cache, v_cache=v_cache)
             raise ValueError(f"attention_cached expects k (B, T, C) and caches (B, maxT, C): {found}")
