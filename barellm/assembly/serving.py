@@ -12,7 +12,7 @@ from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
-from barellm.program import dtypes, ops
+from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, Tensor
 
@@ -20,9 +20,7 @@ QUANTIZED_ROWS = 5  # fewer rows are multiplied with quantized weights in an ord
 
 
 @mistakes_named
-def serving_programs(
-    model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str | dtypes.Precision
-) -> dict[str, Program]:
+def serving_programs(model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str) -> dict[str, Program]:
     """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes none from outside."""
     if models.whole(model) or "caches" not in inspect.signature(models.of(model).decode).parameters:
         lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
@@ -41,8 +39,8 @@ def serving_programs(
 
 def _every(p: Program) -> Tensor:
     """The logits (B, T, Vp) of all positions, made as those of the last."""
-    last = next(op for op in p.ops if isinstance(op, ops.LastRow))
-    x = last.x
-    for op in p.ops[p.ops.index(last) + 1 :]:
+    at = next(i for i, op in enumerate(p.ops) if isinstance(op, ops.LastRow))
+    x = p.ops[at].x
+    for op in p.ops[at + 1 :]:
         x = p.apply(type(op), **(op.inputs | {"x": x}), **op.attrs).y
     return x

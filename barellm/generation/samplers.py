@@ -30,8 +30,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for f in fields(self)[:-1]:
             object.__setattr__(self, f.name, converted(f.name, getattr(self, f.name), type(f.default)))
-        biases = ((converted("an id of logit_bias", i, int), x) for i, x in dict(self.logit_bias).items())
-        biases = tuple(sorted((i, converted(f"logit_bias[{i}]", x, float)) for i, x in biases))
+        ids = [(converted("an id of logit_bias", i, int), i, x) for i, x in dict(self.logit_bias).items()]
+        biases = tuple(sorted((i, converted(f"logit_bias[{given}]", x, float)) for i, given, x in ids))
         object.__setattr__(self, "logit_bias", biases)
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}, expected a number from 0 on")
@@ -110,13 +110,18 @@ def biased(logits: np.ndarray, drawn: Sequence[int], how: Sampling) -> np.ndarra
     ids, counts = np.unique(np.asarray(drawn, np.int64), return_counts=True)
     logits[ids] -= how.frequency_penalty * counts + how.presence_penalty
     for i, bias in dict(how.logit_bias).items():
-        if i < len(logits):
-            logits[i] += bias
+        logits[i : i + 1] += bias  # an id that is never drawn has none
     return logits
+
+
+def check_finite(logits: np.ndarray) -> None:
+    if not np.isfinite(logits).all():
+        raise UserError("the model's logits are not finite: its weights diverged")
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
     """The log-softmax of logits (V,), float64."""
+    check_finite(logits)
     shifted = logits.astype(np.float64) - float(logits.max())
     return shifted - np.log(np.exp(shifted).sum())
 
@@ -131,10 +136,8 @@ def most_likely(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] = ()) -> int:
-    """The token of draw `index`, which follows `text`, whose last `index` tokens were drawn. UserError if the logits are not
-    finite."""
-    if not np.isfinite(logits).all():
-        raise UserError("the model's logits are not finite: its weights diverged")
+    """The token of draw `index`, which follows `text`, whose last `index` ids were drawn."""
+    check_finite(logits)
     logits = biased(penalized(logits, text, how.repetition_penalty), text[max(0, len(text) - index) :], how)
     p = probabilities(logits, how)
     if how.temperature == 0:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from barellm.program.ops.attention.rope import Scaling
     from barellm.program.tensor import Tensor
 
+    Tables = tuple[Tensor, Tensor] | None  # of cosines and sines
+
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
 
 
@@ -312,7 +314,7 @@ def _gain(p: Program, cfg: Config, weight: Tensor) -> Tensor:
     return p.unit_offset(weight) if cfg.norm_unit_offset else weight
 
 
-def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
+def _rope(p: Program, cfg: Config) -> list[Tables]:
     """The tables of each layer; None: its heads pass as they are."""
     of: dict[str, Any] = {"length": p.store.positions or cfg.max_seq, "head_size": cfg.head_size, "rotated": cfg.rotated}
     turning = local = p.rope_tables(theta=cfg.rope_theta, scaling=cfg.scaling, **of)
@@ -322,9 +324,7 @@ def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
     return [None if i in without else local if cfg.window_of(i) else turning for i in range(cfg.layers)]
 
 
-def _qkv(
-    p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None, positions_BT: Tensor | None
-) -> Sequence[Tensor]:
+def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: Tables, positions_BT: Tensor | None) -> Sequence[Tensor]:
     heads = cfg.heads, cfg.kv_heads
 
     def turned(x_BTD: Tensor, count: int) -> Tensor:
