@@ -148,13 +148,16 @@ async def _body(request: Request) -> Any:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(f"the content type is {shown(kind)}, expected application/json", status=415)
-    found = bytearray()
+    found, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
-                found += piece
-                if len(found) > MOST_BODY:
-                    raise Refused(f"the body has more than {MOST_BODY} bytes", code="request_too_large", status=413)
+                size += len(piece)
+                found += piece if size <= MOST_BODY else b""
+                if size > 16 * MOST_BODY:
+                    break  # a client that is not this bad reads why it was refused, once it has sent its body
+        if size > MOST_BODY:
+            raise Refused(f"the body has more than {MOST_BODY} bytes", code="request_too_large", status=413)
         return loads(bytes(found))
     except TimeoutError:
         raise Refused(f"the body was not there after {BODY_SECONDS:g} seconds", code="timeout", status=408) from None

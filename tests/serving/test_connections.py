@@ -170,6 +170,7 @@ def test_headers_are_bounded(port):
 
 def test_a_large_body_is_refused_and_not_read_for_ever(tiny, monkeypatch):
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(app, "MOST_BODY", 1 << 16)
     with serving(State(models={"tiny": tiny})) as port, connected(port, request(b"", length=1 << 40)) as one:
         one.sendall(b"a" * (5 << 20))
         assert b" 413 " in whole(one)
