@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -78,3 +83,17 @@ class FakeChat:
         except (asyncio.CancelledError, GeneratorExit):
             self.gone += 1
             raise
+
+
+@contextmanager
+def served(routes: Sequence[Route]) -> Iterator[str]:
+    """A server with these routes, in a thread. Gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as at:
+        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([at],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{at.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join()

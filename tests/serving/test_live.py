@@ -194,7 +194,9 @@ def test_the_page_is_as_small_as_it_shall_be():
 
 def test_a_file_holds_its_runs_and_no_text_of_theirs_ends_the_element(runs, tmp_path, capsys):
     evil = "</script><script>alert(1)</script><!-- \u2028 & é"
-    make_run(runs / "</script>"[2:-1], {"kind": "sample", "step": 1, "text": evil}, {**TRAIN, "loss": None}, config={"preset": evil})
+    make_run(
+        runs / "</script>"[2:-1], {"kind": "sample", "step": 1, "text": evil}, {**TRAIN, "loss": None}, config={"preset": evil}
+    )
     out = tmp_path / "page.html"
     assert main(["plot", str(runs / "first"), str(runs / "script"), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"page {out}\n"
@@ -224,33 +226,6 @@ def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
     return path
-
-
-def test_train_live_answers_while_it_trains_and_no_other_name_is_served(own_cache, text, tmp_path, capsys, monkeypatch):
-    import httpx
-
-    from barellm.training.loop import Loop
-
-    seen = []
-    real = Loop.record
-
-    def record(loop: Loop, row: dict) -> None:
-        real(loop, row)
-        if row["kind"] == "train" and row["step"] == 2:
-            address = re.search(r"live +(http://127\.0\.0\.1:\d+/)#runs=run\n", capsys.readouterr().out)[1]
-            found = httpx.get(f"{address}live/runs").json()["runs"]
-            rows = httpx.get(f"{address}live/metrics", params={"run": "run"}).text.splitlines()
-            other = httpx.get(f"{address}live/runs", headers={"Host": "evil.example"}).status_code
-            seen.append((found[0]["name"], found[0]["step"], len(rows), other, address))
-
-    monkeypatch.setattr(Loop, "record", record)
-    arguments = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "runs" / "run"), *TINY, "--live"]
-    assert main(arguments) == 0
-    ((name, step, rows, other, address),) = seen
-    assert (name, step, rows, other) == ("run", 2, 3, 400)  # an evaluation, two steps
-    assert not [thread for thread in threading.enumerate() if thread.name == "live"]
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(address)
 
 
 def test_a_port_that_is_taken_is_refused_before_the_run(own_cache, text, tmp_path, refused):
