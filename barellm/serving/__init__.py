@@ -1,1 +1,1 @@
-"""Models and runs over HTTP."""
+"""`barellm serve`: texts for many clients at a time."""
