@@ -1,8 +1,8 @@
-"""Serve models over HTTP by OpenAI's protocol. RUN is a run, a checkpoint, a folder of Hugging Face, a GGUF file or a model of the
-hub; requests know it by the name of its folder, or by NAME of NAME=RUN.
+"""Serve models over HTTP by OpenAI's protocol, with a page to chat. RUN is a run, a checkpoint, a folder of Hugging Face, a GGUF
+file or a model of the hub; requests know it by the name of its folder, or by NAME of NAME=RUN.
 
-Requests of many clients are computed together (continuous batching), and each gets the answer that it would get alone. Any other
-address than this machine's own needs an API key."""
+Requests of many clients are computed together (continuous batching), and each gets the answer that it would get alone. The page
+also shows the curves of the runs in --runs. Any other address than this machine's own needs an API key."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=16, metavar="N", help="texts that are computed together (default: 16)")
     parser.add_argument("--queue", type=int, default=64, metavar="N", help="texts that may wait; more get 429 (default: 64)")
     options.add_context(parser)
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="runs whose curves the page shows (default: runs)")
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
     options.add_dtype(parser)
     for name, metavar, said in (
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if not key and not private:
         raise UserError(f"--host {args.host} lets others ask, expected a key that they need: --api-key-env or --api-key-file")
     try:
-        from barellm.serving import server
+        from barellm.serving import live, server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
     options.context_of(args.context, min(model.config.model.max_seq for model in models.values()))
     hosts = [*LOOPBACK[:2], "[::1]", *args.allow_host] if private or args.allow_host else ["*"]  # elsewhere the key is the guard
     with _listening(args.host, args.port) as at:
+        print(f"loading {', '.join(models)}", flush=True)
         server.serve(
             models, at, grace=args.grace, seconds=args.timeout, ready=lambda state: _banner(at, state, bool(key)),
             engine={"slots": args.slots, "positions": args.context, "queue": args.queue},
-            key=key, hosts=hosts, origins=args.allow_origin,
+            key=key, hosts=hosts, origins=args.allow_origin, routes=live.routes(Path(args.runs)),
         )  # fmt: skip
     return 0
 
@@ -92,10 +94,13 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _banner(at: socket.socket, state: State, key: bool) -> None:
+    from barellm.training.console import show
+
     host, port = at.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"{where}/v1  OpenAI's protocol{', with an API key' if key else ''}")
+    show(f"{where}/v1  OpenAI's protocol{', with an API key' if key else ''}\n{where}/    a page to chat, and runs")
     for name, served in state.models.items():
-        slots = f"{served.engine.stats()['slots']} texts of {served.engine.positions} tokens"
-        print(f"  {name}: {served.model.parameters:,} parameters, {slots}")
-    print("Ctrl-C ends it.", flush=True)
+        stats = served.engine.stats()
+        texts = f"{stats['slots']} texts of {stats['positions']} tokens ({stats['kv_bytes'] / 2**20:,.0f} MiB of KV cache)"
+        show(f"{name}: {served.model.parameters:,} parameters, {texts}")
+    show("Ctrl-C ends it.")
