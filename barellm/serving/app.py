@@ -80,7 +80,9 @@ class Guard:
         if path == OPEN or self.key is None or self._knows(dict(scope["headers"]).get(b"authorization", b"")):
             return await self.app({**scope, "path": path}, receive, send)
         said = Refused("the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
-        await _json(said.body, 401, {"WWW-Authenticate": 'Bearer, Basic realm="barellm"'})(scope, receive, send)
+        response = _json(said.body, 401, {"WWW-Authenticate": "Bearer"})
+        response.headers.append("WWW-Authenticate", 'Basic realm="barellm"')  # Chromium takes one line for one way
+        await response(scope, receive, send)
 
     def _knows(self, header: bytes) -> bool:
         kind, _, given = header.partition(b" ")
