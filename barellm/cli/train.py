@@ -31,7 +31,7 @@ def configure(parser: options.Parser) -> None:
     )
     output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
     output.add_argument("--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else")
-    live = "a page of the run for a browser, on this machine alone (docs/live.md)"
+    live = "show the run in a browser; on this machine alone, at this port or any that is free (docs/live.md)"
     output.add_argument("--live", nargs="?", type=int, const=-1, metavar="PORT", help=live)
     options.add_configuration(parser, options.TRAINED)
 

@@ -80,7 +80,9 @@ class Guard:
         if path == OPEN or self.key is None or self._knows(dict(scope["headers"]).get(b"authorization", b"")):
             return await self.app({**scope, "path": path}, receive, send)
         said = Refused("the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
-        await _json(said.body, 401, {"WWW-Authenticate": 'Bearer, Basic realm="barellm"'})(scope, receive, send)
+        response = _json(said.body, 401, {"WWW-Authenticate": "Bearer"})
+        response.headers.append("WWW-Authenticate", 'Basic realm="barellm"')  # Chromium takes one line for one way
+        await response(scope, receive, send)
 
     def _knows(self, header: bytes) -> bool:
         kind, _, given = header.partition(b" ")
@@ -187,9 +189,6 @@ class Reply:
     async def _parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """What each text has more of, until all have ended."""
         choices = self.answer.choices
-        for choice in choices:
-            if (part := choice.begin()).text:
-                yield choice, part
         while not all(choice.reason for choice in choices):
             try:
                 async with asyncio.timeout_at(self.end):

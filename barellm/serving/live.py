@@ -37,9 +37,10 @@ def html(runs: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     found = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     digests = {tag: base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for tag, body in found}
-    policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
-    policy += "".join(f"{tag}-src 'sha256-{digest}'; " for tag, digest in digests.items())
-    policy += "connect-src 'none'" if runs else "connect-src 'self'"
+    policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; connect-src " + (
+        "'none'" if runs else "'self'"
+    )
+    policy += "".join(f"; {tag}-src 'sha256-{digest}'" for tag, digest in digests.items())
     text = text.replace("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
     data = json.dumps({"runs": runs} if runs else None, allow_nan=False)
     for letter in "<>&":  # no text may end the element that holds it, or begin a comment
@@ -117,10 +118,9 @@ def _last(folder: Path, name: str, *version: int) -> dict[str, Any]:
 
 
 def routes(folder: Path) -> list[Any]:
-    """The page and what it asks for, for an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID` and
-    `/live/config?run=NAME`, for the runs in `folder`, which need not be there yet. Lines of metrics come as they are; X-Next is the
-    byte to ask for next, X-More is 1 where there are more now, and X-Start is 0 where the file is another than `file` (a run that
-    was resumed). UserError where Starlette is missing."""
+    """For an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID` and `/live/config?run=NAME`, of the runs
+    in `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
+    more now, X-Start is 0 where the file is another than `file` (a run that was resumed). UserError where Starlette is missing."""
     try:
         from starlette.exceptions import HTTPException
         from starlette.responses import HTMLResponse, JSONResponse, Response

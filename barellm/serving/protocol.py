@@ -107,7 +107,7 @@ class Call:
     begins: bool  # an answer is a text of its own, and goes on from none
     stream: bool
     usage: bool  # a last chunk of a stream says how many tokens there were
-    drawn: bool  # whether more than the prompt is wanted
+    top: int | None  # of how many most likely tokens the log-probability is wanted beside the drawn one's; None: of none
 
 
 def parse(fields: Any, served: Served, *, chat: bool) -> Call:
@@ -127,11 +127,11 @@ def parse(fields: Any, served: Served, *, chat: bool) -> Call:
             echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
             ends = tokenizer.turn_ends if chat else tokenizer.ends
             seeds = [replace(how, seed=(how.seed + copy) % (1 << 64)) for copy in range(n)]
-            requests += [Request(tuple(ids), most, seeded, ends, top, echo and top is not None) for seeded in seeds]
+            requests += [Request(tuple(ids), most, seeded, ends, 0 if echo and top is None else top, echo) for seeded in seeds]
     stops = (*stops, *(tokenizer.turn_stops if chat else ()))
     begins = chat or not isinstance(prompts[0], str) or not prompts[0]
     wants = usage.get("include_usage", False) and stream
-    return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants, count != 0)
+    return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants, top)
 
 
 def _count(given: Mapping[str, Any], echo: bool) -> int | None:
@@ -167,7 +167,6 @@ def _stops(found: Any) -> tuple[str, ...]:
 
 
 def _top_logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
-    """Of how many most likely tokens the log-probability is wanted beside the drawn one's; None: of none."""
     if not chat:
         return given.get("logprobs")
     top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
@@ -226,7 +225,7 @@ def _conversation(messages: Any, template: Mapping[str, Any], tokenizer: Tokeniz
 def _room(length: int, count: int | None, positions: int, where: str) -> int:
     """How many tokens are drawn at most. Refused where prompt and answer do not fit."""
     left = positions - length
-    most = max(1, count if count is not None else left if where == "messages" else min(USUAL, left))
+    most = count if count is not None else max(1, left if where == "messages" else min(USUAL, left))
     if most > left:
         said = f"{length} tokens of the prompt and {most} to generate"
         said = f"the model has {positions} positions, the request needs {length + most}: {said}"

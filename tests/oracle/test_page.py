@@ -24,10 +24,13 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: 
 
 from barellm.cli.main import main  # noqa: E402
 from barellm.serving import live  # noqa: E402
+from tests.chat.test_models import source  # noqa: E402
 from tests.cli.conftest import TINY  # noqa: E402
 from tests.serving.fake import CODE, HTML, FakeChat, served  # noqa: E402
+from tests.serving.processes import process  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+GONE = ("net::ERR_CONNECTION_REFUSED",)  # of a server that ends before the page
 WIDTHS = ((1400, 900), (800, 900), (420, 800))
 
 
@@ -444,7 +447,48 @@ def test_everything_that_is_used_has_a_name(address, open_page):
     assert page.evaluate(nameless) == []
 
 
-# --- the real command ---
+# --- the real commands ---
+
+
+@pytest.fixture
+def model(own_cache, tmp_path) -> Path:
+    """A tiny chat model, with positions for long answers."""
+    source(tmp_path / "tiny", positions=2048)
+    return tmp_path / "tiny"
+
+
+def test_barellm_serve_is_talked_to(model, runs, tmp_path, open_page):
+    with process(tmp_path, model, "--port", 0, "--runs", runs) as server:
+        page = open_page(f"{server.url}/", errors=GONE)
+        expect(page.get_by_label("Model")).to_have_value("tiny")
+        page.get_by_label("Seed").fill("3")
+        page.get_by_label("Max tokens").fill("24")
+        say(page, "Hi")
+        expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=30_000)
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "seed": 3, "max_tokens": 24}
+        expected = server.ask("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+        assert expected and page.locator(".message.assistant .text").text_content() == expected.replace("```", "")
+        page.get_by_label("Max tokens").fill("1800")
+        say(page, "More")
+        expect(page.locator(".message.assistant .text").last).to_have_text(re.compile(".{40,}", re.DOTALL), timeout=30_000)
+        page.keyboard.press("Escape")
+        expect(page.locator(".note").last).to_contain_text("Stopped")
+        page.get_by_role("link", name="Runs").click()
+        expect(page.get_by_role("heading", name="growing")).to_be_visible()
+        assert curve(page, "Loss")
+
+
+def test_barellm_serve_with_a_key_asks_the_browser_for_it(model, runs, tmp_path, open_page):
+    with process(tmp_path, model, "--port", 0, "--runs", runs, "--api-key-env", "KEY", KEY="a long secret") as server:
+        page = open_page(
+            f"{server.url}/", http_credentials={"username": "me", "password": "a long secret"}, errors=("status of 401",)
+        )
+        expect(page.get_by_label("Model")).to_have_value("tiny")
+        page.get_by_label("Max tokens").fill("8")
+        say(page, "Hi")
+        expect(page.locator(".note")).to_contain_text(re.compile(r"\d tokens"), timeout=30_000)
+        page.get_by_role("link", name="Runs").click()
+        expect(page.get_by_role("heading", name="growing")).to_be_visible()
 
 
 def test_a_real_run_is_watched_from_its_first_step_to_its_end(open_page, tmp_path):
@@ -465,7 +509,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(open_page, tmp_pat
     with subprocess.Popen([*command, *own], stdout=subprocess.PIPE, text=True) as trains:
         try:
             address = next(found[1] for line in iter(trains.stdout.readline, "") if (found := re.match(r"live +(\S+)", line)))
-            page = open_page(address, errors=("net::ERR_CONNECTION_REFUSED",))
+            page = open_page(address, errors=GONE)
             expect(page.locator("#state")).to_have_text("shakespeare-char, running", timeout=30_000)
             expect(page.locator("figure").first.locator("path").nth(1)).to_be_attached()
             first = curve(page, "Loss")

@@ -75,7 +75,7 @@ def test_an_answer_has_at_most_so_many_tokens(tiny):
     with pytest.raises(Refused, match="max_tokens is 9 and max_completion_tokens 8, expected one of them"):
         chat(tiny, max_tokens=9, max_completion_tokens=8)
     call = completion(tiny, prompt="Hi", max_tokens=0, echo=True, logprobs=1)
-    assert not call.drawn and call.requests[0].count == 1 and call.requests[0].echo
+    assert call.requests[0].count == 0 and call.requests[0].echo
 
 
 def test_what_does_not_fit_names_both_numbers(tiny):
@@ -95,7 +95,7 @@ def test_stop_texts_and_log_probabilities(tiny):
     assert chat(tiny, logprobs=True).requests[0].top_logprobs == 0
     assert chat(tiny, logprobs=True, top_logprobs=20).requests[0].top_logprobs == 20
     assert completion(tiny, prompt="a", logprobs=0).requests[0].top_logprobs == 0
-    assert not completion(tiny, prompt="a", echo=True).requests[0].echo  # nothing is wanted of the prompt's tokens
+    assert completion(tiny, prompt="a", echo=True).top is None  # the engine echoes with them alone
     assert chat(tiny, stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).usage
 
 
