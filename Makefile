@@ -29,7 +29,7 @@ quick: $(VENV)/.tested
 
 # The comparisons with PyTorch and transformers: this exact pin installs the CPU build.
 oracle: $(VENV)/.oracle
-	$(BIN)/python -c "import torch, transformers, peft, pyarrow, zstandard, tensorboard, wandb, trackio, sphinx, myst_parser, furo"  # without them the tests below would only be skipped
+	$(BIN)/python -c "import torch, transformers, peft, openai, langchain_openai, lm_eval, playwright, pyarrow, zstandard, tensorboard, wandb, trackio, sphinx, myst_parser, furo"  # without them the tests below would only be skipped
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 # Families of Hugging Face's models against transformers' own classes: the table of the README. FAMILIES="qwen3 olmo2" for some.
@@ -67,7 +67,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 accelerate peft==0.21.2 -e ".[data,chat,tensorboard,wandb,trackio,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 accelerate peft==0.21.2 openai langchain-openai "lm_eval[api]>=0.4.13" "playwright>=1.49" -e ".[data,serve,tensorboard,wandb,trackio,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0  # only its files of chat templates are read
 	touch $@
 

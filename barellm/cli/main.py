@@ -18,7 +18,9 @@ COMMANDS: dict[str, str] = {
     "train": "train; without arguments a small model on Python source", "prepare": "tokenize a dataset into shards",
     "presets": "models and runs by name; one's values", "runs": "list and compare the runs of a folder",
     "plot": "loss curves of runs, also of those that still train", "sample": "generate text from a checkpoint",
-    "chat": "talk with a model, by its chat template", "eval": "loss and perplexity of a checkpoint; HellaSwag",
+    "chat": "talk with a model, by its chat template",
+    "serve": "serve models over HTTP by OpenAI's protocol; a page to chat",
+    "eval": "loss and perplexity of a checkpoint; HellaSwag",
     "quantize": "weight quantization (GPTQ): int8, int4 or NF4 weights",
     "import": "make a checkpoint of a Hugging Face folder or llm.c file",
     "export": "write weights for transformers, llm.c or llama.cpp",
@@ -29,7 +31,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine has and what barellm will use",
 }  # fmt: skip
 # Commands that take a model of one's own, --model FILE.py.
-WITH_MODELS = ("train", "presets", "build", "sample", "chat", "eval", "quantize", "plan", "bench", "profile", "tune", "inspect")
+WITH_MODELS = COMMANDS.keys() - {"prepare", "runs", "plot", "import", "export", "doctor"}
 SECTIONS = {"train": "train", "sample": "use a model", "plan": "examine"}  # from this command on
 
 

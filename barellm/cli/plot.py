@@ -1,4 +1,4 @@
-"""Draw runs that are finished, were stopped, or still train: charts in the terminal, or one picture with all of them.
+"""Draw runs that are finished, were stopped, or still train: charts in the terminal, one picture with all of them, or a page.
 
 What is drawn is the loss, or what --y names. A finished run has a dashed line for gzip -9. Training is smoothed: each hundredth of
 the axis shows its mean. Runs with different tokenizers have different tokens, so their nats per token cannot be compared, but their
@@ -20,9 +20,8 @@ from barellm.training.curve import AXES, QUANTITIES, Curve
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said")
-    parser.add_argument(
-        "--out", metavar="FILE", help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)"
-    )
+    kinds = "a picture, .png, .svg or .pdf, or a page for a browser, .html (default: charts in the terminal)"
+    parser.add_argument("--out", metavar="FILE", help=kinds)
     parser.add_argument("--x", choices=AXES, help="what it is drawn over (default: steps)")
     parser.add_argument(
         "--y",
@@ -41,14 +40,18 @@ def run(args: argparse.Namespace) -> int:
     from barellm.training.console import Console
 
     console = Console()
+    page = not args.exponent_stats and (args.out or "").lower().endswith(".html")
+    for option in ("x", "y", "log") if args.exponent_stats or page else ():
+        if getattr(args, option) is not None:
+            other = "in a page they are chosen there" if page else "--exponent-stats draws none"
+            raise UserError(f"--{option} is for curves, and {other}: leave one of them out")
     if args.exponent_stats:
-        for option in ("x", "y", "log"):
-            if getattr(args, option) is not None:
-                raise UserError(f"--{option} is for curves, and --exponent-stats draws none: leave one of them out")
         return _exponent_stats(args, console)
     axis, log = args.x or "steps", args.log or ""
     if args.json:
         raise UserError("--json is for --exponent-stats: the losses of a run are in its metrics.jsonl")
+    if page:
+        return _page(args, console)
     curves = [found for name in args.runs for found in _read(name, axis=axis, y=args.y or "loss")]
     if args.out is not None:
         title = str(Path(args.runs[0])) if len(args.runs) == 1 else "training, smoothed, and validation (dots)"
@@ -61,6 +64,19 @@ def run(args: argparse.Namespace) -> int:
             console.line(curve.terminal(found, axis=axis, log=log, ascii_only=ascii_only))
     if args.out is not None:
         console.line(f"curve {args.out}")
+    return 0
+
+
+def _page(args: argparse.Namespace, console: Console) -> int:
+    """The runs, as a page for a browser that needs no server."""
+    from barellm.checkpoint import storage
+    from barellm.serving import live
+    from barellm.training import metrics
+
+    files = [(name, _metrics_of(Path(name))) for name in args.runs]
+    found = [live.archived(name, metrics.read(file), file.parent / "config.json") for name, file in files]
+    storage.replace_file(Path(args.out), live.html(found)[0].encode())
+    console.line(f"page {args.out}")
     return 0
 
 
@@ -97,11 +113,7 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     from barellm.config import overrides
     from barellm.training import curve, metrics, training_schedule
 
-    path = Path(name)
-    checkpoint.must_exist(path, expected="a run folder")
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{path} has no metrics.jsonl, expected the folder of a run")
+    path, file = Path(name), _metrics_of(Path(name))
     rows, before = metrics.read(file), int
     if axis == "tokens" and any("tokens" not in row for row in rows if row.get("kind") == "train"):
         # Older versions did not write them. The configuration knows, of a step with more tokens than the one before too.
@@ -119,3 +131,14 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     if not muon:
         return [curve.Curve(str(path), *found, y=y, gzip=gzip)]
     return [curve.Curve(f"{path}, {of}", points, (), y=y) for of, points in (("AdamW", found[0]), ("Muon", muon))]
+
+
+def _metrics_of(path: Path) -> Path:
+    """The file with a run's rows. UserError where there is none."""
+    from barellm.checkpoint import checkpoint
+
+    checkpoint.must_exist(path, expected="a run folder")
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path} has no metrics.jsonl, expected the folder of a run")
+    return file

@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 
 from barellm import models
 from barellm.cli import help, options
@@ -31,6 +31,8 @@ def configure(parser: options.Parser) -> None:
     )
     output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
     output.add_argument("--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else")
+    live = "show the run in a browser; on this machine alone, at this port or any that is free (docs/live.md)"
+    output.add_argument("--live", nargs="?", type=int, const=-1, metavar="PORT", help=live)
     options.add_configuration(parser, options.TRAINED)
 
 
@@ -58,6 +60,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
     from barellm.interop.sources import open_base
+    from barellm.serving import live
     from barellm.training import find_lr, resume, run
 
     check_device(args.device)
@@ -68,6 +71,8 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     root = Path("runs")
     if args.find_lr and ranks.count > 1:
         raise UserError("--find-lr tests with one process: leave --ranks out")
+    if args.find_lr and args.live is not None:
+        raise UserError("--find-lr writes no metrics that --live could show: leave one of them out")
     if args.resume and args.find_lr:
         raise UserError("--find-lr is a test from the start: it cannot --resume (--init-from begins with a run's weights)")
     if args.resume:
@@ -90,7 +95,11 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     device = chosen_device(args.device, config, ranks=ranks.count, before=before)
     steps = find_lr.steps_of(config, overrides.checked(requested.texts, config)) if args.find_lr else 0
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
-    with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
+    with ExitStack() as files:
+        opened = files.enter_context(own) if ranks.rank == 0 else own  # only the first rank writes
+        if args.live is not None and ranks.rank == 0:
+            address = files.enter_context(live.serving(opened.path, args.live))
+            print(f"live     {address}", file=sys.stderr) if args.json else console.line(f"live     {address}")
         job = run.Run(
             config, start=start, weights=weights, device=device, console=console, started=started,
             requested=args.resume or "data.tokenizer" in changes, ranks=ranks,

@@ -1,1 +1,1 @@
-"""`barellm serve`: texts for many clients at a time."""
+"""Models and runs over HTTP."""

@@ -32,8 +32,8 @@ GENERATION = {"eos_token_id": [394, 396], "temperature": 0.0, "pad_token_id": 39
 REFERENCE = ("--device", "reference")
 
 
-def source(folder, *, rows: int = ROWS, family: str = "qwen", template: str = CHATML):
-    model = replace(TINY, vocab_size=rows, padded_vocab=0, max_seq=128)
+def source(folder, *, rows: int = ROWS, family: str = "qwen", template: str = CHATML, positions: int = 128):
+    model = replace(TINY, vocab_size=rows, padded_vocab=0, max_seq=positions)
     hugging_face(folder, model, their_tensors(random_arrays(model)), bos_token_id=None, eos_token_id=[394, 396])
     families.folder(folder, family, template=template)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))

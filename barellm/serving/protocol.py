@@ -1,0 +1,233 @@
+"""Requests of OpenAI's protocol: a body is checked field by field, and becomes requests of the engine."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from barellm.api import Model
+from barellm.config.fields import converted
+from barellm.data.tokenizers import Tokenizer
+from barellm.errors import UserError, nearest, shown
+from barellm.generation.samplers import Sampling
+from barellm.jsontext import TOO_DEEP
+from barellm.serving.engine import Engine, Request
+
+MOST_TEXTS, MOST_MESSAGES, MOST_STOPS, LONGEST_STOP = 128, 4096, 4, 1000
+USUAL = 16  # tokens of a completion
+ROLES = ("system", "developer", "user", "assistant")
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Name -> kind, least and greatest value. -1 of top_k is off.
+SAMPLING = {
+    "temperature": (float, 0, 2), "top_p": (float, 0, 1), "min_p": (float, 0, 1), "top_k": (int, -1, 1 << 31),
+    "repetition_penalty": (float, 0.01, 100), "frequency_penalty": (float, -2, 2), "presence_penalty": (float, -2, 2),
+}  # fmt: skip
+BOTH = SAMPLING | {
+    "model": (str,), "n": (int, 1, MOST_TEXTS), "seed": (int, -(1 << 63), (1 << 64) - 1), "max_tokens": (int, 0, 1 << 31),
+    "stop": (object,), "logit_bias": (dict,), "stream": (bool,), "stream_options": (dict,),
+}  # fmt: skip
+CHAT = BOTH | {
+    "messages": (list,), "chat_template_kwargs": (dict,), "max_completion_tokens": (int, 1, 1 << 31), "logprobs": (bool,),
+    "top_logprobs": (int, 0, 20),
+}  # fmt: skip
+COMPLETION = BOTH | {"prompt": (object,), "echo": (bool,), "logprobs": (int, 0, 5)}
+STREAM_OPTIONS = {"include_usage": (bool,), "include_obfuscation": (bool,)}
+# What changes no answer here, so that it may be anything; and values that ask for nothing of what is not supported.
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "suffix": ("",),
+    "modalities": (["text"],), "response_format": ({"type": "text"},), "best_of": (1,),
+}  # fmt: skip
+
+
+class Refused(UserError):
+    """What is answered with an error of OpenAI's shape, `body`. `wait`: seconds after which to try again, 0 for never."""
+
+    def __init__(self, message: object, param: str | None = None, code: str = "invalid_value", status: int = 400, wait: int = 0):
+        super().__init__(message)
+        self.status, self.wait = status, wait
+        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body = {"error": {"message": str(self), "type": kind, "param": param, "code": code}}
+
+
+@contextmanager
+def checking(param: str) -> Iterator[None]:
+    """A mistake in here is one of this parameter."""
+    try:
+        yield
+    except RecursionError:
+        raise Refused(f"{param} cannot be read: {TOO_DEEP}", param) from None
+    except UserError as error:
+        raise error if isinstance(error, Refused) else Refused(error, param) from None
+
+
+def checked(fields: Any, known: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
+    """The fields that are not null. Refused for the first of another kind, or beyond its bounds, or that is not supported."""
+    if not isinstance(fields, dict):
+        raise Refused(f"{where or 'the body'} is {shown(fields)}, expected a JSON object", where or None)
+    found = {name: value for name, value in fields.items() if value is not None}
+    for name, value in found.items():
+        key = f"{where}{'.' * bool(where)}{name}"[:100]
+        with checking(key):
+            if name not in known:
+                if name not in IGNORED and not any(value == one and type(value) is type(one) for one in NEUTRAL.get(name, ())):
+                    hint = "" if name in NEUTRAL else nearest(name, known)
+                    raise Refused(f"{key} is {shown(value)}, and not supported{hint}", key, "unsupported_parameter")
+                continue
+            kind, *bounds = known[name]
+            if kind not in (dict, list, object):
+                found[name] = converted(key, value, kind)
+            elif not isinstance(value, kind):
+                raise UserError(f"{key} is {shown(value)}, expected {'a list' if kind is list else 'an object'}")
+            if bounds and not bounds[0] <= value <= bounds[1]:
+                raise UserError(f"{key} is {value}, expected {bounds[0]} to {bounds[1]}")
+    return found
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served, by the name that requests have for it; `created` is in seconds since 1970."""
+
+    name: str
+    model: Model
+    engine: Engine
+    created: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request whose body was checked: `n` texts for each prompt, which `echoes` has as text where it is to be shown."""
+
+    chat: bool
+    n: int
+    requests: tuple[Request, ...]
+    echoes: tuple[str, ...]
+    stops: tuple[str, ...]
+    begins: bool  # an answer is a text of its own, and goes on from none
+    stream: bool
+    usage: bool  # a last chunk of a stream says how many tokens there were
+    top: int | None  # of how many most likely tokens the log-probability is wanted beside the drawn one's; None: of none
+
+
+def parse(fields: Any, served: Served, *, chat: bool) -> Call:
+    """The request that a body is. Refused with the name of the first field that cannot be."""
+    given, tokenizer = checked(fields, CHAT if chat else COMPLETION), served.model.tokenizer
+    n, stream, echo = given.get("n", 1), given.get("stream", False), given.get("echo", False)
+    count, how, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
+    top, usage = _top_logprobs(given, chat), checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
+    where, prompts = ("messages", [given.get("messages", [])]) if chat else ("prompt", _prompts(given.get("prompt", "")))
+    if n * len(prompts) > MOST_TEXTS:
+        raise Refused(f"{len(prompts)} prompts of n {n} are {n * len(prompts)} texts, expected {MOST_TEXTS} at most", where)
+    template, requests, echoes = given.get("chat_template_kwargs", {}), [], []
+    with checking(where):
+        for prompt in prompts:
+            ids = _conversation(prompt, template, tokenizer) if chat else _ids(prompt, served)
+            most = _room(len(ids), count, served.engine.positions, where)
+            echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
+            ends = tokenizer.turn_ends if chat else tokenizer.ends
+            seeds = [replace(how, seed=(how.seed + copy) % (1 << 64)) for copy in range(n)]
+            requests += [Request(tuple(ids), most, seeded, ends, 0 if echo and top is None else top, echo) for seeded in seeds]
+    stops = (*stops, *(tokenizer.turn_stops if chat else ()))
+    begins = chat or not isinstance(prompts[0], str) or not prompts[0]
+    wants = usage.get("include_usage", False) and stream
+    return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants, top)
+
+
+def _count(given: Mapping[str, Any], echo: bool) -> int | None:
+    """How many tokens are wanted at most; None: as many as is usual."""
+    count, other = given.get("max_tokens"), given.get("max_completion_tokens")
+    if count is not None and other not in (None, count):
+        raise Refused(f"max_tokens is {count} and max_completion_tokens {other}, expected one of them", "max_tokens")
+    if count == 0 and not echo:
+        raise Refused("max_tokens is 0, expected at least 1", "max_tokens")
+    return count if other is None else other
+
+
+def _sampling(given: Mapping[str, Any], served: Served) -> Sampling:
+    """What the request says, else the model's generation_config.json, else OpenAI's temperature of 1."""
+    how = {"temperature": 1.0, **served.model.tokenizer.conventions.sampling}
+    how |= {name: given[name] for name in SAMPLING if name in given}
+    how |= {"top_p": max(how.get("top_p", 1), 1e-9), "top_k": max(how.get("top_k", 0), 0)}  # 0 of top_p: the most likely token
+    biases, ids = given.get("logit_bias", {}), {str(i): i for i in range(served.engine.vocabulary)} if "logit_bias" in given else {}
+    if unknown := [name for name in biases if name not in ids]:
+        said = f"logit_bias has the id {shown(unknown[0])}, expected ids from 0 to {served.engine.vocabulary - 1}"
+        raise Refused(said, "logit_bias")
+    checked(biases, dict.fromkeys(biases, (float, -100, 100)), "logit_bias")
+    how |= {"logit_bias": {ids[i]: float(value) for i, value in biases.items() if value}} if biases else {}
+    return Sampling(**how, seed=given.get("seed", secrets.randbits(63)) % (1 << 64))
+
+
+def _stops(found: Any) -> tuple[str, ...]:
+    stops = [found] if isinstance(found, str) else found if isinstance(found, list) else [found]
+    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops):
+        expected = f"a text or a list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters"
+        raise Refused(f"stop is {shown(found)}, expected {expected}", "stop")
+    return tuple(stops)
+
+
+def _top_logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
+    if not chat:
+        return given.get("logprobs")
+    top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
+    if top and not wanted:
+        raise Refused(f"top_logprobs is {top} without logprobs, expected logprobs true", "top_logprobs")
+    return top if wanted else None
+
+
+def _prompts(found: Any) -> list[str | list[int]]:
+    def ids(prompt: Any) -> bool:
+        return isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
+
+    prompts = found if isinstance(found, list) and not ids(found) else [found]
+    if not prompts or not all(isinstance(prompt, str) or ids(prompt) for prompt in prompts):
+        expected = "a text, a list of texts, a list of ids, or a list of such lists"
+        raise Refused(f"prompt is {shown(found)}, expected {expected}", "prompt")
+    return prompts
+
+
+def _ids(prompt: str | list[int], served: Served) -> list[int]:
+    if isinstance(prompt, str):
+        return served.model.tokenizer.prompt(prompt)
+    most = served.model.config.model.vocab_size
+    for i in (min(prompt), max(prompt)):
+        if not 0 <= i < most:
+            raise UserError(f"prompt has the id {shown(i)}, expected ids from 0 to {most - 1}")
+    return prompt
+
+
+def _conversation(messages: Any, template: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a conversation. Nothing that a request says, of messages or of the template's variables, makes a special token."""
+    own = tokenizer.conventions.templates
+    if not 0 < len(messages) <= MOST_MESSAGES:
+        raise UserError(f"messages has {len(messages)}, expected 1 to {MOST_MESSAGES} messages")
+    for name in template:  # such as eos_token, whose text a template takes as its own
+        own_name = name == "chat_template" and template[name] in [*own]
+        if (name.endswith("_token") or name in ("messages", "tools", "documents", "chat_template")) and not own_name:
+            raise Refused(f"chat_template_kwargs has {name}, which is not a request's to say", "chat_template_kwargs")
+    found = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        said = checked(message, {key: (object,) for key in message} if isinstance(message, dict) else {}, where)
+        if said.get("role") not in ROLES:
+            raise Refused(f"{where}.role is {shown(said.get('role'))}, expected {', '.join(ROLES)}", f"{where}.role")
+        if "content" not in said and said["role"] != "assistant":
+            raise Refused(f"{where}.content is missing, expected a text", f"{where}.content")
+        for key in (key for key in ("tool_calls", "function_call", "audio") if said.get(key)):
+            raise Refused(f"{where}.{key} is not supported", f"{where}.{key}", "unsupported_parameter")
+        # Most templates know no developer, and some write any role as it is.
+        unknown = said["role"] == "developer" and own and not any("developer" in text for text in own.values())
+        found.append({**said, "role": "system"} if unknown else said)
+    parts = tokenizer.chats([found], {"add_generation_prompt": True, **template})[0]
+    return [i for ids, _ in parts for i in ids.tolist()]
+
+
+def _room(length: int, count: int | None, positions: int, where: str) -> int:
+    """How many tokens are drawn at most. Refused where prompt and answer do not fit."""
+    left = positions - length
+    most = count if count is not None else max(1, left if where == "messages" else min(USUAL, left))
+    if most > left:
+        said = f"{length} tokens of the prompt and {most} to generate"
+        said = f"the model has {positions} positions, the request needs {length + most}: {said}"
+        raise Refused(said, where, "context_length_exceeded")
+    return most
