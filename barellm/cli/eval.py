@@ -144,7 +144,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
-    from barellm.data import examples, reading
+    from barellm.data import forms, reading
     from barellm.data.sources import find_text, prepare
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
@@ -154,7 +154,7 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = config.data if args.data is None else replace(config.data, source=args.data)
     path = Path(source.source).expanduser()
-    if examples.has_examples(path):
+    if forms.example_files(source.source):
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
     if path.is_file() and reading.format_of(path, reading.Layout()) != "text":
         corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)

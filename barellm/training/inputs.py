@@ -8,10 +8,9 @@ from typing import Any
 
 from barellm import models
 from barellm.config import Config
-from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.llmc import LlmcOrder
-from barellm.data.loader import Batches, Repeated, Rows
+from barellm.data.loader import Batches, Documents, Repeated, Rows
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError

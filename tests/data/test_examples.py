@@ -89,6 +89,72 @@ def test_examples_come_in_every_form_of_records(name, tmp_path):
     assert found[0].hash == found[1].hash and found[0].examples is not None
 
 
+ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+FORMS = [  # a record, and what the model sees of it without a chat template: trained parts in brackets
+    ({"prompt": "a", "completion": " b", "source": "x"}, "|a[ b|]"),
+    (
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        "|" + ALPACA.format(", paired with an input that provides further context")
+        + "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:[3|]",
+    ),
+    ({"instruction": "Go.", "input": "", "output": "ok"}, f"|{ALPACA.format('')}### Instruction:\nGo.\n\n### Response:[ok|]"),
+    (
+        {"system": "S", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
+        "|System: S\nUser: q\nAssistant:[ r|]",
+    ),
+    (
+        {"prompt": [*CHAT[1]["messages"], {"role": "assistant", "content": "x"}], "completion": CHAT[0]["messages"][1:3]},
+        "|User: More\nAssistant: x|User: Hi\nAssistant:[ Hello.|]",
+    ),
+    (CHAT[0]["messages"][1:3], "|User: Hi\nAssistant:[ Hello.|]"),
+    (
+        {"messages": [CHAT[1]["messages"][0], {"role": "assistant", "content": [{"type": "text", "text": part} for part in "ab"]}]},
+        "|User: More\nAssistant:[ ab|]",
+    ),
+]  # fmt: skip
+
+
+def seen(examples: Examples, tokenizer) -> list[str]:
+    """Each example as text: | for special tokens, trained tokens in brackets."""
+    found = []
+    for i in range(len(examples)):
+        one, text, inside = examples.slice(i, i + 1), b"", False
+        for token, trained in zip(one.tokens.tolist(), one.answer.tolist(), strict=True):
+            text += b"" if trained == inside else b"[" if trained else b"]"
+            text += b"|" if token == tokenizer.eot else tokenizer.token_bytes(token)
+            inside = trained
+        found.append((text + b"]" * inside).decode())
+    return found
+
+
+@pytest.mark.parametrize("record, wanted", FORMS)
+def test_records_as_people_have_them(record, wanted, tmp_path, small_bpe):
+    path = written(tmp_path / "a.jsonl", [record] * 2)
+    examples = prepare(DataConfig(source=str(path)), tokenizer=small_bpe, whole=True).examples
+    assert examples is not None and seen(examples[1], small_bpe) == [wanted] * 2
+
+
+def test_folders_tables_and_parquet_hold_the_same_examples(tmp_path, small_bpe):
+    """Cells of a table have lists as JSON; columns that a record has not are null in Parquet, and lists are lists there."""
+    arrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": CHAT[0]["messages"], "source": None}, {"messages": CHAT[0]["messages"][1:3], "source": "b"}]
+    folders = [tmp_path / name for name in ("lines", "csv", "parquet")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[2] / "README.md").write_text("what it is")
+    for i, row in enumerate(rows):
+        written(folders[0] / f"{i}.jsonl", [row])
+        cell = json.dumps(row["messages"]).replace('"', '""')
+        (folders[1] / f"{i}.csv").write_text(f'source,messages\n{row["source"] or ""},"{cell}"\n')
+    table.write_table(arrow.Table.from_pylist(rows), folders[2] / "all.parquet")
+    found = [prepare(DataConfig(source=str(folder)), tokenizer=small_bpe) for folder in [*folders, f"{folders[0]}/*.jsonl"]]
+    assert len({one.hash for one in found}) == 1 and [len(part) for part in found[2].examples or ()] == [1, 1]
+    broken = [{"messages": [{"role": "user", "content": "a"}]}, *rows]
+    table.write_table(arrow.Table.from_pylist(broken[::-1]), folders[2] / "all.parquet", row_group_size=1)
+    with pytest.raises(UserError, match=r"all.parquet, row 3 has no message of the assistant with a loss"):
+        prepare(DataConfig(source=str(folders[2])), tokenizer=small_bpe)
+
+
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
     seq=st.integers(1, 20),
@@ -151,13 +217,27 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"prompt": "a"}, r"line 2 has: prompt; expected texts named prompt and answer \(or completion\), or messages"),
-        ({"instruction": "a", "input": "", "output": "b"}, "alpaca's output is the answer"),
+        ({"prompt": "a"}, r"line 2 has: prompt; expected texts named prompt and answer \(or completion\), messages"),
+        ({"prompt": "a", "answer": None}, r"line 2 has: prompt, answer \(nothing\); expected texts"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "line 2 has an instruction 'a' and an input 3, expected texts"),
+        ({"instruction": "a", "output": ""}, "line 2 has an empty answer"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"there is no training on preferences \(DPO\)"),
-        ({"conversations": []}, "from and value are role and content"),
+        ({"conversations": []}, "line 2 has no message of the assistant with a loss"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, "line 2, message 1, has the content 3, expected a text"),
+        ({"conversations": [{"from": "observation", "value": "a"}]}, "the role 'observation', expected a role .human, gpt, "),
+        ({"messages": "[{"}, "line 2 has messages that are no JSON"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "line 2 has: prompt, completion; expected texts"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, "line 2 has no message of the assistant"),
+        (
+            {"system": "b", "messages": [{"role": "system", "content": "a"}]},
+            "has a system and a message of the system, expected one",
+        ),
+        ({"system": 3, "messages": [{"role": "user", "content": "a"}]}, "line 2 has a system 3, expected a text"),
+        ({"prompt": "a", "answer": "b", "chat_template_kwargs": {"a": 1}}, "a record with chat_template_kwargs"),
         ({"prompt": "a", "answer": ""}, "line 2 has an empty answer"),
         ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
-        ([1], "line 2 has: list; expected"),
+        ([1], "line 2 has a message 1, expected a role"),
+        (3, "line 2 has: int; expected"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2 has no message of the assistant"),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
@@ -176,9 +256,9 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}, "a record with tools .*, which barellm"),
         ({"prompt": "a", "answer": "b", "weight": 0.5}, "line 2 has a record with weight 0.5, which barellm cannot"),
         ({"prompt": "a", "answer": "b", "train": False}, "line 2 has a record with train False, which barellm cannot"),
-        ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a record with system 'Be brief.', which"),
+        ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a system 'Be brief.' beside a text"),
         ({"prompt": "a", "answer": "\ud800"}, r"line 2 has \\ud800 alone in its text"),
-        ({"prompt": "", "answer": "b"}, "a.jsonl: example 2 has no token in its prompt, and the tokenizer bytes has no end"),
+        ({"prompt": "", "answer": "b"}, "a.jsonl, line 2 has no token in its prompt, and the tokenizer bytes has no end"),
     ],
 )
 def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_path):
