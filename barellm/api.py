@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from barellm.assembly import quantized
 from barellm.assembly.build import check_device, chosen_device, opened, proven_options, resolved
 from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
@@ -356,13 +357,20 @@ class Model:
         self._session, self._wanted, self._interrupted = None, _Wanted(), False
         self._open.close()
         with ExitStack() as opening:
-            options = proven_options(self.config, self._device, training=False)
-            session = opening.enter_context(opened(programs, self._device, **options))
-            self._weights.load(session)
-            on_step(session, self.config, self._step, self._total)
+            session = opening.enter_context(self._session_of(programs))
             self._open = opening.pop_all()
         self._session, self._wanted = session, wanted
         return session
+
+    @contextmanager
+    def _session_of(self, programs: dict[str, Any], matrices: Mapping[str, quantized.Matrix] | None = None) -> Iterator[Any]:
+        """A session of programs of this model, with its weights; `matrices`: those of which the programs read codes."""
+        options = proven_options(self.config, self._device, training=False)
+        with opened(programs, self._device, **options) as session:
+            loading: Any = quantized.Quantizing(session, matrices) if matrices else session
+            self._weights.load(loading)
+            on_step(session, self.config, self._step, self._total)
+            yield session
 
     def _programs(self, wanted: _Wanted) -> dict[str, Any]:
         model, compute = self.config.model, self.config.train.dtype

@@ -33,6 +33,7 @@ MAY = {
     "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
     "interop": STEP | {"models", OVERRIDES, "data", "chat", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "serving": BUILT | {"api", "data", "generation"},
     "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
     "tools.plan": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "tools.inspect": BUILT | {"cpu", "cuda", "tools.plan"},

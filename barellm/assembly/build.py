@@ -257,7 +257,12 @@ def _refused(error: memory.TooLarge, config: Config, device: str, training: bool
 def _caches(config: Config, how: Mapping[str, Any]) -> str:
     """The arithmetic of the KV caches, where there are any."""
     decode = build_programs(config, training=False, **how).get("decode")
-    caches = [] if decode is None else decode.store.of_role("cache")
+    return "" if decode is None else cache_arithmetic(decode)
+
+
+def cache_arithmetic(p: Program) -> str:
+    """How large a program's KV caches are, where it has any."""
+    caches = p.store.of_role("cache")
     if not caches or len(caches[0].shape) != 3:
         return ""
     rows, positions, _ = caches[0].shape

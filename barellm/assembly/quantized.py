@@ -42,7 +42,7 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
         for op in products:
             name = op.weight.name
             if name not in found:
-                how = quantization.scheme(HEAD if op is products[-1] else weights)
+                how = quantization.scheme(HEAD if op.weight is products[-1].weight else weights)
                 found[name] = _matrix(store, op.weight, how)
             p.ops[p.ops.index(op)] = _with_codes(op, found[name])
     _leave_out(programs, found)

@@ -1,4 +1,4 @@
-"""Sampling a token from logits: repetition penalty, temperature, top-k, top-p, min-p, one draw by (seed, index)."""
+"""Sampling a token from logits: penalties, biases, temperature, top-k, top-p, min-p, one draw by (seed, index); log-softmax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +14,8 @@ from barellm.errors import UserError
 @dataclass(frozen=True)
 class Sampling:
     """`temperature` 0 takes the most likely token (the lowest id of equals). `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing, and a
-    `repetition_penalty` of 1 changes nothing."""
+    `repetition_penalty` of 1 changes nothing. The last three are OpenAI's: `frequency_penalty` times as often as a token was drawn,
+    and `presence_penalty` once, are taken from its logit, and to those of the ids that `logit_bias` names its numbers are added."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -22,10 +23,16 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 1337
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for f in fields(self):
+        for f in fields(self)[:-1]:
             object.__setattr__(self, f.name, converted(f.name, getattr(self, f.name), type(f.default)))
+        biases = ((converted("an id of logit_bias", i, int), x) for i, x in dict(self.logit_bias).items())
+        biases = tuple(sorted((i, converted(f"logit_bias[{i}]", x, float)) for i, x in biases))
+        object.__setattr__(self, "logit_bias", biases)
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}, expected a number from 0 on")
         if self.top_k < 0:
@@ -38,6 +45,8 @@ class Sampling:
             raise UserError(f"repetition_penalty is {self.repetition_penalty}, expected a number above 0 (1: no penalty)")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
+        if biases and biases[0][0] < 0:
+            raise UserError(f"logit_bias has the id {biases[0][0]}, expected 0 or more")
 
 
 def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any) -> Sampling:
@@ -93,11 +102,40 @@ def penalized(logits: np.ndarray, text: Sequence[int], penalty: float) -> np.nda
     return logits
 
 
+def biased(logits: np.ndarray, drawn: Sequence[int], how: Sampling) -> np.ndarray:
+    """The logits with the penalties of tokens that were `drawn`, by their count and once, and with the biases of ids."""
+    if not (how.frequency_penalty or how.presence_penalty or how.logit_bias):
+        return logits
+    logits = logits.astype(np.float64)
+    ids, counts = np.unique(np.asarray(drawn, np.int64), return_counts=True)
+    logits[ids] -= how.frequency_penalty * counts + how.presence_penalty
+    for i, bias in dict(how.logit_bias).items():
+        if i < len(logits):
+            logits[i] += bias
+    return logits
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """The log-softmax of logits (V,), float64."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def most_likely(scores: np.ndarray, k: int) -> np.ndarray:
+    """The ids of the k largest of scores (V,), the largest first and of equals the lower id."""
+    k = min(k, len(scores))
+    if not k:
+        return np.empty(0, np.int64)
+    ids = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+    return ids[np.argsort(-scores[ids], kind="stable")][:k]
+
+
 def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] = ()) -> int:
-    """The token of draw `index`, which follows `text`. UserError if the logits are not finite."""
+    """The token of draw `index`, which follows `text`, whose last `index` tokens were drawn. UserError if the logits are not
+    finite."""
     if not np.isfinite(logits).all():
         raise UserError("the model's logits are not finite: its weights diverged")
-    logits = penalized(logits, text, how.repetition_penalty)
+    logits = biased(penalized(logits, text, how.repetition_penalty), text[max(0, len(text) - index) :], how)
     p = probabilities(logits, how)
     if how.temperature == 0:
         return int(np.argmax(p))

@@ -19,7 +19,7 @@ from barellm.models.hf_mapping import HuggingFace
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
+    from barellm.program.tensor import Slots, Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
     DeclareMlp = Callable[[str, int], tuple[Affine, Affine]]
@@ -123,18 +123,20 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, and the caches hold those
-    before."""
-    w = declare(p, cfg)
-    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.d_model)
+def decode(p: Program, cfg: Config, tokens_BT: Tensor, slots: Slots | None = None) -> Tensor:
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or where `slots` says, and the
+    caches hold those before."""
+    w, places = declare(p, cfg), slots.operands if slots else {}
+    rows, length = slots.caches if slots else tokens_BT.shape
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
+        shape = (int(rows), int(length), cfg.d_model)
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
+        return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads, **places)
 
-    rest = (w, tokens_BT, attend, lambda x_BTC: x_BTC)
-    return p.last_logits(_unit_trunk(p, cfg, *rest) if cfg.unit_scaling else trunk(p, *rest), w.wte)
+    rest, at = (w, tokens_BT, attend, lambda x_BTC: x_BTC), places.get("positions")
+    x_BTC = _unit_trunk(p, cfg, *rest, at) if cfg.unit_scaling else trunk(p, *rest, positions_BT=at)
+    return p.last_logits(x_BTC, w.wte)
 
 
 Attend = Callable[[Block, "Tensor"], "Tensor"]
@@ -147,10 +149,13 @@ def dense_mlp(p: Program, b: Block, h_BTC: Tensor) -> Tensor:
     return p.linear(h_BTF, *b.fcproj)
 
 
-def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp) -> Tensor:
+def trunk(
+    p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp,
+    positions_BT: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C), and
-    `mlp` a block's MLP."""
-    x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
+    `mlp` a block's MLP. `positions_BT` of the tokens, where they are not the sequence's own."""
+    x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT))
     for b in w.blocks:
         with p.segment(b.name):
             h_BTC = p.layernorm(x_BTC, *b.ln_1)
@@ -161,10 +166,12 @@ def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dr
     return p.layernorm(x_BTC, *w.ln_f)
 
 
-def _unit_trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout) -> Tensor:
+def _unit_trunk(
+    p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, positions_BT: Tensor | None = None
+) -> Tensor:
     """The same in unit scaling. The logits are divided by sqrt(C) before their product, in the last norm."""
     half, averaged = sqrt(0.5), 1.0 / unit.attention_rms(cfg.max_seq)
-    x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe), forward=half, backward=half)
+    x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT), forward=half, backward=half)
     x_BTC = dropout(x_BTC)
     for i, b in enumerate(w.blocks):
         with p.segment(b.name):

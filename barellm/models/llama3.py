@@ -37,7 +37,7 @@ from barellm.models import families
 if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.ops.attention.rope import Scaling
-    from barellm.program.tensor import Tensor
+    from barellm.program.tensor import Slots, Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
 
@@ -250,17 +250,18 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     return p.classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T. The caches hold the positions
-    before: the heads of keys, which are rotated, and of values, but not those of queries."""
-    w = declare(p, cfg)
-    shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.kv_heads * cfg.head_size)
+def decode(p: Program, cfg: Config, tokens_BT: Tensor, slots: Slots | None = None) -> Tensor:
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or where `slots` says. The caches
+    hold the positions before: the heads of keys, which are rotated, and of values, but not those of queries."""
+    w, places = declare(p, cfg), slots.operands if slots else {}
+    rows, length = slots.caches if slots else tokens_BT.shape
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = (int(rows), int(length), cfg.kv_heads * cfg.head_size)
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block))
+        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block), **places)
 
-    logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend), w.head)
+    logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend, places.get("positions")), w.head)
     return p.softcap(logits, tanh_cap(cfg.logits_softcap)) if cfg.logits_softcap else logits
 
 
@@ -278,7 +279,7 @@ def _scores(cfg: Config, block: Block) -> dict[str, Any]:
 Attend = Callable[[Block, "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 
-def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend) -> Tensor:
+def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, positions_BT: Tensor | None = None) -> Tensor:
     def normed(x_BTC: Tensor, norm: Affine | None) -> Tensor:
         if norm is None:
             return x_BTC
@@ -295,7 +296,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Atten
     for b, tables in zip(w.blocks, layers, strict=True):
         with p.segment(b.name):
             h_BTC = normed(x_BTC, b.attn_norm)
-            a_BTC = attend(b, *_qkv(p, cfg, b, h_BTC, tables))
+            a_BTC = attend(b, *_qkv(p, cfg, b, h_BTC, tables, positions_BT))
             y_BTC = added(x_BTC, p.linear(a_BTC, *b.proj), b.attn_post_norm)
             h_BTC = normed(x_BTC if cfg.parallel_residual else y_BTC, b.mlp_norm)
             x_BTC = added(y_BTC, p.linear(_mlp(p, cfg, b, h_BTC), *b.down), b.mlp_post_norm)
@@ -321,16 +322,20 @@ def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
     return [None if i in without else local if cfg.window_of(i) else turning for i in range(cfg.layers)]
 
 
-def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
+def _qkv(
+    p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None, positions_BT: Tensor | None
+) -> Sequence[Tensor]:
     heads = cfg.heads, cfg.kv_heads
+
+    def turned(x_BTD: Tensor, count: int) -> Tensor:
+        return p.rope(x_BTD, tables, heads=count, positions=positions_BT) if tables else x_BTD
+
     if not b.qk_norms:
-        qkv_BTD = p.linear(h_BTC, *b.qkv[0])
-        return p.split(p.rope(qkv_BTD, tables, heads=sum(heads)) if tables else qkv_BTD, cfg.qkv_widths)  # v passes
+        return p.split(turned(p.linear(h_BTC, *b.qkv[0]), sum(heads)), cfg.qkv_widths)  # v passes
     qkv = [p.linear(h_BTC, *affine) for affine in b.qkv]
     norm = p.head_rmsnorm if cfg.qk_norm == "head" else p.rmsnorm
     for i, weight in enumerate(b.qk_norms):
-        qkv[i] = norm(qkv[i], _gain(p, cfg, weight), eps=cfg.norm_eps)
-        qkv[i] = p.rope(qkv[i], tables, heads=heads[i]) if tables else qkv[i]
+        qkv[i] = turned(norm(qkv[i], _gain(p, cfg, weight), eps=cfg.norm_eps), heads[i])
     return qkv
 
 

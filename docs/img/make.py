@@ -86,6 +86,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "native": (SKY, "a run as a program\nwithout Python"),
     "training": (SKY, "run, loop, schedule,\nmetrics, stopping"),
     "generation": (SKY, "decoding,\nsamplers"),
+    "serving": (SKY, "texts of many\nclients"),
     "evaluation": (SKY, "validation loss,\nbits per byte"),
     "checkpoint": (SKY, "folders, tensor\nfiles, weights"),
     "assembly": (MINT, "configuration to\nsession"),

@@ -25,7 +25,7 @@ from tests.cases import (
     forward_case,
     normal,
 )
-from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.cpu.check import ISAS, Given, changed, check_op, isa_named, persistent, tokens
 from tests.cpu.test_block_sparse_attention import pairs_in_fp32
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
@@ -401,6 +401,45 @@ def test_cached(isa, dtype, pos, T):
 @each_dtype
 def test_cached_with_constant_windows_scales_and_caps(isa, pos, T, scored, dtype):
     check_cached(isa, dtype, pos=pos, T=T, heads=4, groups=2, D=20, length=113, **scored)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("scored", [{}, {"sliding_window": 9, "softcap": 1.5}], ids=str)
+def test_cached_with_texts_at_places_of_their_own(isa, dtype, T, scored):
+    """Three texts at other positions, in some rows of the caches: each as if it were alone, bit for bit; other rows stay."""
+    starts, slots, length, heads, D = (70, 0, 37), (3, 0, 4), 113, 4, 20
+    one = cached_case(dtype, pos=0, T=T, heads=heads, groups=2, D=D, length=length, batch=5, **scored)
+    operands = {name: g.values[:3] for name, g in one["given"].items() if g.kind == "tokens"}
+    caches = {name: g for name, g in one["given"].items() if g.kind == "cache"}
+    at = np.array(starts, np.int32)[:, None] + np.arange(T, dtype=np.int32)
+    places = {"positions": tokens(at, "i32"), "slots": Given(np.array(slots), "i32", "sequences")}
+    case = {name: value for name, value in one.items() if name not in ("given", "bounds", "scalars")}
+    case["bounds"] = {"out": np.abs(caches["v_cache"].values).max()}
+    given = {name: tokens(x, dtype) for name, x in operands.items()} | caches
+    got = check_op(ops.AttentionCached, isa, given | places, **case)
+    for text, (pos, slot) in enumerate(zip(starts, slots, strict=True)):
+        alone = {name: tokens(x[text : text + 1], dtype) for name, x in operands.items()}
+        alone |= {name: persistent(g.values[slot : slot + 1], dtype, "cache") for name, g in caches.items()}
+        alone = check_op(ops.AttentionCached, isa, alone, threads=(2,), scalars={"pos": pos}, **case)
+        assert np.array_equal(got["out"][text], alone["out"][0])
+        for name in caches:
+            assert np.array_equal(got[name][slot], alone[name][0])
+    for name, g in caches.items():
+        assert np.array_equal(got[name][[1, 2]], g.values[[1, 2]])
+
+
+@each_isa
+def test_no_position_writes_into_the_cache_of_another_text(isa):
+    """Positions whose first is so late that the new rows would end beyond the cache."""
+    one = cached_case("fp32", pos=0, T=4, heads=2, D=8, length=10, batch=2)
+    late = np.array([[9, 0, 0, 0], [0, 1, 2, 3]], np.int32)
+    got = check_op(
+        ops.AttentionCached, isa, one["given"] | {"positions": tokens(late, "i32")}, views=one["views"], heads=2, kv_heads=2
+    )
+    want = one["given"]["k_cache"].values
+    assert np.array_equal(got["k_cache"][0, :6], want[0, :6]) and np.array_equal(got["k_cache"][1, 4:], want[1, 4:])
 
 
 @each_isa

@@ -45,6 +45,18 @@ def test_embedding_without_positions(isa, shape, dtype):
 
 
 @each_isa
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16_i16"])
+def test_embedding_with_a_position_for_each_token(isa, shape, dtype):
+    B, T, C = shape
+    at = np.random.default_rng(6).integers(0, T + 5, (B, T), dtype=np.int32)
+    tables = {"wte": persistent(normal(VOCABULARY, C), dtype), "wpe": persistent(normal(T + 5, C, seed=2), dtype)}
+    given = {"tokens": tokens(ids(B, T), "i32"), **tables, "positions": tokens(at, "i32")}
+    got = check_op(ops.Embedding, isa, given, scalars={"pos": 3}, plan=(B + 1, T + 2))
+    assert np.array_equal(got["y"], check_op(ops.Embedding, isa, given, scalars={"pos": 0}, plan=(B + 1, T + 2))["y"])
+
+
+@each_isa
 @each_shape
 @each_mode
 def test_embedding_dwte(isa, shape, mode):

@@ -16,13 +16,14 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
-def check(isa, shape, dtype, *, inverse=False, pos=0, mode="store", view=False):
+def check(isa, shape, dtype, *, inverse=False, pos=0, mode="store", view=False, positions=None):
     B, T, heads, D, rest = shape
     W = heads * D + rest
     x = normal(B, T, W + 3 if view else W)
     angle = np.arange(pos + T + 4)[:, None] * frequencies(D, theta=500.0)
     tables = {"cos": persistent(np.cos(angle), role="constant"), "sin": persistent(np.sin(angle), role="constant")}
     given = {"whole" if view else "x": tokens(x, dtype), **tables}
+    given |= {} if positions is None else {"positions": tokens(positions, "i32")}
     views = {"x": ("whole", 3, W)} if view else {}
     modes = {"y": mode} if mode != "store" else {}
     scalars, attrs = {"pos": pos}, {"heads": heads, "inverse": inverse}
@@ -50,6 +51,15 @@ def test_turning_back_is_added_to_what_is_there(isa, shape, dtype):
 def test_positions_of_a_view_begin_at_pos(isa, dtype, pos, T):
     check(isa, (2, T, 3, 8, 2), dtype, pos=pos, view=True)
     check(isa, (2, T, 1, 64, 64), dtype, pos=pos, inverse=True)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("inverse", [False, True])
+def test_each_token_turns_by_its_own_position(isa, dtype, inverse):
+    for shape in (SHAPES[1], (2, 4, 1, 64, 64), SHAPES[4]):
+        B, T = shape[:2]
+        check(isa, shape, dtype, inverse=inverse, positions=np.random.default_rng(3).integers(0, T + 4, (B, T), dtype=np.int32))
 
 
 @each_isa

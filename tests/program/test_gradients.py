@@ -97,6 +97,7 @@ CASES = {
     "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rope": (ops.Rope, {"x": (B, T, 3 * 4 + 2)}, {"heads": 3, "inverse": False}),
+    "rope at positions": (ops.Rope, {"x": (B, T, 3 * 4 + 2)}, {"heads": 3, "inverse": False, "positions": T + 1}),
     "qk_rotary": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 2, "kv_heads": 1}),
     "qk_rotary of pairs": (ops.QKRotary, {"x": (B, T, 6 * 4)}, QK_ROTARY | {"heads": 4, "kv_heads": 2, "paired": True}),
     "qk_rotary with shifted keys": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True}),
@@ -138,6 +139,7 @@ CASES = {
     "group norm": (ops.GroupNorm, {"x": (2, 6, 2, 3), "weight": (6,), "bias": (6,)}, {"groups": 2, "eps": 1e-3}),
     "mean over pixels": (ops.MeanPixels, {"x": (2, 3, 4, 5)}, {}),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
+    "embedding at positions": (ops.Embedding, {"wte": (9, C), "wpe": (T - 1, C)}, {"positions": T - 1}),
     "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
     "softcapped cross entropy": (
         ops.SoftcapCrossEntropy,
@@ -173,6 +175,8 @@ def program_of(op_type, shapes, attrs) -> Program:
         operands[name] = p.input(name, rows)
     if op_type is ops.Rope:
         operands |= dict(zip(("cos", "sin"), p.rope_tables(T + 1, 4, theta=10.0), strict=True))
+    if "positions" in attrs:
+        operands["positions"] = p.input("positions", rows)
     if layout := attrs.get("layout"):
         operands |= {name: p.constant(name, values, "i32") for name, values in layout.tables.items()}
     if attrs.get("window"):
@@ -182,7 +186,7 @@ def program_of(op_type, shapes, attrs) -> Program:
     if op_type is ops.QKRotary:
         width = int(operands["x"].shape[-1]) // (attrs["heads"] + attrs["kv_heads"])
         operands |= dict(zip(("cos", "sin"), p.yarn_tables(Yarn.of_head(width), 2 * T + 1), strict=True))
-    op = p.apply(op_type, **operands, **attrs)
+    op = p.apply(op_type, **attrs | operands)
     if op_type in losses:
         loss = op.loss
     else:
@@ -211,7 +215,7 @@ def test_gradient_equals_finite_difference(case):
     values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     for name, value in values.items():
         session.write(name, value)
-    for name, low, high in (("tokens", 0, 9), ("targets", -1, 7)):
+    for name, low, high in (("tokens", 0, 9), ("targets", -1, 7), ("positions", 0, attrs.get("positions"))):
         if name in p.named:
             session.write(name, rng.integers(low, high, (B, T)))
     if "starts" in p.named:

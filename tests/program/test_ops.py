@@ -19,6 +19,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.swiglu import GATED
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.indices import index_limits
 from barellm.runtime.reference import ReferenceSession
 
 
@@ -226,6 +227,25 @@ def test_the_cache_gives_what_whole_attention_gives(more):
         result = op.reference(*np.split(qkv[:, lo:hi], 3, -1), k, v, pos=lo)
         k, v = result["k_cache"], result["v_cache"]
         np.testing.assert_allclose(result["out"], whole[:, lo:hi], rtol=1e-12)
+
+
+def test_positions_and_slots_are_inputs_that_fit():
+    """i32, one for each token or text, and ids that a kernel may index by."""
+    p = Program(Store())
+    rows = (Dim("batch", 2), Dim("seq", 3))
+    x, at = p.input("x", (*rows, 8), "fp32"), p.input("at", rows)
+    tables = p.rope_tables(5, 4, theta=10.0)
+    caches = [p.cache(name, (4, 7, 8), "fp32") for name in "kv"]
+    slots = p.input("slots", rows[:1])
+    p.embedding(p.input("tokens", rows), p.parameter("wte", (9, 8)), p.parameter("wpe", (6, 8)), positions=at)
+    p.rope(x, tables, heads=2, positions=at)
+    p.attention_cached(x, x, x, *caches, heads=2, positions=at, slots=slots)
+    assert index_limits([p]) == {"tokens": (0, 8), "at": (0, 4), "slots": (0, 3)}  # of positions what all of them can take
+    for wrong in (slots, p.input("reals", rows, "fp32")):
+        with pytest.raises(ValueError, match=r"rope expects positions \(B, T\) i32"):
+            p.rope(x, tables, heads=2, positions=wrong)
+    with pytest.raises(ValueError, match=r"attention_cached expects slots \(B,\) i32"):
+        p.attention_cached(x, x, x, *caches, heads=2, positions=at, slots=at)
 
 
 ATTENTION: dict[str, Any] = {"heads": 4, "kv_heads": 4, "rate": 0.0, "stream": 0}

@@ -59,6 +59,17 @@ def test_a_dtype_that_a_kernel_does_not_know_is_refused(backend):
     assert str(refused.value) == f"the {backend} backend's kernel for gelu takes no e6m9 for x, only {FLOATS}"
 
 
+def test_positions_of_each_token_are_refused_on_a_gpu():
+    p = Program(Store())
+    at = p.input("at", SHAPE[:2])
+    p.rope(p.input("x", SHAPE, "fp32"), p.rope_tables(5, 4, theta=10.0), heads=2, positions=at)
+    BACKENDS["cpu"](p)
+    with pytest.raises(
+        ValueError, match=r"^the cuda backend's kernel for rope takes no i32 for positions, only fp32, bf16 or fp16$"
+    ):
+        BACKENDS["cuda"](p)
+
+
 @each_backend
 def test_a_view_that_a_kernel_would_read_as_dense_is_refused(backend):
     p = Program(Store())

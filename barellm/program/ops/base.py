@@ -9,9 +9,17 @@ import numpy as np
 from barellm.program.dtypes import FORMATS
 from barellm.program.tensor import Dim, Span, Tensor, View, describe
 
-__all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "describe", "operand_bytes"]  # all that files of ops need
+__all__ = [  # all that files of ops need
+    "Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "check_rows", "describe", "operand_bytes",
+]  # fmt: skip
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+def check_rows(name: str, positions: Tensor | None, rows: Tensor) -> None:
+    """ValueError unless there are no positions, or an i32 one for each row of `rows` (B, T, ...)."""
+    if positions is not None and (positions.shape != rows.shape[:2] or positions.dtype != "i32"):
+        raise ValueError(f"{name} expects positions (B, T) i32: {describe(positions=positions, rows=rows)}")
 
 
 def operand_bytes(t: Tensor) -> int:

@@ -1,5 +1,5 @@
-"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, y (B, T, C), fp32
-unless the attribute `dtype` says otherwise."""
+"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, positions (B, T)
+i32 or none, y (B, T, C), fp32 unless the attribute `dtype` says otherwise."""
 
 from __future__ import annotations
 
@@ -8,45 +8,52 @@ from typing import Any
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, check_rows, describe
 from barellm.program.ops.gemm.matmul import Matmul
 
 
 class Embedding(Op):
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Without wpe only the first. Ids are checked where
-    they are written."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[positions[b, t]], or without positions wpe[pos + t]; `pos` is 0 in training. Without
+    wpe only the first. Ids are checked where they are written."""
 
     name = "embedding"
-    optional = ("wpe",)
+    optional = ("wpe", "positions")
     flops_per_element = (1, "y")
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         super().__init__(inputs, attrs)
         self.scalars = ("pos",) if inputs.get("wpe") is not None else ()
 
-    def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) -> dict[str, Spec]:
+    def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Spec]:
         if len(tokens.shape) != 2 or len(wte.shape) != 2 or (wpe is not None and wte.shape[1:] != wpe.shape[1:]):
             found = describe(tokens=tokens, wte=wte, wpe=wpe)
             raise ValueError(f"embedding expects tokens (B, T), wte (V, C) and wpe (maxT, C): {found}")
-        if wpe is not None and tokens.shape[1] > wpe.shape[0]:
+        check_rows("embedding", positions, tokens)
+        if wpe is not None and positions is None and tokens.shape[1] > wpe.shape[0]:
             raise ValueError(f"embedding of {int(tokens.shape[1])} tokens, wpe has {int(wpe.shape[0])} positions")
         return {"y": ((*tokens.shape, wte.shape[1]), self.attrs.get("dtype", "fp32"))}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
-        return {"tokens": (0, int(self.wte.shape[0]) - 1)}
+        tables = {"tokens": self.wte, "positions": self.wpe}
+        return {name: (0, int(t.shape[0]) - 1) for name, t in tables.items() if t is not None and name in self.inputs}
 
-    def reference(self, tokens, wte, wpe=None, pos=0):
+    def reference(self, tokens, wte, wpe=None, positions=None, pos=0):
         y = wte[tokens]
-        return {"y": y if wpe is None else y + wpe[pos : pos + tokens.shape[1]]}
+        if wpe is None:
+            return {"y": y}
+        return {"y": y + (wpe[pos : pos + tokens.shape[1]] if positions is None else wpe[positions])}
 
     def gradient(self, g, y):
         g.write(EmbeddingDwte, {"dweight": self.wte}, tokens=self.tokens, dy=y, rows=self.wte.shape[0])
-        if self.wpe is not None:
+        if self.wpe is not None and self.positions is not None:
+            g.write(EmbeddingDwte, {"dweight": self.wpe}, tokens=self.positions, dy=y, rows=self.wpe.shape[0])
+        elif self.wpe is not None:
             g.write(EmbeddingDwpe, {"dweight": self.wpe}, dy=y, rows=self.wpe.shape[0])
 
     def bytes(self) -> int:
         weights = [t for t in (self.wte, self.wpe) if t is not None]
-        return self.tokens.nbytes + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in weights)
+        indices = self.tokens.nbytes * (1 if self.positions is None else 2)
+        return indices + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in weights)
 
 
 class EmbeddingDwte(Op):
@@ -104,11 +111,13 @@ class LastRow(Op):
 
 
 class Calls(Graph):
-    def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, *, dtype: str | None = None) -> Tensor:
+    def embedding(
+        self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, *, positions: Tensor | None = None, dtype: str | None = None
+    ) -> Tensor:
         """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream, or in `dtype`; with learned positions where there is a wpe
-        (maxT, C)."""
+        (maxT, C): of each token the row `positions` (B, T) i32, where they are given."""
         more: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        return self.apply(Embedding, tokens=tokens, wte=wte, wpe=wpe, **more).y
+        return self.apply(Embedding, tokens=tokens, wte=wte, wpe=wpe, positions=positions, **more).y
 
     def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""

@@ -263,11 +263,25 @@ def lower_attention(op: Op, c: Lowering) -> None:
 # --- decoding ---
 
 
-def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
-    """Rows [pos, pos + T) of the caches (batch, length, C) = keys and values (batch, T, C), whose rows have `strides`."""
-    T, pos = micro.runtime_size(k, seq), k.scalar("pos")
+Places = tuple[Value, Any, Any, int]  # T, positions or the scalar pos, slots, positions of a cache
+
+
+def place_of(k: KernelBuilder, text: Value, places: Places) -> tuple[Value, Value]:
+    """A text's row of the caches, and the position of its first new token: such that its new rows end within the cache, whatever
+    `positions` holds."""
+    T, positions, slots, length = places
+    first = k.min(positions.get(text * T), k.int(length) - T) if isinstance(positions, Pointer) else positions
+    return (text if slots is None else slots.get(text)), first
+
+
+def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
+    """Rows [pos, pos + T) of each text in the caches (rows, length, C) = keys and values (batch, T, C), whose rows have
+    `strides`."""
+    T = micro.runtime_size(k, seq)
+    places = T, k.scalar("pos") if positions is None else positions, slots, length
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
-        row = (token // T * length + pos + token % T) * C
+        owner, pos = place_of(k, token // T, places)
+        row = (owner * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
             source, whole = new.at(token * stride), C - C % k.lanes
             with k.loop(0, whole, k.lanes) as c:
@@ -278,18 +292,21 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
 
 
 def attention_cached(
-    k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec
+    k: KernelBuilder, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec
 ) -> None:
-    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (B, length, kv_heads * D), which hold the
-    new keys already. `stride`: of q's rows. One query (decoding) has a code of its own, which of a window reads its keys alone."""
+    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold
+    the new keys already. `stride`: of q's rows; positions (B, T) and slots (B,) i32, or none. One query (decoding) has a code of
+    its own, which of a window reads its keys alone."""
     g = micro.Geometry.of(k.isa, q.dtype, D)
-    C, T, pos = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos")
+    C, T = kv_heads * D, micro.runtime_size(k, seq)
+    places = T, k.scalar("pos") if positions is None else positions, slots, length
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
-        cached = [micro.Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        owner, pos = place_of(k, sequence, places)
+        cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
             seen, count = cached, pos + 1
@@ -354,7 +371,7 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-@lowering("attention_cached", views="q k v")
+@lowering("attention_cached", views="q k v", also={"positions": "i32", "slots": "i32"})
 def lower_attention_cached(op: Op, c: Lowering) -> None:
     """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
     shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
@@ -363,7 +380,7 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     mask_spec = MaskSpec.of(op, length)
     units = scratch_units(g, bounded=mask_spec.window is not None)
     c.thread_scratch(max(micro.offsets(units)[1], 4 * (length + c.isa.lanes)))
-    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
+    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "positions": op.positions, "slots": op.slots}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")
     constants = {**shape, "stride": q_stride, "length": length, "mask_spec": mask_spec}

@@ -1,4 +1,5 @@
-"""Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32."""
+"""Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32;
+positions (batch, seq) i32 or none."""
 
 from typing import Any
 
@@ -16,11 +17,11 @@ def constants_of(op: Op) -> dict[str, Any]:
     return {**sizes, **axes, "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
 
 
-@kernel("rope", constants=constants_of, views="x y")
-def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
+@kernel("rope", constants=constants_of, views="x y", also={"positions": "i32"})
+def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
     """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), the
     other columns as they are. If there are enough registers, a row's cosines and sines stay there for all heads."""
-    T, pos = runtime_size(k, seq), k.scalar("pos")
+    T, pos = runtime_size(k, seq), None if positions is not None else k.scalar("pos")
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
@@ -28,7 +29,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
     in_registers = 2 * len(columns) <= k.isa.registers // 2
     with k.parallel_range(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * strides[0]), y.at(row * strides[1])
-        at = (pos + row % T) * half
+        at = (positions.get(row) if pos is None else pos + row % T) * half
 
         def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
             """cos and sin of column c's angle at the row's position."""

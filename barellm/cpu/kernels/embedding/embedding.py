@@ -1,5 +1,5 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
-(V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
+(V, C), wpe (maxT, C) or none, positions (batch, seq) i32 or none, y and dy (batch, seq, C)."""
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels import loops, storage
@@ -11,14 +11,16 @@ UNROLL = 4  # rows that are added at a time
 PREFETCH_ROWS = 4  # of the token table, into L2
 
 
-def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]. Weights are read in any storage format (`_lo`: their low plane)."""
-    seq, pos = k.scalar("seq"), None if wpe is None else k.scalar("pos")
+def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]]. Weights are read in any storage format (`_lo`: their
+    low plane)."""
+    seq, pos = k.scalar("seq"), None if wpe is None or positions is not None else k.scalar("pos")
     token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
     nontemporal = loops.exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
+        at = at if positions is None else positions.get(row) * C
 
         def vector(c, mask, src=src, at=at):
             token = token_rows.load(src + c, mask)
@@ -31,10 +33,11 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
         loops.write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
 
 
-@lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
+@lowering("embedding", also={"tokens": "i32", "positions": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, **storage.weight_operands("wte", op.wte)}
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else storage.weight_operands("wpe", op.wpe)
+    operands["positions"] = None if op.wpe is None else op.positions
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 

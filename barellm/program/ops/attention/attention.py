@@ -23,7 +23,7 @@ import numpy as np
 
 from barellm.program import scalars
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, check_rows, describe
 from barellm.program.ops.pointwise.random import keep
 
 
@@ -274,16 +274,24 @@ class AttentionBackward(Dense):
 
 class AttentionCached(Scored):
     """Decoding: k and v of positions pos .. pos + T go into caches (B, maxT, G*D); query t attends to 0 .. pos + t, or to the last
-    `sliding_window` of these."""
+    `sliding_window` of these. With `positions` (B, T) i32, which are consecutive, text b begins at positions[b, 0], at maxT - T at
+    most; with `slots` (B,) i32 it has row slots[b] of the caches, which no other has (continuous batching)."""
 
     name = "attention_cached"
+    optional = ("positions", "slots")
     scalars = ("pos",)
     inplace: ClassVar[dict[str, str]] = {"k_cache": "k_cache", "v_cache": "v_cache"}
     product = True
 
-    def infer(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Spec]:
+    def infer(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> dict[str, Spec]:  # fmt: skip
         self.check(q, k, v)
+        check_rows("attention_cached", positions, q)
         B, T, _ = q.shape
+        if slots is not None and (slots.shape != (B,) or slots.dtype != "i32"):
+            raise ValueError(f"attention_cached expects slots (B,) i32: {describe(q=q, slots=slots)}")
         fits = int(k_cache.shape[0]) >= int(B) and int(k_cache.shape[1]) >= int(T) and k_cache.shape[2] == k.shape[2]
         if not fits or k_cache.shape != v_cache.shape or not k.dtype == k_cache.dtype == v_cache.dtype:
             found = describe(k=k, k_cache=k_cache, v_cache=v_cache)
@@ -291,34 +299,40 @@ class AttentionCached(Scored):
         cache = (k_cache.shape, k_cache.dtype)
         return {"out": (q.shape, q.dtype), "k_cache": cache, "v_cache": cache}
 
-    def reference(self, q, k, v, k_cache, v_cache, pos):
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        sizes = zip(("slots", "positions"), self.k_cache.shape[:2], strict=True)
+        return {name: (0, int(n) - 1) for name, n in sizes if name in self.inputs}
+
+    def reference(self, q, k, v, k_cache, v_cache, positions=None, slots=None, pos=0):
         B, T, _ = q.shape
-        k_cache, v_cache = k_cache.copy(), v_cache.copy()
-        k_cache[:B, pos : pos + T] = k
-        v_cache[:B, pos : pos + T] = v
-        q = split_heads(q, self.heads)
-        k, v = (shared(split_heads(x[:B, : pos + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
-        before = self.keys_before(pos + T)
-        first = 0 if before is None else pos + np.arange(T)[:, None] - before
-        s = scores(q, k, pos, scale=self.scale, softcap=self.softcap, first=first)
-        p = np.exp(s - log_sum_exp(s)[..., None])
-        return {"out": join_heads(p @ v), "k_cache": k_cache, "v_cache": v_cache}
+        k_cache, v_cache, out = k_cache.copy(), v_cache.copy(), np.empty_like(q)
+        for b in range(B):
+            at = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
+            row = b if slots is None else int(slots[b])
+            k_cache[row, at : at + T], v_cache[row, at : at + T] = k[b], v[b]
+            seen = (split_heads(x[[row], : at + T], self.kv_heads) for x in (k_cache, v_cache))
+            keys, values = (shared(x, self.heads) for x in seen)
+            before = self.keys_before(at + T)
+            first = 0 if before is None else at + np.arange(T)[:, None] - before
+            s = scores(split_heads(q[[b]], self.heads), keys, at, scale=self.scale, softcap=self.softcap, first=first)
+            out[b] = join_heads(np.exp(s - log_sum_exp(s)[..., None]) @ values)[0]
+        return {"out": out, "k_cache": k_cache, "v_cache": v_cache}
 
     def bytes(self) -> int:
         """The bytes at the planned maximum: what is seen of the caches is read once, the new rows are read and written."""
         new, length = self.q.nbytes + 2 * (self.k.nbytes + self.v.nbytes), int(self.k_cache.shape[1])
-        seen = min(length, self.positions + int(self.q.shape[1]) - 1)
+        seen = min(length, self.seen + int(self.q.shape[1]) - 1)
         return new + self.out.nbytes + (self.k_cache.nbytes + self.v_cache.nbytes) * seen // length
 
     @property
-    def positions(self) -> int:
+    def seen(self) -> int:
         """How many positions of the caches a query sees at most."""
         return min(int(self.k_cache.shape[1]), self.sliding_window or int(self.k_cache.shape[1]))
 
     def flops(self) -> int:
         """The operations at the planned maximum: as many cached positions as a query sees, and one new row each."""
         B, T, C = self.out.shape
-        return 4 * int(B) * int(T) * self.positions * int(C)
+        return 4 * int(B) * int(T) * self.seen * int(C)
 
 
 class Calls(Graph):
@@ -351,11 +365,13 @@ class Calls(Graph):
 
     def attention_cached(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, heads: int, kv_heads: int = 0,
-        sliding_window: int = 0, scale: float | None = None, softcap: float = 0.0,
+        sliding_window: int = 0, scale: float | None = None, softcap: float = 0.0, positions: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Decoding: q, k, v of positions pos .. pos + T, caches (B, maxT, kv_heads * D) -> (B, T, heads * D). `sliding_window`,
-        `scale` and `softcap` as in `attention`."""
-        caches = {"k_cache": k_cache, "v_cache": v_cache}
+        `scale` and `softcap` as in `attention`. `positions` (B, T) and `slots` (B,), i32: where each text begins, and its row of
+        the caches, if texts differ in it."""
+        caches = {"k_cache": k_cache, "v_cache": v_cache, "positions": positions, "slots": slots}
         attrs = {"heads": heads, "kv_heads": kv_heads or heads}
         attrs |= {"sliding_window": sliding_window, "scale": scale, "softcap": softcap}
         return self.apply(AttentionCached, into=None, q=q, k=k, v=v, **caches, **attrs).out

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021) in Llama's half-split layout. Shapes: x, y (B, T, W); cos, sin (maxT, D / 2) fp32.
+"""Rotary position embedding (Su et al. 2021) in Llama's half-split layout. Shapes: x, y (B, T, W); cos, sin (maxT, D / 2) fp32;
+positions (B, T) i32 or none.
 
 Head h owns columns h*D .. (h+1)*D. Its columns i and i + D/2 are a plane that turns by position * theta^(-2i/D). Only the first
 `heads` heads turn; columns behind them pass through, so that one pass over packed q | k | v turns q and k."""
@@ -11,7 +12,7 @@ from math import ceil, floor, log, pi, sqrt
 import numpy as np
 
 from barellm.program.graph import Graph
-from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.base import Op, Spec, Tensor, check_rows, describe
 
 
 @dataclass(frozen=True)
@@ -78,34 +79,42 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None,
 
 
 class Rope(Op):
-    """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t.
+    """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t,
+    or where they are given positions[b, t].
 
     With `inverse` it turns back, which is its own gradient: sin changes its sign."""
 
     name = "rope"
+    optional = ("positions",)
     scalars = ("pos",)
 
-    def infer(self, x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Spec]:
+    def infer(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> dict[str, Spec]:
         D = 2 * int(cos.shape[-1])
         fits = len(x.shape) == 3 and len(cos.shape) == 2 and cos.shape == sin.shape
         if not fits or not 0 < self.heads * D <= x.shape[2]:
             found = describe(x=x, cos=cos, sin=sin)
             raise ValueError(f"rope expects x (B, T, W >= {self.heads} heads * D), cos and sin (maxT, D / 2): {found}")
-        if x.shape[1] > cos.shape[0]:
+        check_rows("rope", positions, x)
+        if positions is None and x.shape[1] > cos.shape[0]:
             raise ValueError(f"rope of {int(x.shape[1])} positions, its tables have {int(cos.shape[0])}")
         return {"y": (x.shape, x.dtype)}
 
-    def reference(self, x, cos, sin, pos):
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {} if self.positions is None else {"positions": (0, int(self.cos.shape[0]) - 1)}
+
+    def reference(self, x, cos, sin, positions=None, pos=0):
         B, T, _ = x.shape
         D = 2 * cos.shape[1]
-        c, s = cos[pos : pos + T, None, :], sin[pos : pos + T, None, :] * (-1 if self.inverse else 1)
+        at = pos + np.arange(T) if positions is None else positions
+        c, s = cos[at][..., None, :], sin[at][..., None, :] * (-1 if self.inverse else 1)
         heads = x[..., : self.heads * D].reshape(B, T, self.heads, 2, D // 2)
         a, b = heads[..., 0, :], heads[..., 1, :]
         turned = np.stack([a * c - b * s, b * c + a * s], 3).reshape(B, T, self.heads * D)
         return {"y": np.concatenate([turned, x[..., self.heads * D :]], -1)}
 
     def gradient(self, g, y):
-        g.write(Rope, {"y": self.x}, x=y, cos=self.cos, sin=self.sin, heads=self.heads, inverse=not self.inverse)
+        how = {"positions": self.positions, "heads": self.heads, "inverse": not self.inverse}
+        g.write(Rope, {"y": self.x}, x=y, cos=self.cos, sin=self.sin, **how)
 
     def flops(self) -> int:
         return 3 * self.heads * 2 * int(self.cos.shape[1]) * (self.x.size // int(self.x.shape[2]))
@@ -130,7 +139,7 @@ class Calls(Graph):
         cos, sin = ((f(angle) * multiplier).astype(np.float32) for f in (np.cos, np.sin))
         return self.constant(f"{name}.cos", cos), self.constant(f"{name}.sin", sin)
 
-    def rope(self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int) -> Tensor:
-        """Turn the first `heads` heads of x (B, T, W) by the angle of their position."""
+    def rope(self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int, positions: Tensor | None = None) -> Tensor:
+        """Turn the first `heads` heads of x (B, T, W) by the angle of their position: pos + t, or `positions` (B, T) i32."""
         cos, sin = tables
-        return self.apply(Rope, x=x, cos=cos, sin=sin, heads=heads, inverse=False).y
+        return self.apply(Rope, x=x, cos=cos, sin=sin, positions=positions, heads=heads, inverse=False).y

@@ -1,0 +1,47 @@
+"""The programs of continuous batching: texts at positions of their own, each in a slot, a row of the KV caches.
+
+    serve          one token of each of up to `slots` texts
+    serve_prompt   up to `piece` tokens of the prompt of one text
+    serve_echo     the same, with the logits of all of them as "every" (B, T, Vp) fp32
+
+Inputs: tokens and positions (B, T), slots (B,), i32. Output "logits" (B, 1, Vp) fp32: of the last position."""
+
+import inspect
+
+from barellm import models
+from barellm.config import ModelConfig
+from barellm.errors import UserError
+from barellm.models.user_model import mistakes_named
+from barellm.program import dtypes, ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim, Slots, Tensor
+
+
+@mistakes_named
+def serving_programs(
+    model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str | dtypes.Precision
+) -> dict[str, Program]:
+    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes no slots."""
+    if models.whole(model) or "slots" not in inspect.signature(models.of(model).decode).parameters:
+        lacks = "KV cache" if models.whole(model) else "parameter slots in its decode"
+        raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")
+    found, store = {}, Store()
+    store.positions = positions
+    for name, batch, seq in (("serve", slots, 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
+        p = found[name] = Program(store, compute=compute)
+        rows = (Dim("batch", batch), Dim("seq", seq))
+        tokens, at = p.input("tokens", rows), p.input("positions", rows)
+        places = Slots(at, p.input("slots", rows[:1]), (slots, positions))
+        p.output("logits", models.of(model).decode(p, model, tokens, places))
+        if name == "serve_echo":
+            p.output("every", _every(p))
+    return found
+
+
+def _every(p: Program) -> Tensor:
+    """The logits (B, T, Vp) of all positions, made as those of the last."""
+    last = next(op for op in p.ops if isinstance(op, ops.LastRow))
+    x = last.x
+    for op in p.ops[p.ops.index(last) + 1 :]:
+        x = p.apply(type(op), **(op.inputs | {"x": x}), **op.attrs).y
+    return x

@@ -1,0 +1,1 @@
+"""`barellm serve`: texts for many clients at a time."""
