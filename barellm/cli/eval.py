@@ -83,17 +83,19 @@ def run(args: argparse.Namespace) -> int:
 def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
+    from barellm.training.inputs import with_document_mask
 
     config = checkpoint.config
-    source = config.data if args.data is None else replace(config.data, source=args.data)
+    source = config.data if args.data is None else replace(config.data, source=args.data, document_mask="auto")
     data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.split == "all")
+    _, data = with_document_mask(replace(config, data=source), data, device=checkpoint.device)
     if args.first >= len(data.val):
         part = "" if args.split == "all" else "the validation part of "
         found = f"--first is {args.first}, and {part}{data.name} has {len(data.val)} tokens"
         raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
     batch, seq = config.train.eval_shape(args.batch)
     windows = data.validation(seq=seq, max_tokens=args.first or args.tokens, first=args.first > 0)
-    with checkpoint.opened(positions=0) as compiled:
+    with checkpoint.opened(positions=0, documents=data.masked) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
         result = evaluator.run(compiled.session, report=console.evaluating(windows.windows))

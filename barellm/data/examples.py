@@ -5,6 +5,7 @@ answer and what ends it are targets; everything else has target -1, which the lo
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,17 +69,17 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
 
 
 class Packed:
-    """Rows of seq inputs, each filled with whole examples in a given order until the next does not fit; an example that is longer
-    than a row is cut at the row's end, and left out where nothing of its answer is left. What stays free has target -1.
+    """Rows of seq inputs, each filled with whole examples; one that is longer than a row is cut at the row's end, and left out
+    where nothing of its answer is left. What stays free has target -1. Examples come in a given order, and a row ends where the
+    next one does not fit: each sees those before it in its row. `masked`, when each sees itself alone: the longest first, each in
+    the row where it leaves the least room (best-fit decreasing).
 
-    `cut` and `dropped`: how many examples that befell. A later example in a row sees those before it: GPT-2 and Llama have no
-    mask between documents."""
+    `cut` and `dropped`: how many examples that befell."""
 
-    def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int) -> None:
-        self.examples, self.seq, self.fill = examples, seq, fill
+    def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int, masked: bool = False) -> None:
+        self.examples, self.seq, self.fill, self.masked = examples, seq, fill, masked
         self.cut = self.dropped = 0
-        self.rows: list[list[tuple[int, int]]] = []  # the tokens [first, last) of each example
-        room = 0
+        spans: list[tuple[int, int]] = []  # the tokens [first, last) of each example
         for i in order:
             first, last = int(examples.begins[i]), int(examples.begins[i + 1])
             stop = min(last, first + seq + 1)
@@ -86,13 +87,10 @@ class Packed:
                 self.dropped += 1
                 continue
             self.cut += stop < last
-            if stop - first > room:
-                self.rows.append([])
-                room = seq + 1
-            self.rows[-1].append((first, stop))
-            room -= stop - first
-        if not self.rows:
+            spans.append((first, stop))
+        if not spans:
             raise UserError(f"no example has a part of its answer in its first {seq + 1} tokens: a larger train.seq")
+        self.rows = _best_fit(spans, seq + 1) if masked else _next_fit(spans, seq + 1)
         self._counted = [int(self._row(row)[1].sum()) for row in range(len(self.rows))]
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,20 +111,55 @@ class Packed:
             inputs[at], targets[at] = tokens[:-1], np.where(answer, tokens[1:], -1)
         return inputs, targets
 
+    def starts(self, rows: list[int]) -> np.ndarray | None:
+        """Where the example of each input begins, (rows, seq) i32; the free rest of a row is one too. None without a mask."""
+        if not self.masked:
+            return None
+        found = np.empty((len(rows), self.seq), np.int32)
+        for at, row in enumerate(rows):
+            ends = np.cumsum([0, *(last - first for first, last in self.rows[row])])
+            found[at] = ends[np.searchsorted(ends, np.arange(self.seq), side="right") - 1]
+        return found
+
     def counted(self, rows: list[int]) -> int:
         """The targets in some rows."""
         return sum(self._counted[row] for row in rows)
+
+
+def _next_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    rows, room = [], 0
+    for first, last in spans:
+        if last - first > room:
+            rows.append([])
+            room = size
+        rows[-1].append((first, last))
+        room -= last - first
+    return rows
+
+
+def _best_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    rooms: list[tuple[int, int]] = []  # of the rows that have any, and which they are: ascending
+    for first, last in sorted(spans, key=lambda span: span[0] - span[1]):
+        at = bisect_left(rooms, (last - first, 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (size, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append((first, last))
+        if left := room - (last - first):
+            insort(rooms, (left, row))
+    return rows
 
 
 class ExampleRows(loader.Rows):
     """Examples are packed once, in an order that the seed gives. With the `order` "epoch" every row then comes once an epoch, in
     an order that changes with the epoch; with "random" each is drawn by itself."""
 
-    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch") -> None:
+    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch", masked: bool = False) -> None:
         assert order in ("epoch", "random")
         self._key, self._drawn = loader.draw(seed & loader.MASK, 1 << 16), order == "random"
         places = [loader.permuted(i, len(examples), loader.draw(self._key, 0)) for i in range(len(examples))]
-        self.packed = Packed(examples, places, seq=seq, fill=fill)
+        self.packed = Packed(examples, places, seq=seq, fill=fill, masked=masked)
 
     def _rows(self, first_sample: int, count: int) -> list[int]:
         size, found = len(self.packed.rows), []
@@ -144,6 +177,10 @@ class ExampleRows(loader.Rows):
             raise UserError(f"examples were packed into rows of {self.packed.seq} tokens, a stage of the run has {seq}")
         return self.packed.read(self._rows(first_sample, count))
 
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """A `Rows`."""
+        return self.packed.starts(self._rows(first_sample, count))
+
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
         """A `Rows`."""
         return self.packed.counted(self._rows(first_sample, count))
@@ -152,8 +189,8 @@ class ExampleRows(loader.Rows):
 class ExampleValidation:
     """Rows of examples in their order, with the interface of `data.loader.Validation`."""
 
-    def __init__(self, examples: Examples, *, seq: int, max_tokens: int = 0, fill: int) -> None:
-        self._packed = Packed(examples, list(range(len(examples))), seq=seq, fill=fill)
+    def __init__(self, examples: Examples, *, seq: int, max_tokens: int = 0, fill: int, masked: bool = False) -> None:
+        self._packed = Packed(examples, list(range(len(examples))), seq=seq, fill=fill, masked=masked)
         rows = len(self._packed.rows)
         self.windows = min(rows, max(max_tokens // seq, 1)) if max_tokens else rows
         self._chosen = [window * rows // self.windows for window in range(self.windows)]
@@ -162,6 +199,10 @@ class ExampleValidation:
     def batches(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for first in range(0, self.windows, count):
             yield self._packed.read(self._chosen[first : first + count])
+
+    def starts(self, first: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Of windows from `first` on, as `Rows` have it."""
+        return self._packed.starts(self._chosen[first : first + len(tokens)])
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))

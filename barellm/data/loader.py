@@ -57,8 +57,19 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
+def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """Of each token of rows (B, T) where its document begins: that of the last `separator` up to it, or 0. (B, T) i32."""
+    return np.maximum.accumulate(np.where(tokens == separator, np.arange(tokens.shape[1], dtype=np.int32), 0), axis=1)
+
+
 class Rows(Protocol):
-    """The source of the rows of micro-batches."""
+    """The source of the rows of micro-batches. `separator`: the token that begins a document, where tokens see their own alone."""
+
+    separator: int | None = None
+
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Where the document of each token of these samples begins, (count, seq) i32. None: all see all before them."""
+        return None if self.separator is None else document_starts(tokens, self.separator)
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples [first_sample, first_sample + count): inputs and targets (count, seq) int32. `document`: the most tokens of one
@@ -89,6 +100,14 @@ class Repeated(Rows):
         runs = self._runs(first_sample, count)
         found = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
         return np.concatenate([inputs for inputs, _ in found]), np.concatenate([targets for _, targets in found])
+
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """A `Rows`."""
+        found, at = [], 0
+        for first, size in self._runs(first_sample, count):
+            found.append(self.rows.starts(first, size, tokens[at : at + size]))
+            at += size
+        return None if found[0] is None else np.concatenate(found)
 
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
         """A `Rows`."""
@@ -214,9 +233,10 @@ class Validation:
     """Windows of `seq` targets side by side over a whole stream, in order: every token but the first is a target once.
 
     The last window is filled up with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only so many
-    targets, in whole windows spread evenly over the stream, so that a short look sees all of it."""
+    targets, in whole windows spread evenly over the stream, so that a short look sees all of it. `separator`: as `Rows` have it."""
 
-    def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0) -> None:
+    def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0, separator: int | None = None) -> None:
+        self.separator = separator
         if len(tokens) < 2:
             raise UserError(f"{tokens.name} has {len(tokens)} tokens, expected at least 2")
         self.tokens, self.seq = tokens, seq
@@ -246,6 +266,10 @@ class Validation:
         """All windows, `count` at a time; the last batch may have fewer."""
         for first in range(0, self.windows, count):
             yield self.batch(first, count)
+
+    def starts(self, first: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Of windows from `first` on, as `Rows` have it."""
+        return None if self.separator is None else document_starts(tokens, self.separator)
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""

@@ -42,17 +42,24 @@ class Dataset:
     hash: str
     text_bytes: tuple[int, int] | None = None  # of the text that `train` and `val` are made of, where it is known
     examples: tuple[Examples, Examples] | None = None  # of prompts and answers, whose tokens are those of `train` and `val`
+    masked: bool = False  # whether a token sees its own document or example alone
 
     def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> loader.Validation | ExampleValidation:
         """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
         `first` exactly the first ones, or all where there are fewer."""
         if self.examples is None and first and 0 < max_tokens < len(self.val):
-            return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq)
+            return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq, separator=self.separator)
         if self.examples is None:
-            return loader.Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens)
+            return loader.Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens, separator=self.separator)
         if first:
             raise UserError(f"{self.name} are rows of their own, which have no first tokens: expected a text")
-        return ExampleValidation(self.examples[1], seq=seq, max_tokens=max_tokens, fill=self.tokenizer.start)
+        how = {"max_tokens": max_tokens, "fill": self.tokenizer.start, "masked": self.masked}
+        return ExampleValidation(self.examples[1], seq=seq, **how)
+
+    @property
+    def separator(self) -> int | None:
+        """The token that begins a document of a text, where tokens see their own alone."""
+        return self.tokenizer.eot if self.masked else None
 
     @property
     def prompt(self) -> list[int]:

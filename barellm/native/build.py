@@ -82,6 +82,7 @@ def check(run: Run) -> None:
         ("train.exponent_stats", config.train.exponent_stats, "0"), ("train.hellaswag", config.train.hellaswag, "none"),
         ("train.eval_from", "" if config.train.eval_from == "spread" else config.train.eval_from, "spread"),
         ("train.eval_seq", config.train.eval_seq, "0"), ("train.track", config.train.track, "none"),
+        ("data.document_mask", "on" if run.data.masked and run.data.examples is None else "", "off"),
         ("train.overfit", config.train.overfit, "0"), ("train.early_stopping", config.train.early_stopping, "0"),
         ("train.keep_best", config.train.keep_best, "false"),
         ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),

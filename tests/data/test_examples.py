@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from barellm.cli.main import main
 from barellm.config import DataConfig
 from barellm.data.examples import ExampleRows, Examples, ExampleValidation, Packed
+from barellm.data.loader import Repeated, document_starts
 from barellm.data.sources import prepare
 from barellm.errors import UserError
 from barellm.training import metrics
@@ -186,6 +187,39 @@ def test_each_example_is_whole_in_one_row_unless_it_is_longer(sizes, seq, seed):
         assert all(a + b > room for a, b in zip(full, following, strict=False))  # no row is begun too early
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20),
+    seq=st.integers(18, 40),
+    seed=st.integers(0, 99),
+)
+def test_masked_rows_say_where_each_example_begins_and_are_no_more(sizes, seq, seed):
+    answer = np.concatenate([np.arange(p + a) >= p for p, a in sizes])
+    examples = Examples(np.arange(len(answer)), answer, np.cumsum([0, *(p + a for p, a in sizes)]))
+    packed = {masked: ExampleRows(examples, seq=seq, seed=seed, fill=-5, masked=masked) for masked in (True, False)}
+    rows, count = packed[True], len(packed[True].packed.rows)
+    assert count <= len(packed[False].packed.rows) and rows.packed.cut == rows.packed.dropped == 0
+    free = [seq + 1 - sum(last - first for first, last in row) for row in rows.packed.rows]
+    assert sum(room >= (seq + 1) / 2 for room in free) <= 1  # two such rows would have been one
+    inputs, targets = rows.batch(3, count, seq=seq, document=0)
+    starts = rows.starts(3, count, inputs)
+    assert starts is not None and packed[False].starts(0, count, inputs) is None and starts.dtype == np.int32
+    begins = set(examples.begins.tolist())
+    for row in range(count):
+        at = np.arange(seq)
+        first = inputs[row, starts[row]]  # of each token the first of its example
+        real = inputs[row] >= 0
+        assert set(first[real].tolist()) <= begins and (inputs[row] - first == at - starts[row])[real].all()
+        assert (starts[row][~real] == at[~real][:1]).all()  # the free rest is none of an example's
+        assert (np.isin(targets[row], inputs[row] + 1) | (targets[row] < 0)).all()
+    again = Repeated(rows, 2)
+    assert np.array_equal(again.starts(3, 3, inputs), np.concatenate([rows.starts(n, 1, inputs) for n in (1, 0, 1)]))
+
+
+def test_documents_of_a_text_begin_with_their_separator():
+    tokens = np.array([[5, 1, 9, 1, 1], [9, 9, 0, 0, 9]])
+    assert document_starts(tokens, 9).tolist() == [[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]]
+
+
 def test_epochs_and_seeds_have_orders_of_their_own():
     examples = Examples(np.arange(300), np.arange(300) % 3 > 0, np.arange(0, 301, 3))
     found = {
@@ -303,7 +337,39 @@ def test_what_does_not_go_with_stages_is_refused_at_the_start(tmp_path, refused)
 
 
 @pytest.mark.extended
-def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
+def test_documents_of_a_text_are_masked_by_option(tmp_path, capsys, refused):
+    """The loss of the first step is another, the run resumes as it began, and eval gives the loss that it ended with."""
+    text = written(tmp_path / "a.jsonl", [{"text": f"{i} squared is {i * i}\n"} for i in range(60)])
+    sizes = ["--model.layers", "1", "--model.d_model", "16", "--model.heads", "2", "--seq", "24", "--batch", "4"]
+    usual = ["train", "shakespeare-char", "--data", text, "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", *sizes]
+    usual += ["--device", "reference", "--steps", "4", "--optim.schedule", "constant", "--data.order", "epoch"]
+
+    def losses(name: str, *words: str) -> list[float]:
+        assert main([*map(str, usual), *words, "--out", str(tmp_path / name)]) == 0
+        return [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+
+    plain, masked, cut = (
+        losses("a"),
+        losses("b", "--data.document_mask", "on"),
+        losses("c", "--data.document_mask", "on", "--steps", "2"),
+    )
+    assert len(masked) == 4 and plain != masked and masked[:2] == cut
+    assert main(["train", "--out", str(tmp_path / "c"), "--resume", "--steps", "4", "--device", "reference"]) == 0
+    assert [row["loss"] for row in metrics.read(tmp_path / "c" / "metrics.jsonl") if row["kind"] == "train"] == masked
+    last = [row["val_nats"] for row in metrics.read(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "eval"][-1]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "b"), "--device", "reference", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nats"] == pytest.approx(last, rel=1e-6)
+    usual[usual.index("bpe")] = "bytes"
+    said = refused(*usual, "--data.document_mask", "on", "--out", tmp_path / "d")
+    assert said.startswith("data.document_mask is on, and the tokenizer bytes has no token that begins a document: expected off")
+    said = refused("train", "sparse-char", "--data", text, "--data.document_mask", "on", "--out", tmp_path / "e", "--device", "cpu")
+    assert said.startswith("data.document_mask is on, and the architecture sparse has no such mask")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mask", ["auto", "off"])
+def test_a_resumed_fine_tuning_ends_as_one_that_went_through(mask, tmp_path, capsys):
     """From another run's weights; with accumulation, so that the micro-batches of a step have unequal numbers of targets."""
     text = tmp_path / "a.txt"
     text.write_text("some words of a text\n" * 40)
@@ -314,9 +380,12 @@ def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
     assert main([*map(str, first), *device, "--out", str(tmp_path / "base")]) == 0
     tune = ["train", "shakespeare-char", "--init-from", str(tmp_path / "base"), "--data", str(path), "--batch", "2"]
     tune += ["--seq", "24", "--train.gradient_accumulation_steps", "3", "--optim.schedule", "constant", *device]
+    tune += ["--data.document_mask", mask]
     assert main([*tune, "--steps", "7", "--out", str(tmp_path / "whole")]) == 0
     assert main([*tune, "--steps", "3", "--out", str(tmp_path / "cut")]) == 0
     said = capsys.readouterr().out
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["data"]["document_mask"] == ("off" if mask == "off" else "on")
+    assert f"each sees {'those before it' if mask == 'off' else 'itself alone'}" in said
     assert "27 examples in" in said and "the loss is of their answers alone" in said
     assert main(["train", "--out", str(tmp_path / "cut"), "--resume", "--steps", "7", "--device", "reference"]) == 0
 
