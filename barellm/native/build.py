@@ -82,7 +82,6 @@ def check(run: Run) -> None:
         ("train.exponent_stats", config.train.exponent_stats, "0"), ("train.hellaswag", config.train.hellaswag, "none"),
         ("train.eval_from", "" if config.train.eval_from == "spread" else config.train.eval_from, "spread"),
         ("train.eval_seq", config.train.eval_seq, "0"), ("train.track", config.train.track, "none"),
-        ("data.document_mask", "on" if run.data.masked and run.data.examples is None else "", "off"),
         ("train.overfit", config.train.overfit, "0"), ("train.early_stopping", config.train.early_stopping, "0"),
         ("train.keep_best", config.train.keep_best, "false"),
         ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),
@@ -94,6 +93,8 @@ def check(run: Run) -> None:
         raise UserError(f"data.order is {config.data.order!r}, a program has {', '.join(ORDERS)}")
     if run.data.examples is not None:
         raise UserError(f"{config.data.source} has prompts and answers, expected a text or shards")
+    if config.data.document_mask == "on":
+        raise UserError("data.document_mask is on, and a program without Python has no mask between documents, expected off")
     if sys.platform != "linux":
         raise UserError("barellm build makes programs for Linux, run it there")
 
