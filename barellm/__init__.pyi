@@ -47,6 +47,7 @@ class DataKeys(TypedDict, total=False):
     bpe_vocab: int
     val_fraction: float
     order: str
+    document_mask: str
     span_shards: bool
 
 class TrainKeys(TypedDict, total=False):

@@ -23,9 +23,8 @@ import numpy as np
 from barellm.cli.main import main as barellm
 from barellm.cpu.isa import host
 from barellm.cpu.threads import thread_count
-from barellm.data.documents import Documents
 from barellm.data.llmc import LlmcOrder
-from barellm.data.loader import Batches, Rows
+from barellm.data.loader import Batches, Documents, Rows
 from barellm.data.shards import TokenStream, open_shard, write_shard
 
 SHAPES = {"gpt2-124m": (4, 64), "shakespeare-char": (12, 64)}

@@ -32,7 +32,7 @@ from barellm.cpu import isa, tuning
 from barellm.data import writing
 from barellm.data.bpe import BytePairs
 from barellm.data.corpus import text_corpus
-from barellm.data.examples import read_examples
+from barellm.data.forms import read_examples
 from barellm.data.gpt2 import find_vocabulary
 from barellm.data.kinds import load_tokenizer, make_tokenizer
 from barellm.data.shards import inspect_shard, write_shard
@@ -509,7 +509,7 @@ for name, content, changes in (
 
     @reader(f"examples of {name}", written(name, content), *changes)
     def _(path: Path, draw: random.Random) -> None:
-        read_examples(path)
+        read_examples([path])
 
 
 ENDINGS = [{"ctx": "a b", "endings": ["c", "d", "e", "f"], "label": 1, "ind": i} for i in range(4)]

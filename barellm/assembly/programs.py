@@ -1,6 +1,7 @@
 """The programs of a model, over one store: init, forward_backward, optimizer_step, eval, score, decode."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from barellm.models import adapters
 from barellm.models.user_model import mistakes_named, place
 from barellm.program import dtypes, exponent_stats, ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Dim, Documents, Tensor
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
 
@@ -23,8 +24,10 @@ def build(
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
     start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
     decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0, adapter: AdapterConfig | None = None,
+    documents: bool = False,
 ) -> tuple[Store, dict[str, Program]]:  # fmt: skip
-    """A store and its programs by name. What is 0 or None is left out.
+    """A store and its programs by name. What is 0 or None is left out. With `documents` the inputs "positions" and "starts" say
+    what each token of training and evaluation sees (`program.tensor.Documents`).
 
     init                    parameters from the scalar seed, with `adapter` those that are trained
     init_frozen             with `adapter`: the others
@@ -65,7 +68,7 @@ def build(
     if optimizer is not None:
         for name in ("forward_backward", "forward_backward_stats") if ranges else ("forward_backward",):
             p = programs[name] = Program(store, compute=compute)
-            loss = p.output("loss", _loss(p, model, batch, seq, training=True))
+            loss = p.output("loss", _loss(p, model, batch, seq, training=True, documents=documents))
             gradients = p.backward(loss, recompute=recompute)
             if start_reduce_scatter is not None:
                 start_reduce_scatter(p)
@@ -76,7 +79,7 @@ def build(
             append(programs[name])
     if eval_batch:
         p = programs["eval"] = Program(store, compute=compute)
-        p.output("loss", _loss(p, model, eval_batch, eval_seq, training=False))
+        p.output("loss", _loss(p, model, eval_batch, eval_seq, training=False, documents=documents))
     if score_batch:
         p = programs["score"] = Program(store, compute=compute)
         _loss(p, model, score_batch, score_seq, training=False)
@@ -111,10 +114,13 @@ def _decode(p: Program, model: ModelConfig, tokens: Tensor) -> Tensor:
     return p.apply(ops.LastRow, x=logits_of(p, model, tokens)).y
 
 
-def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: bool) -> Tensor:
+def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: bool, documents: bool = False) -> Tensor:
     shape, forward = (Dim("batch", batch), Dim("seq", seq)), models.of(model).forward
     p.training = training
-    loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), training=training)
+    how: dict[str, Any] = {"training": training}
+    if documents:
+        how["documents"] = Documents(p.input("positions", shape), p.input("starts", shape))
+    loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), **how)
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (1,):
         found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UserError(f"{place(forward)}: forward gives {found}, expected the loss, a tensor (1,)")

@@ -6,6 +6,7 @@ grows ends with one line, and with nothing else."""
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ SECONDS = 10.0  # for one request
 SAID = "\u2603"  # what no template writes
 PURPOSES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MARK = "generation_mark"  # a template's variable: what is written at both ends of each {% generation %}
 Piece = tuple[str, bool]  # a part of a text, and whether what looks like a control token in it is letters
 
 
@@ -128,6 +130,11 @@ def joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [m if m["role"] == "tool" or "content" not in m else {**m, "content": text_of(m["content"], "")} for m in messages]
 
 
+def has_marks(template: str) -> bool:
+    """Whether a template marks by {% generation %} what an assistant says."""
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
+
+
 @lru_cache(maxsize=8)
 def takes_parts(template: str, named: tuple[tuple[str, str], ...]) -> bool:
     """Whether a template writes the text of a content that is in parts, and not the list itself. `named`: special tokens."""
@@ -163,7 +170,7 @@ def pieces(
     In what is said a control token gets marks at its ends, and so does a part of one that the text around it could complete.
     One whose ends have no mark is the template's own; any other is a piece of letters. Of what an assistant says these are
     the `special` ones alone: its thinking stands between tokens that are its own."""
-    before, after = _unused(json.dumps([conversations, dict(variables)], ensure_ascii=False))
+    before, after = unused(json.dumps([conversations, dict(variables)], ensure_ascii=False))
 
     def marked(value: Any, names: Sequence[str]) -> Any:
         if isinstance(value, str):
@@ -199,7 +206,7 @@ def _marked(said: str, names: Sequence[str], before: str, after: str) -> str:
     return "".join((before if i in firsts else "") + c + (after if i in lasts else "") for i, c in enumerate(said))
 
 
-def _unused(text: str) -> tuple[str, str]:
+def unused(text: str) -> tuple[str, str]:
     """Two characters of private use that a text does not have."""
     free = (chr(point) for point in range(0xF0000, 0xFFFFE) if chr(point) not in text)
     return next(free), next(free)

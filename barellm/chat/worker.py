@@ -24,14 +24,15 @@ def compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """{% generation %}, which marks what an assistant says, and changes no text."""
+        """{% generation %}, which marks what an assistant says: by the variable generation_mark, if there is one."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            mark = nodes.Output([nodes.Name("generation_mark", "load", lineno=line)], lineno=line)
+            return nodes.Scope([mark, *body, mark]).set_lineno(line)
 
     class Public(Namespace):
         """A namespace whose names have no underscore in front."""

@@ -30,13 +30,15 @@ class Found:
     source: Weights | None = None  # where `path` is no checkpoint with all of them: another program's, or a base with an adapter
 
     @contextmanager
-    def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[CompiledModel]:
+    def opened(
+        self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None, documents: bool = False
+    ) -> Iterator[CompiledModel]:
         """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
-        is written with, or evaluated; `scoring` is as in `assembly.build.build_programs`."""
+        is written with, or evaluated; `scoring` and `documents` are as in `assembly.build.build_programs`."""
         run = "decode" if positions else "score" if scoring else "eval"
         only = (run,) if self.path else (run, "init")
         how = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
-        how |= {"weights": self.weights, "only": only}
+        how |= {"weights": self.weights, "only": only, "documents": documents}
         with open_model(self.config, training=False, **how) as compiled:
             if self.path is None:
                 compiled.initialize(self.config.train.seed)

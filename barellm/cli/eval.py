@@ -83,17 +83,19 @@ def run(args: argparse.Namespace) -> int:
 def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
+    from barellm.training.inputs import with_document_mask
 
     config = checkpoint.config
-    source = config.data if args.data is None else replace(config.data, source=args.data)
+    source = config.data if args.data is None else replace(config.data, source=args.data, document_mask="auto")
     data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.split == "all")
+    _, data = with_document_mask(replace(config, data=source), data, device=checkpoint.device)
     if args.first >= len(data.val):
         part = "" if args.split == "all" else "the validation part of "
         found = f"--first is {args.first}, and {part}{data.name} has {len(data.val)} tokens"
         raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
     batch, seq = config.train.eval_shape(args.batch)
     windows = data.validation(seq=seq, max_tokens=args.first or args.tokens, first=args.first > 0)
-    with checkpoint.opened(positions=0) as compiled:
+    with checkpoint.opened(positions=0, documents=data.masked) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
         result = evaluator.run(compiled.session, report=console.evaluating(windows.windows))
@@ -144,7 +146,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
-    from barellm.data import examples, reading
+    from barellm.data import forms, reading
     from barellm.data.sources import find_text, prepare
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
@@ -154,7 +156,7 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = config.data if args.data is None else replace(config.data, source=args.data)
     path = Path(source.source).expanduser()
-    if examples.has_examples(path):
+    if forms.example_files(source.source):
         raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
     if path.is_file() and reading.format_of(path, reading.Layout()) != "text":
         corpus = find_text([source.source], 1.0 if args.split == "all" else source.val_fraction)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import ESCAPES, escaped
 from barellm.config import DataConfig
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, nearest, visible
 
 if TYPE_CHECKING:
+    from barellm.data.examples import Examples
     from barellm.data.reading import Layout
     from barellm.data.staging_dir import StagingDir
+    from barellm.data.tokenizers import Tokenizer
 
 DESCRIPTION = """\
 Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...) with a file shards.json that says what
 they were made of. Interrupted or killed, it leaves DIR.part; the same command resumes from there and writes the same bytes.
-docs/data.md has all formats and examples."""
+--show N prints examples for fine-tuning instead, and which of their tokens are trained. docs/data.md has all formats and
+examples."""
+DIM, BRIGHT, PLAIN = "\033[2m", "\033[1;32m", "\033[0m"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +38,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="files of text, .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; folders of them; 'patterns*'; - for "
         "standard input; stdlib; or a set: tinyshakespeare, tinystories, fineweb:10BT, fineweb-edu:10BT (100BT, 350BT)",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may exist but must be empty")
+    parser.add_argument("--out", metavar="DIR", help="folder to make; it may exist but must be empty")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N",
+        help="of prompts with answers, print the first N as a model sees them: what is trained is in colour, or in brackets",
+    )  # fmt: skip
     parser.add_argument(
         "--tokenizer", default="gpt2", metavar="NAME",
-        help="bytes, chars, bpe, gpt2, or a folder with a tokenizer.json, such as Llama-3's (default: gpt2)",
+        help="bytes, chars, bpe, gpt2, a folder with a tokenizer.json, such as Llama-3's, or a run (default: gpt2)",
     )  # fmt: skip
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
     parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
@@ -68,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
     from barellm.data.writing import Job
     from barellm.training.console import Console
 
+    args.tokenizer = _of_run(args.tokenizer)
+    if args.show:
+        return _show(args)
+    if args.out is None:
+        raise UserError("--out DIR is missing: the folder to make; or --show N, to look at examples")
     fraction, layout, named = _checked(args)
     console = Console(json_lines=args.json)
     with StagingDir(Path(args.out).resolve()) as work:
@@ -110,6 +125,74 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.out}: {result['documents']:,} document{plural}{empty}, {result['text_bytes']:,} bytes of text")
         print(f"{args.out}: {result['shards']} shards, {counts['train']:,} training and {counts['val']:,} validation tokens")
     return 0
+
+
+def _of_run(name: str) -> str:
+    """The tokenizer's folder, where `name` is a run: that of its newest checkpoint."""
+    from barellm.checkpoint import checkpoint
+
+    steps = checkpoint.steps(Path(name, "checkpoints"))
+    return str(steps[0]) if steps else name
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Prints examples, a line of what they are before each."""
+    import numpy as np
+
+    from barellm.data import forms, sources
+    from barellm.training.console import show
+
+    if len(args.source) > 1 or args.show < 0:
+        raise UserError(f"--show is {args.show}, of {len(args.source)} sources, expected at least 1 example of one source")
+    if not forms.example_files(name := args.source[0]):
+        raise UserError(f"--show is for examples of prompts and answers, and {name} is a text: all of its tokens are trained")
+    data = sources.prepare(DataConfig(source=name, tokenizer=args.tokenizer, bpe_vocab=args.vocab), whole=True)
+    assert data.examples is not None
+    found, width = data.examples[1], shutil.get_terminal_size().columns
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    sizes = np.diff(found.begins)
+    for i in range(min(args.show, len(found))):
+        one = found.slice(i, i + 1)
+        if args.json:
+            print(json.dumps({"tokens": one.tokens.tolist(), "trained": one.answer.tolist()}))
+            continue
+        print(f"example {i + 1} of {len(found):,}: {len(one.tokens):,} tokens, {int(one.answer.sum()):,} trained")
+        print(_coloured(_texts(one, data.tokenizer), width, colours))
+    if not args.json:
+        show(data.name)
+        show(
+            f"tokens of an example: {int(np.median(sizes)):,} in the median, at most {sizes.max():,}; {len(found.tokens):,} in all"
+        )
+    return 0
+
+
+def _texts(one: Examples, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The text of an example in parts, special tokens by their names, and of each whether it is trained."""
+    names = {i: name for name, i in tokenizer.special.items()}
+    found: list[tuple[bytes, bool]] = []
+    for token, trained in zip(one.tokens.tolist(), one.answer.tolist(), strict=True):
+        part = names[token].encode() if token in names else tokenizer.token_bytes(token)
+        if found and found[-1][1] == trained:
+            part = found.pop()[0] + part
+        found.append((part, trained))
+    return [(visible(part.decode("utf-8", "replace")).expandtabs(4), trained) for part, trained in found]
+
+
+def _coloured(parts: list[tuple[str, bool]], width: int, colours: bool) -> str:
+    """Lines behind a bar, none wider than `width`. Trained parts are in colour and the others dim, or the trained in brackets."""
+    lines, begin, bar, before = [""], {True: BRIGHT, False: DIM}, "  | ", 0
+    for text, trained in parts:
+        lines[-1] += begin[trained] if colours else ""
+        for character in text if colours or not trained else f"[{text}]":
+            if character == "\n" or before == width - len(bar):
+                lines[-1] += PLAIN if colours else ""
+                lines.append(begin[trained] if colours else "")
+                before = 0
+            if character != "\n":
+                lines[-1] += character
+                before += 1
+        lines[-1] += PLAIN if colours else ""
+    return "\n".join(f"{bar}{line}" for line in lines)
 
 
 def _path_of(source: str, work: StagingDir) -> str:

@@ -98,15 +98,18 @@ def _loss(checkpoint: Found, source: str | None) -> str:
     """In words, on a few validation tokens; "" where the text is not here."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
+    from barellm.training.inputs import with_document_mask
     from barellm.training.report import perplexity
 
     config = checkpoint.config
+    config = config if source is None else replace(config, data=replace(config.data, source=source, document_mask="auto"))
     try:
-        data = prepare(replace(config.data, source=source or config.data.source), tokenizer=checkpoint.tokenizer)
+        data = prepare(config.data, tokenizer=checkpoint.tokenizer)
+        _, data = with_document_mask(config, data, device=checkpoint.device)
     except UserError:
         return ""
     windows = data.validation(seq=config.train.seq, max_tokens=LOSS_TOKENS, first=False)
-    with checkpoint.opened(positions=0) as compiled:
+    with checkpoint.opened(positions=0, documents=data.masked) as compiled:
         result = Evaluator(windows, batch=1, byte_lengths=None).run(compiled.session)
     assert result is not None
     return f"   {result.nats:.4f} nats per token, perplexity {perplexity(result.nats)}"

@@ -15,6 +15,7 @@ DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 EVALUATED = ("spread", "first")  # which tokens of the validation text
 TRACKERS = ("tensorboard", "wandb", "trackio")
+MASKS = ("auto", "on", "off")  # of documents in a row
 ORDERS = ("epoch", "random", "documents", "sequential", "llmc")
 OPTIMIZERS = ("adamw", "muon", "speedrun")
 ORTHOGONALIZATIONS = ("polar-express", "jordan")  # Muon's coefficients of the Newton-Schulz iteration
@@ -152,6 +153,11 @@ class DataConfig(Section, section="data"):
         "epoch",
         "epoch: shuffled windows, each once an epoch; random: windows drawn with replacement; documents: document-aligned packing; "
         "sequential: from the beginning to the end; llmc: llm.c's own shuffle",
+    )
+    document_mask: str = one_of(
+        MASKS,
+        "auto",
+        "attention inside documents alone, whose positions begin at 0 (intra-document masking); auto: of examples, not of texts",
     )
     span_shards: bool = value(
         True,

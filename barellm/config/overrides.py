@@ -191,7 +191,7 @@ def of_file(file: File) -> Config:
     try:
         model = models.module(file.architecture or models.BEFORE_NAMES).Config()
         config = Config(preset=file.preset or "default", model=model)
-        return changed(config, file.keys)
+        return changed(config, {"data.document_mask": "off", **file.keys})  # before there was that key there was no mask
     except UserError as error:
         raise UserError(f"{file.origin}: {error}") from None
 

@@ -106,7 +106,7 @@ class Chats:
             found.append([(self.encode_piece(part, first=i == 0), part[0]) for i, part in enumerate(parts)])
         return found
 
-    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
-        """Ids of a piece of a conversation."""
+    def encode_piece(self, piece: templates.Piece, *, first: bool, before: str = "") -> np.ndarray:
+        """Ids of a piece of a conversation; `before`: the piece before it, as far as it was cut there."""
         text, letters = piece
         return self.encode(text, special=not letters)

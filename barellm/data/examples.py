@@ -5,31 +5,15 @@ answer and what ends it are targets; everything else has target -1, which the lo
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import xxhash
 
-from barellm.chat.templates import text_of
-from barellm.data import chats, conversations, loader, reading, records, tokenizers
-from barellm.errors import UserError, shown
-
-FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
-NEUTRAL = (None, True, 1, "", "1", "1.0", "true", "True", [], {})  # values of a key that ask for nothing
-OTHERS = {  # keys that other programs obey and barellm does not: of a record, and of a message
-    "record": ("weight", "train", "tools", "functions", "system", "history", "loss_mask"),
-    "message": ("tool_calls", "function_call", "tool_call_id", "train_detail", "reasoning_content"),
-}
-Parts = list[tuple[str, bool | None]]  # of an example: text, and whether it is an answer; None: an answer without a loss
-
-
-class Lines(list):
-    """The parts of a conversation as lines, and the conversation."""
-
-    conversation: conversations.Conversation
+from barellm.data import conversations, forms, loader, tokenizers
+from barellm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -55,103 +39,20 @@ class Examples:
         return self.tokens[: int(np.flatnonzero(self.answer)[0])].tolist()
 
 
-ANSWERS = ("answer", "completion", "messages")  # a record of examples has one of them
-
-
-def has_examples(path: Path) -> bool:
-    """Whether a file of JSON or CSV has answers: by its first record. One with the field that holds the text of a `Layout` is text,
-    whatever else it has."""
-    if not path.is_file() or reading.format_of(path, reading.Layout()) in ("text", "parquet"):
-        return False
-    _, first = next(reading.each_record(path), ("", None))
-    return isinstance(first, dict) and reading.Layout().field not in first and not first.keys().isdisjoint(ANSWERS)
-
-
-def read_examples(path: Path) -> tuple[list[Parts], str]:
-    """The examples of a file and a hash of them."""
-    digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
-    for where, record in reading.each_record(path):
-        found.append(parts(record, where))
-        for text, _ in found[-1]:
-            records.need_characters(text, where)
-        digest.update(repr(found[-1]).encode())
-    return found, digest.hexdigest()
-
-
-def parts(record: Any, where: str) -> Parts:
-    """An example's texts. UserError, which begins with `where`, for a record that is none."""
-    if isinstance(record, dict):
-        _check_obeyed(record, "record", where)
-    if isinstance(record, dict) and "messages" in record:
-        return _conversation(record["messages"], where)
-    prompt, answer = (None, None)
-    if isinstance(record, dict):
-        prompt, answer = record.get("prompt"), record.get("answer", record.get("completion"))
-    if isinstance(prompt, str) and isinstance(answer, str):
-        if not answer:
-            raise UserError(f"{where} has an empty answer")
-        return [(prompt, False), (answer, True)]
-    has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise UserError(
-        f"{where} has: {has}; expected texts named prompt and answer (or completion), or messages{records.instead(record)}"
-    )
-
-
-def _check_obeyed(found: dict, what: str, where: str) -> None:
-    """Raise a UserError for a key that gives the record or message a meaning which barellm would not keep."""
-    for key in OTHERS[what]:
-        if (value := found.get(key)) not in NEUTRAL:
-            raise UserError(f"{where} has a {what} with {key} {value!r:.40}, which barellm cannot obey: expected none")
-
-
-def _has_loss(message: dict, where: str) -> bool:
-    """What OpenAI's `weight`, 0 or 1, and `train` of other programs say of a message; by default the assistant's have a loss."""
-    requested = [message[key] for key in ("weight", "train") if message.get(key) is not None]
-    if wrong := [value for value in requested if value not in (0, 1)]:
-        raise UserError(f"{where} has a message with weight or train {wrong[0]!r:.40}, expected 0, 1, false or true")
-    if message["role"] != "assistant" and any(requested):
-        raise UserError(f"{where} asks for a loss of a message of the {message['role']}: only the assistant's have one")
-    return message["role"] == "assistant" and all(requested)
-
-
-def _conversation(messages: Any, where: str) -> Parts:
-    """Each message as a line `User: ...`; what the assistant says is an answer."""
-    found, losses = Lines(), []
-    for message in messages if isinstance(messages, list) else [messages]:
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or role not in tuple(chats.LINES):  # a list of a role has no hash
-            what = f"a message with the role {shown(role)}" if isinstance(message, dict) else f"a message {shown(message)}"
-            raise UserError(f"{where} has {what}, expected a role ({', '.join(chats.LINES)}) and a content")
-        _check_obeyed(message, "message", where)
-        text = text_of(message.get("content"), f"{where}, message {len(losses) + 1},")
-        loss = _has_loss(message, where)
-        losses.append(loss)
-        if role == "assistant":
-            found += [(f"{chats.LINES[role]}:", False), (f" {text}", loss or None)]
-        else:
-            found.append((f"{chats.LINES[role]}: {text}\n", False))
-    if not any(answer for _, answer in found):
-        raise UserError(f"{where} has no message of the assistant with a loss, whose messages are the answers")
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    found.conversation = conversations.Conversation(plain, losses, where)
-    return found
-
-
-def encode_examples(found: list[Parts], tokenizer: tokenizers.Tokenizer, *, name: str) -> Examples:
+def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer) -> Examples:
     """Prompts and answers are encoded by themselves, so no token is of both; conversations as the model's chat template writes
-    them, where it has one. UserError, which begins with `name`, for an example
-    that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
-    talks = [one.conversation for one in found if isinstance(one, Lines)] if tokenizer.conventions.templates else []
-    written = conversations.encode(talks, tokenizer)
-    ids = iter(tokenizer.encode_many([text for one in found if not (talks and isinstance(one, Lines)) for text, _ in one]))
+    them, where it has one. UserError, which says where it stands, for an example that has nothing to predict an answer from, or no
+    answer: a tokenizer without an end-of-text token adds nothing to its texts."""
     known = tokenizer.conventions
+    talks = [one.conversation if known.templates else None for one in found]
+    written = conversations.encode([talk for talk in talks if talk], tokenizer)
+    texts = [text for one, talk in zip(found, talks, strict=True) if not talk for text, _ in one.parts]
+    ids = iter(tokenizer.encode_many(texts))
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
-    for one in found:
-        pieces = [(begin, False)]
-        if talks and isinstance(one, Lines):
-            pieces = next(written)
-        for _, answers in [] if talks and isinstance(one, Lines) else one:
+    for one, talk in zip(found, talks, strict=True):
+        pieces = next(written) if talk else [(begin, False)]
+        for _, answers in () if talk else one.parts:
             pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
         tokens += [piece for piece, _ in pieces]
         answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])
@@ -159,26 +60,26 @@ def encode_examples(found: list[Parts], tokenizer: tokenizers.Tokenizer, *, name
         if not counted.any() or counted[0]:
             what = "prompt" if counted.any() else "answer"
             raise UserError(
-                f"{name}: example {len(sizes) + 1} has no token in its {what}, and the tokenizer {tokenizer.name} has no "
+                f"{one.where} has no token in its {what}, and the tokenizer {tokenizer.name} has no "
                 "end-of-text token that could stand there: expected at least one"
             )
         sizes.append(len(counted))
-    text_bytes = [sum(len(text.encode()) for text, answers in one if answers) for one in found]
+    text_bytes = [sum(len(text.encode()) for text, answers in one.parts if answers) for one in found]
     return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64))
 
 
 class Packed:
-    """Rows of seq inputs, each filled with whole examples in a given order until the next does not fit; an example that is longer
-    than a row is cut at the row's end, and left out where nothing of its answer is left. What stays free has target -1.
+    """Rows of seq inputs, each filled with whole examples; one that is longer than a row is cut at the row's end, and left out
+    where nothing of its answer is left. What stays free has target -1. Examples come in a given order, and a row ends where the
+    next one does not fit: each sees those before it in its row. `masked`, when each sees itself alone: the longest first, each in
+    the row where it leaves the least room (best-fit decreasing).
 
-    `cut` and `dropped`: how many examples that befell. A later example in a row sees those before it: GPT-2 and Llama have no
-    mask between documents."""
+    `cut` and `dropped`: how many examples that befell."""
 
-    def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int) -> None:
-        self.examples, self.seq, self.fill = examples, seq, fill
+    def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int, masked: bool = False) -> None:
+        self.examples, self.seq, self.fill, self.masked = examples, seq, fill, masked
         self.cut = self.dropped = 0
-        self.rows: list[list[tuple[int, int]]] = []  # the tokens [first, last) of each example
-        room = 0
+        spans: list[tuple[int, int]] = []  # the tokens [first, last) of each example
         for i in order:
             first, last = int(examples.begins[i]), int(examples.begins[i + 1])
             stop = min(last, first + seq + 1)
@@ -186,13 +87,10 @@ class Packed:
                 self.dropped += 1
                 continue
             self.cut += stop < last
-            if stop - first > room:
-                self.rows.append([])
-                room = seq + 1
-            self.rows[-1].append((first, stop))
-            room -= stop - first
-        if not self.rows:
+            spans.append((first, stop))
+        if not spans:
             raise UserError(f"no example has a part of its answer in its first {seq + 1} tokens: a larger train.seq")
+        self.rows = _best_fit(spans, seq + 1) if masked else _next_fit(spans, seq + 1)
         self._counted = [int(self._row(row)[1].sum()) for row in range(len(self.rows))]
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -213,20 +111,55 @@ class Packed:
             inputs[at], targets[at] = tokens[:-1], np.where(answer, tokens[1:], -1)
         return inputs, targets
 
+    def starts(self, rows: list[int]) -> np.ndarray | None:
+        """Where the example of each input begins, (rows, seq) i32; the free rest of a row is one too. None without a mask."""
+        if not self.masked:
+            return None
+        found = np.empty((len(rows), self.seq), np.int32)
+        for at, row in enumerate(rows):
+            ends = np.cumsum([0, *(last - first for first, last in self.rows[row])])
+            found[at] = ends[np.searchsorted(ends, np.arange(self.seq), side="right") - 1]
+        return found
+
     def counted(self, rows: list[int]) -> int:
         """The targets in some rows."""
         return sum(self._counted[row] for row in rows)
+
+
+def _next_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    rows, room = [], 0
+    for first, last in spans:
+        if last - first > room:
+            rows.append([])
+            room = size
+        rows[-1].append((first, last))
+        room -= last - first
+    return rows
+
+
+def _best_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    rooms: list[tuple[int, int]] = []  # of the rows that have any, and which they are: ascending
+    for first, last in sorted(spans, key=lambda span: span[0] - span[1]):
+        at = bisect_left(rooms, (last - first, 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (size, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append((first, last))
+        if left := room - (last - first):
+            insort(rooms, (left, row))
+    return rows
 
 
 class ExampleRows(loader.Rows):
     """Examples are packed once, in an order that the seed gives. With the `order` "epoch" every row then comes once an epoch, in
     an order that changes with the epoch; with "random" each is drawn by itself."""
 
-    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch") -> None:
+    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch", masked: bool = False) -> None:
         assert order in ("epoch", "random")
         self._key, self._drawn = loader.draw(seed & loader.MASK, 1 << 16), order == "random"
         places = [loader.permuted(i, len(examples), loader.draw(self._key, 0)) for i in range(len(examples))]
-        self.packed = Packed(examples, places, seq=seq, fill=fill)
+        self.packed = Packed(examples, places, seq=seq, fill=fill, masked=masked)
 
     def _rows(self, first_sample: int, count: int) -> list[int]:
         size, found = len(self.packed.rows), []
@@ -244,6 +177,10 @@ class ExampleRows(loader.Rows):
             raise UserError(f"examples were packed into rows of {self.packed.seq} tokens, a stage of the run has {seq}")
         return self.packed.read(self._rows(first_sample, count))
 
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """A `Rows`."""
+        return self.packed.starts(self._rows(first_sample, count))
+
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
         """A `Rows`."""
         return self.packed.counted(self._rows(first_sample, count))
@@ -252,8 +189,8 @@ class ExampleRows(loader.Rows):
 class ExampleValidation:
     """Rows of examples in their order, with the interface of `data.loader.Validation`."""
 
-    def __init__(self, examples: Examples, *, seq: int, max_tokens: int = 0, fill: int) -> None:
-        self._packed = Packed(examples, list(range(len(examples))), seq=seq, fill=fill)
+    def __init__(self, examples: Examples, *, seq: int, max_tokens: int = 0, fill: int, masked: bool = False) -> None:
+        self._packed = Packed(examples, list(range(len(examples))), seq=seq, fill=fill, masked=masked)
         rows = len(self._packed.rows)
         self.windows = min(rows, max(max_tokens // seq, 1)) if max_tokens else rows
         self._chosen = [window * rows // self.windows for window in range(self.windows)]
@@ -263,21 +200,26 @@ class ExampleValidation:
         for first in range(0, self.windows, count):
             yield self._packed.read(self._chosen[first : first + count])
 
+    def starts(self, first: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Of windows from `first` on, as `Rows` have it."""
+        return self._packed.starts(self._chosen[first : first + len(tokens)])
+
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))
 
 
-def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], tokenizers.Tokenizer]
+def split(paths: list[Path], name: str, val_fraction: float,
+          make: Callable[[Callable[[], Iterator[str]]], tokenizers.Tokenizer],
           ) -> tuple[Examples, Examples, tokenizers.Tokenizer, str]:  # fmt: skip
-    """Gives the training examples, those for validation, the tokenizer, and a hash of the file's examples. The last `val_fraction`
-    of the examples, at least one, are for validation; 1: all. `make` gets all texts."""
-    found, digest = read_examples(path)
+    """Gives the training examples of the files that `name` names, those for validation, the tokenizer, and a hash of the examples.
+    The last `val_fraction` of the examples, at least one, are for validation; 1: all. `make` gets all texts."""
+    found, digest = forms.read_examples(paths)
     held = max(1, round(len(found) * val_fraction))
     if len(found) < 2 and val_fraction < 1:
-        raise UserError(f"{path} has 1 example, expected at least 2: one for validation")
+        raise UserError(f"{name} has 1 example, expected at least 2: one for validation")
     if held >= len(found) and val_fraction < 1:
-        raise UserError(f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {path} for validation")
-    tokenizer = make(lambda: (text for one in found for text, _ in one))
-    examples = encode_examples(found, tokenizer, name=str(path))
+        raise UserError(f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {name} for validation")
+    tokenizer = make(lambda: (text for one in found for text, _ in one.parts))
+    examples = encode_examples(found, tokenizer)
     cut = max(0, len(found) - held)
     return examples.slice(0, cut), examples.slice(cut, len(found)), tokenizer, digest

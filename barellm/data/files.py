@@ -40,7 +40,7 @@ def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list
     a text is another text."""
     files: dict[str, Path] = {}  # by their absolute paths
     for source in sources:
-        for path in _named(source):
+        for path in named(source):
             if path.is_dir():
                 inside = files_of(path, layout, skipped)
                 if not inside:
@@ -52,7 +52,7 @@ def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list
     return list(files.values())
 
 
-def _named(source: str) -> list[Path]:
+def named(source: str) -> list[Path]:
     """The paths that a source stands for."""
     if glob.has_magic(source) and not Path(source).expanduser().exists():
         found = sorted(glob.glob(os.path.expanduser(source), recursive=True))

@@ -140,9 +140,16 @@ class HuggingFace(Tokenizer):
                 raise UserError(f"the text has the token {name!r}, id {i}, and the model has {self.rows} rows: it has none for it")
         return arrays
 
-    def encode_piece(self, piece: templates.Piece, *, first: bool) -> np.ndarray:
+    def encode_piece(self, piece: templates.Piece, *, first: bool, before: str = "") -> np.ndarray:
         text, letters = piece
         kind = "letters" if letters else "special"
+        if not first and not letters and self.prefixed:  # behind a special token some put a space before a text, others do not
+            bare = before.rstrip()
+            name = max((name for name in self._special if bare.endswith(name)), key=len, default="")
+            anchor = name and before[len(bare) - len(name) :]
+            ids, both = self._encode([anchor, anchor + text], kind)
+            if anchor and both[: len(ids)].tolist() == ids.tolist():
+                return both[len(ids) :]
         ids = self._encode([text], kind)[0] if first else self.encode_continued(text, kind)
         if letters and self._special.get(text, -1) in ids:
             raise UserError(f"a message has {text!r}, which this tokenizer cannot write as letters: it is a token in any text")

@@ -3,7 +3,7 @@
 Which tokens are in sample i is a pure function of (seed, i): nothing is shuffled or remembered, so resuming,
 accumulating and splitting a batch among ranks all mean asking for other sample indices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from barellm.errors import UserError
 ROUNDS = 6
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+BLOCK = 1 << 22  # tokens that are looked through at once
 
 
 def mix(x: int) -> int:
@@ -56,8 +57,19 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
+def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """Of each token of rows (B, T) where its document begins: that of the last `separator` up to it, or 0. (B, T) i32."""
+    return np.maximum.accumulate(np.where(tokens == separator, np.arange(tokens.shape[1], dtype=np.int32), 0), axis=1)
+
+
 class Rows(Protocol):
-    """The source of the rows of micro-batches."""
+    """The source of the rows of micro-batches. `separator`: the token that begins a document, where tokens see their own alone."""
+
+    separator: int | None = None
+
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Where the document of each token of these samples begins, (count, seq) i32. None: all see all before them."""
+        return None if self.separator is None else document_starts(tokens, self.separator)
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples [first_sample, first_sample + count): inputs and targets (count, seq) int32. `document`: the most tokens of one
@@ -88,6 +100,14 @@ class Repeated(Rows):
         runs = self._runs(first_sample, count)
         found = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
         return np.concatenate([inputs for inputs, _ in found]), np.concatenate([targets for _, targets in found])
+
+    def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
+        """A `Rows`."""
+        found, at = [], 0
+        for first, size in self._runs(first_sample, count):
+            found.append(self.rows.starts(first, size, tokens[at : at + size]))
+            at += size
+        return None if found[0] is None else np.concatenate(found)
 
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
         """A `Rows`."""
@@ -134,13 +154,89 @@ class Batches(Rows):
         return inputs, targets
 
 
+class Documents(Rows):
+    """A row of `seq` inputs takes documents in the order of the stream until it has seq + 1 tokens. It takes
+    the first `document` tokens of each, or fewer where the row ends, and drops the rest. After the last document comes the first.
+
+    Which documents are in a row depends on all rows before it. `shape(sample)` tells their (seq, document), so that a resumed run
+    finds its place by counting. UserError where the text has no `separator`, the token that begins a document.
+
+    Without `span` each shard is a text of its own, as modded-nanogpt has it on one GPU: no row and no document goes on in the next
+    shard. The documents of an unfinished row are dropped, and so is what a shard has before its first separator."""
+
+    def __init__(
+        self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True
+    ) -> None:
+        if separator is None:
+            raise UserError(f"data.order is 'documents', and the vocabulary of {tokens.name} has no token between them")
+        blocks = range(0, len(tokens), BLOCK)
+        found = [lo + np.flatnonzero(tokens.array(lo, min(lo + BLOCK, len(tokens))) == separator) for lo in blocks]
+        begins = np.concatenate(found)
+        if not len(begins):
+            raise UserError(f"data.order is 'documents', and {tokens.name} has no token {separator}, which begins one")
+        self.tokens, self.shape = tokens, shape
+        self._begins: list[int] = begins.tolist()
+        self._ends = [*self._begins[1:], len(tokens)]
+        self._shards = [0] * len(begins)  # that of each document
+        if not span:
+            shards = np.searchsorted(tokens.ends, begins, side="right")
+            self._ends, self._shards = np.minimum(self._ends, tokens.ends[shards]).tolist(), shards.tolist()
+        self._sample, self._document = 0, 0  # the next row, and the document that it begins with
+
+    def spans(self, sample: int) -> list[tuple[int, int]]:
+        """The tokens [first, last) of each document in a row, seq + 1 of them in all."""
+        if sample < self._sample:
+            self._sample, self._document = 0, 0
+        while True:
+            found = self._next(*self.shape(self._sample))
+            self._sample += 1
+            if self._sample > sample:
+                return found
+
+    def _next(self, seq: int, document: int) -> list[tuple[int, int]]:
+        found, room = [], seq + 1
+        tried = 0
+        while room:
+            over = self._document == len(self._begins)
+            # A row does not go on at the beginning of the text.
+            if over or (found and self._shards[self._document] != self._shards[self._document - 1]):
+                found, room = [], seq + 1
+            if over:
+                self._document = 0
+                tried += 1
+                if tried == 2:
+                    apart = " in a shard" * (len(set(self._shards)) > 1)
+                    raise UserError(
+                        f"{self.tokens.name} fills no row: its documents{apart} have fewer than {seq + 1} tokens, "
+                        f"of each at most {document or 'all'}; more text, or a smaller seq"
+                    )
+            begin, end = self._begins[self._document], self._ends[self._document]
+            end = min(end, begin + room, begin + document if document else end)
+            found.append((begin, end))
+            room -= end - begin
+            self._document += 1
+        return found
+
+    def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """A `Rows`."""
+        assert self.shape(first_sample) == (seq, document)
+        rows = np.empty((count, seq + 1), np.int32)
+        for row in range(count):
+            at = 0
+            for begin, end in self.spans(first_sample + row):
+                self.tokens.read(begin, rows[row, at : at + end - begin])
+                at += end - begin
+        return rows[:, :-1].copy(), rows[:, 1:].copy()
+
+
 class Validation:
     """Windows of `seq` targets side by side over a whole stream, in order: every token but the first is a target once.
 
     The last window is filled up with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only so many
-    targets, in whole windows spread evenly over the stream, so that a short look sees all of it."""
+    targets, in whole windows spread evenly over the stream, so that a short look sees all of it. `separator`: as `Rows` have it."""
 
-    def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0) -> None:
+    def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0, separator: int | None = None) -> None:
+        self.separator = separator
         if len(tokens) < 2:
             raise UserError(f"{tokens.name} has {len(tokens)} tokens, expected at least 2")
         self.tokens, self.seq = tokens, seq
@@ -170,6 +266,10 @@ class Validation:
         """All windows, `count` at a time; the last batch may have fewer."""
         for first in range(0, self.windows, count):
             yield self.batch(first, count)
+
+    def starts(self, first: int, tokens: np.ndarray) -> np.ndarray | None:
+        """Of windows from `first` on, as `Rows` have it."""
+        return None if self.separator is None else document_starts(tokens, self.separator)
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""

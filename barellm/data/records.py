@@ -23,18 +23,10 @@ SPACE = re.compile(r"[ \t\r\n]*")
 CUT_END = 16  # characters before the end of what is held in which JSON that goes on can look wrong
 
 
-# Keys of records that are examples for other programs -> what to do.
-INSTEAD = {
-    "instruction output": "alpaca's output is the answer, and its instruction with the input the prompt: name them so",
-    "chosen rejected": "there is no training on preferences (DPO): the chosen text may be the answer to a prompt",
-    "conversations": "ShareGPT's conversations are messages, whose from and value are role and content: name them so",
-}
-
-
-def instead(record: Any) -> str:
-    """A hint for the keys of other programs, or ""."""
-    keys = record.keys() if isinstance(record, dict) else set()
-    return next((f"; {hint}" for names, hint in INSTEAD.items() if keys >= set(names.split())), "")
+def preferences(record: dict) -> str:
+    """A hint for a record of preferences, or ""."""
+    hint = "; there is no training on preferences (DPO): the chosen text may be the answer to a prompt"
+    return hint if record.keys() >= {"chosen", "rejected"} else ""
 
 
 def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Any, int]]:
@@ -42,6 +34,9 @@ def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> I
     if kind == "jsonl":
         at, found = text_chunks(path, start, stop)
         yield from _json_lines(path, found, at)
+        return
+    if kind == "parquet":
+        yield from _parquet_rows(path)
         return
     _, found = text_chunks(path)
     each = _json(path, found) if kind == "json" else _csv(path, found, DELIMITERS[kind])
@@ -67,8 +62,7 @@ def _text(where: str, record: Any, field: str) -> str:
         if isinstance(record, dict):
             has = ", ".join(map(str, record))
             inner = [key for key, value in record.items() if isinstance(value, list) and value]
-            hint = f"; only a list that is the whole file holds records, not {inner[0]!r}" if inner else ""
-            hint = instead(record) or hint
+            hint = preferences(record) or (f"; only a list that is the whole file holds records, not {inner[0]!r}" if inner else "")
         raise UserError(f"{where} has no text in a field {field!r}, it has: {has}{hint}")
     need_characters(text, where)
     return text
@@ -229,13 +223,15 @@ def _csv(path: Path, found: Iterator[bytes], delimiter: str) -> Iterator[tuple[s
         raise UserError(f"{path}, line {begins} is no CSV: {error}") from error
 
 
-def _parquet(path: Path, field: str, start: int, stop: int | None) -> Iterator[tuple[str, int]]:
+def _batches(path: Path, field: str = "", start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Batches of rows, of one column or with all, and how many rows are before each; those that have none of [start, stop) may be
+    left out."""
     library = required("pyarrow.parquet", path.name)
     arrow = required("pyarrow", path.name)
     try:
         with library.ParquetFile(path) as file:
             schema = file.schema_arrow
-            if field not in schema.names or not _is_text(arrow, schema.field(field).type):
+            if field and (field not in schema.names or not _is_text(arrow, schema.field(field).type)):
                 columns = ", ".join(f"{one.name} ({one.type})" for one in schema)
                 raise UserError(f"{path} has no column {field!r} of text, it has: {columns}")
             row = 0
@@ -244,15 +240,31 @@ def _parquet(path: Path, field: str, start: int, stop: int | None) -> Iterator[t
                 if row + rows <= start or (stop is not None and row >= stop):
                     row += rows
                     continue
-                for batch in file.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
-                    for cell in batch.column(0):
-                        row += 1
-                        if row > start and (stop is None or row <= stop):
-                            yield _cell(path, cell, row), row
+                for batch in file.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field] if field else None):
+                    yield row, batch
+                    row += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(f"{path} is no whole Parquet file: {error}") from error
+
+
+def _parquet(path: Path, field: str, start: int, stop: int | None) -> Iterator[tuple[str, int]]:
+    for before, batch in _batches(path, field, start, stop):
+        for row, cell in enumerate(batch.column(0), before + 1):
+            if row > start and (stop is None or row <= stop):
+                yield _cell(path, cell, row), row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Whole rows, as objects by the names of the columns."""
+    for before, batch in _batches(path):
+        for row in range(batch.num_rows):
+            where = f"{path}, row {before + row + 1}"
+            try:
+                yield where, batch.slice(row, 1).to_pylist()[0], before + row + 1
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where} is not UTF-8 text: {error.reason}") from error
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from barellm.chat import templates
 from barellm.config import DataConfig
-from barellm.data import cache, kinds, loader, reading, writing
+from barellm.data import cache, forms, kinds, loader, reading, writing
 from barellm.data.corpus import Corpus, stdlib_corpus, text_corpus
-from barellm.data.examples import Examples, ExampleValidation, has_examples, split
+from barellm.data.examples import Examples, ExampleValidation, split
 from barellm.data.files import Skipped, existing, find_files, has_text
 from barellm.data.shards import TokenStream, inspect_shard, open_shard
 from barellm.data.tokenizers import FILE, Ids, Tokenizer
@@ -41,17 +42,24 @@ class Dataset:
     hash: str
     text_bytes: tuple[int, int] | None = None  # of the text that `train` and `val` are made of, where it is known
     examples: tuple[Examples, Examples] | None = None  # of prompts and answers, whose tokens are those of `train` and `val`
+    masked: bool = False  # whether a token sees its own document or example alone
 
     def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> loader.Validation | ExampleValidation:
         """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
         `first` exactly the first ones, or all where there are fewer."""
         if self.examples is None and first and 0 < max_tokens < len(self.val):
-            return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq)
+            return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq, separator=self.separator)
         if self.examples is None:
-            return loader.Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens)
+            return loader.Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens, separator=self.separator)
         if first:
             raise UserError(f"{self.name} are rows of their own, which have no first tokens: expected a text")
-        return ExampleValidation(self.examples[1], seq=seq, max_tokens=max_tokens, fill=self.tokenizer.start)
+        how = {"max_tokens": max_tokens, "fill": self.tokenizer.start, "masked": self.masked}
+        return ExampleValidation(self.examples[1], seq=seq, **how)
+
+    @property
+    def separator(self) -> int | None:
+        """The token that begins a document of a text, where tokens see their own alone."""
+        return self.tokenizer.eot if self.masked else None
 
     @property
     def prompt(self) -> list[int]:
@@ -99,8 +107,8 @@ def prepare(
         kinds.check_kind(data.tokenizer)
     report = report or (lambda line: None)
     shards = find_shards(data.source)
-    if not shards and has_examples(Path(data.source).expanduser()):
-        return _from_examples(data, tokenizer, whole)
+    if not shards and (paths := forms.example_files(data.source)):
+        return _from_examples(data, paths, tokenizer, whole)
     if shards:
         found = _from_shards(data, shards, tokenizer, requested)
         return _whole(found) if whole else found
@@ -109,16 +117,16 @@ def prepare(
     return _from_text(corpus, tokenizer, report, progress or nobody)
 
 
-def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -> Dataset:
+def _from_examples(data: DataConfig, paths: list[Path], tokenizer: Tokenizer | None, whole: bool) -> Dataset:
     """Prompts and answers: small enough to be tokenized anew each time."""
     if data.order not in ("epoch", "random"):
         raise UserError(f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random")
-    path = existing(data.source)
+    path = data.source
 
     def made(texts: Callable[[], Iterator[str]]) -> Tokenizer:
         return tokenizer or kinds.make_tokenizer(data.tokenizer, texts, bpe_vocab=data.bpe_vocab)
 
-    train, val, used, digest = split(path, 1.0 if whole else data.val_fraction, made)
+    train, val, used, digest = split(paths, path, 1.0 if whole else data.val_fraction, made)
     parts = []
     for examples, what in ((train, "training"), (val, "validation")):
         known = [examples.tokens] if len(examples) else []
@@ -126,6 +134,7 @@ def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -
     counted = int(train.answer.sum() + val.answer.sum())
     name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {counted:,} tokens"
     form = sorted(used.conventions.templates.items()) or ""
+    form = f"{form} marked" if templates.has_marks(used.conventions.templates.get("default", "")) else form
     key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}{form}".encode()).hexdigest()[:32]
     both = (train, val)
     sizes = (int(train.text_bytes.sum()), int(val.text_bytes.sum()))

@@ -1,6 +1,7 @@
 """Validation loss in nats per token and in bits per byte, over the validation part or evenly spread windows of it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import log
@@ -26,6 +27,17 @@ class Result:
     @property
     def bits_per_byte(self) -> float | None:
         return self.nats * self.targets / log(2) / self.bytes if self.bytes else None
+
+
+def write_batch(session: Session, inputs: np.ndarray, targets: np.ndarray, starts: np.ndarray | None) -> None:
+    """The inputs of a program that computes a loss: all (rows, seq); `starts`, where tokens see their own document alone, says
+    where it begins."""
+    session.write("tokens", inputs)
+    session.write("targets", targets)
+    if starts is not None:
+        session.write("starts", starts)
+        with suppress(KeyError):  # a model without positions has no such input
+            session.write("positions", np.arange(inputs.shape[1], dtype=np.int32) - starts)
 
 
 class Evaluator:
@@ -54,8 +66,7 @@ class Evaluator:
             if number % self.ranks.count != self.ranks.rank:
                 continue
             valid = int(np.count_nonzero(targets >= 0))
-            session.write("tokens", inputs)
-            session.write("targets", targets)
+            write_batch(session, inputs, targets, self.windows.starts(done - len(inputs), inputs))
             session.run("eval", batch=len(inputs), seq=inputs.shape[1], inv_targets=1.0 / valid)
             sums.append(float(session.read("loss")[0]) * valid)
             if stop():

@@ -15,6 +15,7 @@ and where it has them
     training_schedule(config)   the steps of a run that has stages, and what programs read in each (`models/training_schedule.py`)
     loss_gradient(cfg)     what the gradient of each target's loss is multiplied by in training, where that is not one over the
                            number of the step's targets; None where it is
+    documents=             of forward: `program.tensor.Documents` where rows are packed and each token sees its own document alone
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
     HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/hf_mapping.py`); of Hugging Face's
                            architectures that it can be the first is what a model is exported as, unless its `family` names one
@@ -28,6 +29,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
@@ -87,6 +89,11 @@ def whole(model: ModelConfig) -> bool:
     """Whether the program "decode" is given the text from its beginning each time."""
     module = of(model)
     return getattr(module, "WHOLE", False) or not hasattr(module, "decode")
+
+
+def masks_documents(model: ModelConfig) -> bool:
+    """Whether its forward takes `documents`."""
+    return "documents" in signature(of(model).forward).parameters
 
 
 def hidden(model: ModelConfig) -> str:

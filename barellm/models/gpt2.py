@@ -19,7 +19,7 @@ from barellm.models.hf_mapping import HuggingFace
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
+    from barellm.program.tensor import Documents, Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
     DeclareMlp = Callable[[str, int], tuple[Affine, Affine]]
@@ -110,16 +110,19 @@ def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
     return Weights(wte, wpe, blocks, norm("ln_f"))
 
 
-def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
+def forward(
+    p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool, documents: Documents | None = None
+) -> Tensor:
     """The loss (1,): the sum over valid targets times the scalar inv_targets. Dropout in training only."""
     w = declare(p, cfg)
     rate = cfg.dropout if training else 0.0
+    positions, starts = (documents.positions, documents.starts) if documents else (None, None)
 
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
-        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate)
+        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate, starts=starts)
 
     rest = (w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
-    h_BTC = _unit_trunk(p, cfg, *rest) if cfg.unit_scaling else trunk(p, *rest)
+    h_BTC = _unit_trunk(p, cfg, *rest, positions) if cfg.unit_scaling else trunk(p, *rest, positions_BT=positions)
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 

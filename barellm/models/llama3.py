@@ -37,7 +37,7 @@ from barellm.models import families
 if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.ops.attention.rope import Scaling
-    from barellm.program.tensor import Tensor
+    from barellm.program.tensor import Documents, Tensor
 
     Tables = tuple[Tensor, Tensor] | None  # of cosines and sines
 
@@ -238,14 +238,17 @@ def declare(p: Program, cfg: Config) -> Weights:
     return Weights(wte, blocks, last, wte if cfg.tied else vocabulary("head"))
 
 
-def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
+def forward(
+    p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool, documents: Documents | None = None
+) -> Tensor:
     """The loss (1,): the sum over valid targets times the scalar inv_targets. It has no dropout, so training changes nothing."""
     w = declare(p, cfg)
+    positions, starts = (documents.positions, documents.starts) if documents else (None, None)
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return p.attention(q, k, v, **_scores(cfg, block))
+        return p.attention(q, k, v, starts=starts, **_scores(cfg, block))
 
-    x_BTC = _trunk(p, cfg, w, tokens_BT, attend)
+    x_BTC = _trunk(p, cfg, w, tokens_BT, attend, positions)
     if cfg.logits_softcap:
         how = {"cap": tanh_cap(cfg.logits_softcap), "predict": 1, "transposed": False}
         return p.softcapped_classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size, **how)

@@ -93,6 +93,8 @@ def check(run: Run) -> None:
         raise UserError(f"data.order is {config.data.order!r}, a program has {', '.join(ORDERS)}")
     if run.data.examples is not None:
         raise UserError(f"{config.data.source} has prompts and answers, expected a text or shards")
+    if config.data.document_mask == "on":
+        raise UserError("data.document_mask is on, and a program without Python has no mask between documents, expected off")
     if sys.platform != "linux":
         raise UserError("barellm build makes programs for Linux, run it there")
 

@@ -138,6 +138,15 @@ class Span(Tensor):
         return self.size
 
 
+@dataclass(frozen=True)
+class Documents:
+    """Documents packed in rows, of which each token sees its own alone: of each token (B, T) i32 its position in its document, and
+    that of the document's first token in the row."""
+
+    positions: Tensor
+    starts: Tensor
+
+
 def describe(**tensors: Tensor | None) -> str:
     """`x (batch<=4, 768), w (2304, 768)`: the offending shapes of an error message."""
     return ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None)

@@ -17,6 +17,7 @@ from barellm.checkpoint.folder import RunFolder
 from barellm.config import Config, overrides
 from barellm.data.loader import Rows
 from barellm.errors import UserError
+from barellm.evaluation.validation import write_batch
 from barellm.models.training_schedule import model_schedule
 from barellm.runtime.session import Session
 from barellm.training import console, curve, report, stopping
@@ -111,8 +112,7 @@ def test(config: Config, session: Session, batches: Rows, *, steps: int, reporte
         for micro in range(count):
             sample = (training_schedule.batch_rampup.before(step) + micro) * train.micro_batch_size
             inputs, targets = batches.batch(sample, train.micro_batch_size, seq=plan.seq, document=plan.document)
-            session.write("tokens", inputs)
-            session.write("targets", targets)
+            write_batch(session, inputs, targets, batches.starts(sample, train.micro_batch_size, inputs))
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             shape = {"batch": train.micro_batch_size, "seq": plan.seq, "accumulate": int(micro > 0)}
             session.run("forward_backward", inv_targets=inv_targets, **shape, **random)
@@ -174,7 +174,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
     """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written. `words`: those of the
     command line."""
     say, begin = job.console, [0.0]
-    with open_model(job.config, device=job.device) as compiled, stopping.Stopping() as stop:
+    with open_model(job.config, device=job.device, documents=job.data.masked) as compiled, stopping.Stopping() as stop:
         for line in report.header(compiled, job.data, folder.path):
             say.line(line)
         job.initialize(compiled)

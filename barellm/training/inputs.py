@@ -8,10 +8,9 @@ from typing import Any
 
 from barellm import models
 from barellm.config import Config
-from barellm.data.documents import Documents
 from barellm.data.examples import ExampleRows
 from barellm.data.llmc import LlmcOrder
-from barellm.data.loader import Batches, Repeated, Rows
+from barellm.data.loader import Batches, Documents, Repeated, Rows
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
@@ -45,9 +44,24 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return replace(config, model=replace(model, vocab_size=size, padded_vocab=padded))
 
 
+def with_document_mask(config: Config, data: Dataset, *, device: str) -> tuple[Config, Dataset]:
+    """Both with what data.document_mask "auto" means. UserError where a mask is wanted that the model or the text cannot have."""
+    how, name = config.data.document_mask, models.name_of(config.model)
+    lacks = "" if models.masks_documents(config.model) else f"the architecture {name} has no such mask"
+    lacks = lacks or ("CUDA has no kernels for positions that begin anew" if device == "cuda" else "")
+    if not lacks and data.examples is None and data.tokenizer.eot is None:
+        lacks = f"the tokenizer {data.tokenizer.name} has no token that begins a document"
+    if how == "on" and lacks:
+        raise UserError(f"data.document_mask is on, and {lacks}: expected off")
+    on = how == "on" or (how == "auto" and data.examples is not None and not lacks)
+    return replace(config, data=replace(config.data, document_mask="on" if on else "off")), replace(data, masked=on)
+
+
 class Inputs:
     """`tokenizer`: that of the weights that a run begins with, if there are any. `requested`: whether the user chose one, so that
     shards of another one are refused. `config` is resolved: it has the tokenizer's vocabulary."""
+
+    device = "cpu"
 
     def __init__(
         self, config: Config, *, start: Start | None, tokenizer: Tokenizer | None, requested: bool, console: Console, ranks: Ranks
@@ -59,6 +73,7 @@ class Inputs:
             )  # fmt: skip
         if not requested:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
+        config, self.data = with_document_mask(config, self.data, device=self.device)
         self.config = with_vocabulary(config, self.data.tokenizer)
         known = start.meta["data"] if start else None  # None too for a state that another program has left
         if start and known and known["hash"] != self.data.hash:
@@ -102,13 +117,20 @@ class Inputs:
 
     def _rows(self) -> Rows:
         """The source of the rows of the micro-batches."""
+        found = self._rows_in_order()
+        found.separator = self.data.separator
+        return found
+
+    def _rows_in_order(self) -> Rows:
         train, data = self.config.train, self.config.data
         if self.data.examples is not None:
             if not isinstance(self.training_schedule, ConstantSchedule):
                 stages = f"the runs of {models.name_of(self.config.model)} have stages, whose rows change their length"
                 raise UserError(f"{data.source} has prompts and answers, and {stages}: expected a text")
             fill = self.data.tokenizer.start
-            return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, order=data.order)
+            return ExampleRows(
+                self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, order=data.order, masked=self.data.masked
+            )
         if data.order == "llmc":
             return LlmcOrder(self.data.train, batch=train.micro_batch_size, seq=train.seq)
         if data.order != "documents":

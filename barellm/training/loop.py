@@ -157,8 +157,7 @@ class Loop:
                 return False
             sample = (begun + micro) * train.micro_batch_size + self.ranks.rank * batch
             inputs, targets = self.batches.batch(sample, batch, seq=plan.seq, document=plan.document)
-            session.write("tokens", inputs)
-            session.write("targets", targets)
+            validation.write_batch(session, inputs, targets, self.batches.starts(sample, batch, inputs))
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             adds = int(micro > 0 or plan.adds)
             # The last micro-batch finds the gradients of the whole step.

@@ -163,7 +163,8 @@ def packing(packed: examples.Packed) -> list[str]:
     held = sum(last - first for row in packed.rows for first, last in row)
     share = held / (len(packed.rows) * (packed.seq + 1))
     kept = sum(map(len, packed.rows))
-    lines = [f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency"]
+    sees = "each sees itself alone" if packed.masked else "each sees those before it in its sequence"
+    lines = [f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency; {sees}"]
     if packed.cut:
         lines.append(f"warning: {packed.cut:,} examples are longer than a sequence and cut: use a larger --seq")
     if packed.dropped:

@@ -65,6 +65,7 @@ class Run(Inputs):
         with ExitStack() as opening:
             with agreement.rank_zero_first(self.ranks):  # what rank 0 compiles, the others find in the cache
                 how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
+                how["documents"] = self.data.masked
                 opened = open_model(self.config, device=self.device, **how)
                 compiled = opening.enter_context(opened)
             self.config = compiled.config

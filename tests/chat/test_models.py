@@ -17,7 +17,7 @@ from barellm.chat import conventions
 from barellm.cli import chat
 from barellm.cli.main import main
 from barellm.config import DataConfig
-from barellm.data import examples, reading
+from barellm.data import examples, forms, reading
 from barellm.data.kinds import load_tokenizer
 from barellm.data.sources import prepare
 from barellm.errors import UserError
@@ -238,8 +238,8 @@ def test_examples_are_written_by_the_template_and_end_with_its_token(tmp_path):
     said = [("user", "Hi <|im_end|>"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Good\nbye")]
     record = {"messages": [{"role": role, "content": text} for role, text in said]}
     record["messages"][1]["weight"] = 0
-    parts = examples.parts(record, "here")
-    found = examples.encode_examples([parts], tokenizer, name="here")
+    example = forms.example(record, "here")
+    found = examples.encode_examples([example], tokenizer)
     whole = tokenizer.chat([{"role": r, "content": t} for r, t in said], add_generation_prompt=False)
     assert found.tokens.tolist() == whole.tolist()
     trained = found.tokens[found.answer].tolist()
@@ -248,7 +248,7 @@ def test_examples_are_written_by_the_template_and_end_with_its_token(tmp_path):
     assert found.tokens[: len(prompt)].tolist() == prompt and not found.answer[: len(prompt)].any()
     backwards = load_tokenizer(families.folder(tmp_path / "g", "qwen", template="{{ messages[::-1] }}"))
     with pytest.raises(UserError, match="here: the chat template does not write message 2 behind those before it"):
-        examples.encode_examples([parts], backwards, name="here")
+        examples.encode_examples([example], backwards)
 
 
 def test_bits_per_byte_are_of_the_bytes_that_were_there(tmp_path, own_cache):

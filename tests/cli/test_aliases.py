@@ -25,7 +25,9 @@ TEXT = "To be, or not to be, that is the question.\n" * 200 + "\n"
 def test_the_configuration_of_an_old_run_is_that_of_the_preset(path):
     found = overrides.from_json(json.loads(path.read_text()))
     min_lr = float(f"{found.optim.min_lr:.6g}")  # which was computed then: 5.9999999999999995e-05
-    assert replace(found, optim=replace(found.optim, min_lr=min_lr)) == models.preset(path.stem)
+    wanted = models.preset(path.stem)
+    wanted = replace(wanted, data=replace(wanted.data, document_mask="off"))  # examples saw those before them in their row
+    assert replace(found, optim=replace(found.optim, min_lr=min_lr)) == wanted
 
 
 def test_there_is_an_old_run_of_each_preset():

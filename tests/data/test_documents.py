@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.data.documents import Documents
+from barellm.data.loader import Documents
 from barellm.data.shards import TokenStream
 from barellm.errors import UserError
 

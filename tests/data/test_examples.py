@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from barellm.cli.main import main
 from barellm.config import DataConfig
 from barellm.data.examples import ExampleRows, Examples, ExampleValidation, Packed
+from barellm.data.loader import Repeated, document_starts
 from barellm.data.sources import prepare
 from barellm.errors import UserError
 from barellm.training import metrics
@@ -89,6 +90,72 @@ def test_examples_come_in_every_form_of_records(name, tmp_path):
     assert found[0].hash == found[1].hash and found[0].examples is not None
 
 
+ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+FORMS = [  # a record, and what the model sees of it without a chat template: trained parts in brackets
+    ({"prompt": "a", "completion": " b", "source": "x"}, "|a[ b|]"),
+    (
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        "|" + ALPACA.format(", paired with an input that provides further context")
+        + "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:[3|]",
+    ),
+    ({"instruction": "Go.", "input": "", "output": "ok"}, f"|{ALPACA.format('')}### Instruction:\nGo.\n\n### Response:[ok|]"),
+    (
+        {"system": "S", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
+        "|System: S\nUser: q\nAssistant:[ r|]",
+    ),
+    (
+        {"prompt": [*CHAT[1]["messages"], {"role": "assistant", "content": "x"}], "completion": CHAT[0]["messages"][1:3]},
+        "|User: More\nAssistant: x|User: Hi\nAssistant:[ Hello.|]",
+    ),
+    (CHAT[0]["messages"][1:3], "|User: Hi\nAssistant:[ Hello.|]"),
+    (
+        {"messages": [CHAT[1]["messages"][0], {"role": "assistant", "content": [{"type": "text", "text": part} for part in "ab"]}]},
+        "|User: More\nAssistant:[ ab|]",
+    ),
+]  # fmt: skip
+
+
+def seen(examples: Examples, tokenizer) -> list[str]:
+    """Each example as text: | for special tokens, trained tokens in brackets."""
+    found = []
+    for i in range(len(examples)):
+        one, text, inside = examples.slice(i, i + 1), b"", False
+        for token, trained in zip(one.tokens.tolist(), one.answer.tolist(), strict=True):
+            text += b"" if trained == inside else b"[" if trained else b"]"
+            text += b"|" if token == tokenizer.eot else tokenizer.token_bytes(token)
+            inside = trained
+        found.append((text + b"]" * inside).decode())
+    return found
+
+
+@pytest.mark.parametrize("record, wanted", FORMS)
+def test_records_as_people_have_them(record, wanted, tmp_path, small_bpe):
+    path = written(tmp_path / "a.jsonl", [record] * 2)
+    examples = prepare(DataConfig(source=str(path)), tokenizer=small_bpe, whole=True).examples
+    assert examples is not None and seen(examples[1], small_bpe) == [wanted] * 2
+
+
+def test_folders_tables_and_parquet_hold_the_same_examples(tmp_path, small_bpe):
+    """Cells of a table have lists as JSON; columns that a record has not are null in Parquet, and lists are lists there."""
+    arrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": CHAT[0]["messages"], "source": None}, {"messages": CHAT[0]["messages"][1:3], "source": "b"}]
+    folders = [tmp_path / name for name in ("lines", "csv", "parquet")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[2] / "README.md").write_text("what it is")
+    for i, row in enumerate(rows):
+        written(folders[0] / f"{i}.jsonl", [row])
+        cell = json.dumps(row["messages"]).replace('"', '""')
+        (folders[1] / f"{i}.csv").write_text(f'source,messages\n{row["source"] or ""},"{cell}"\n')
+    table.write_table(arrow.Table.from_pylist(rows), folders[2] / "all.parquet")
+    found = [prepare(DataConfig(source=str(folder)), tokenizer=small_bpe) for folder in [*folders, f"{folders[0]}/*.jsonl"]]
+    assert len({one.hash for one in found}) == 1 and [len(part) for part in found[2].examples or ()] == [1, 1]
+    broken = [{"messages": [{"role": "user", "content": "a"}]}, *rows]
+    table.write_table(arrow.Table.from_pylist(broken[::-1]), folders[2] / "all.parquet", row_group_size=1)
+    with pytest.raises(UserError, match=r"all.parquet, row 3 has no message of the assistant with a loss"):
+        prepare(DataConfig(source=str(folders[2])), tokenizer=small_bpe)
+
+
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
     seq=st.integers(1, 20),
@@ -118,6 +185,39 @@ def test_each_example_is_whole_in_one_row_unless_it_is_longer(sizes, seq, seed):
         full = [sum(last - first for first, last in row) for row in rows.packed.rows]
         following = [row[0][1] - row[0][0] for row in rows.packed.rows[1:]]
         assert all(a + b > room for a, b in zip(full, following, strict=False))  # no row is begun too early
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20),
+    seq=st.integers(18, 40),
+    seed=st.integers(0, 99),
+)
+def test_masked_rows_say_where_each_example_begins_and_are_no_more(sizes, seq, seed):
+    answer = np.concatenate([np.arange(p + a) >= p for p, a in sizes])
+    examples = Examples(np.arange(len(answer)), answer, np.cumsum([0, *(p + a for p, a in sizes)]))
+    packed = {masked: ExampleRows(examples, seq=seq, seed=seed, fill=-5, masked=masked) for masked in (True, False)}
+    rows, count = packed[True], len(packed[True].packed.rows)
+    assert count <= len(packed[False].packed.rows) and rows.packed.cut == rows.packed.dropped == 0
+    free = [seq + 1 - sum(last - first for first, last in row) for row in rows.packed.rows]
+    assert sum(room >= (seq + 1) / 2 for room in free) <= 1  # two such rows would have been one
+    inputs, targets = rows.batch(3, count, seq=seq, document=0)
+    starts = rows.starts(3, count, inputs)
+    assert starts is not None and packed[False].starts(0, count, inputs) is None and starts.dtype == np.int32
+    begins = set(examples.begins.tolist())
+    for row in range(count):
+        at = np.arange(seq)
+        first = inputs[row, starts[row]]  # of each token the first of its example
+        real = inputs[row] >= 0
+        assert set(first[real].tolist()) <= begins and (inputs[row] - first == at - starts[row])[real].all()
+        assert (starts[row][~real] == at[~real][:1]).all()  # the free rest is none of an example's
+        assert (np.isin(targets[row], inputs[row] + 1) | (targets[row] < 0)).all()
+    again = Repeated(rows, 2)
+    assert np.array_equal(again.starts(3, 3, inputs), np.concatenate([rows.starts(n, 1, inputs) for n in (1, 0, 1)]))
+
+
+def test_documents_of_a_text_begin_with_their_separator():
+    tokens = np.array([[5, 1, 9, 1, 1], [9, 9, 0, 0, 9]])
+    assert document_starts(tokens, 9).tolist() == [[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -151,13 +251,27 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"prompt": "a"}, r"line 2 has: prompt; expected texts named prompt and answer \(or completion\), or messages"),
-        ({"instruction": "a", "input": "", "output": "b"}, "alpaca's output is the answer"),
+        ({"prompt": "a"}, r"line 2 has: prompt; expected texts named prompt and answer \(or completion\), messages"),
+        ({"prompt": "a", "answer": None}, r"line 2 has: prompt, answer \(nothing\); expected texts"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "line 2 has an instruction 'a' and an input 3, expected texts"),
+        ({"instruction": "a", "output": ""}, "line 2 has an empty answer"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"there is no training on preferences \(DPO\)"),
-        ({"conversations": []}, "from and value are role and content"),
+        ({"conversations": []}, "line 2 has no message of the assistant with a loss"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, "line 2, message 1, has the content 3, expected a text"),
+        ({"conversations": [{"from": "observation", "value": "a"}]}, "the role 'observation', expected a role .human, gpt, "),
+        ({"messages": "[{"}, "line 2 has messages that are no JSON"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "line 2 has: prompt, completion; expected texts"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, "line 2 has no message of the assistant"),
+        (
+            {"system": "b", "messages": [{"role": "system", "content": "a"}]},
+            "has a system and a message of the system, expected one",
+        ),
+        ({"system": 3, "messages": [{"role": "user", "content": "a"}]}, "line 2 has a system 3, expected a text"),
+        ({"prompt": "a", "answer": "b", "chat_template_kwargs": {"a": 1}}, "a record with chat_template_kwargs"),
         ({"prompt": "a", "answer": ""}, "line 2 has an empty answer"),
         ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
-        ([1], "line 2 has: list; expected"),
+        ([1], "line 2 has a message 1, expected a role"),
+        (3, "line 2 has: int; expected"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2 has no message of the assistant"),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
@@ -176,9 +290,9 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}, "a record with tools .*, which barellm"),
         ({"prompt": "a", "answer": "b", "weight": 0.5}, "line 2 has a record with weight 0.5, which barellm cannot"),
         ({"prompt": "a", "answer": "b", "train": False}, "line 2 has a record with train False, which barellm cannot"),
-        ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a record with system 'Be brief.', which"),
+        ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a system 'Be brief.' beside a text"),
         ({"prompt": "a", "answer": "\ud800"}, r"line 2 has \\ud800 alone in its text"),
-        ({"prompt": "", "answer": "b"}, "a.jsonl: example 2 has no token in its prompt, and the tokenizer bytes has no end"),
+        ({"prompt": "", "answer": "b"}, "a.jsonl, line 2 has no token in its prompt, and the tokenizer bytes has no end"),
     ],
 )
 def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_path):
@@ -223,7 +337,39 @@ def test_what_does_not_go_with_stages_is_refused_at_the_start(tmp_path, refused)
 
 
 @pytest.mark.extended
-def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
+def test_documents_of_a_text_are_masked_by_option(tmp_path, capsys, refused):
+    """The loss of the first step is another, the run resumes as it began, and eval gives the loss that it ended with."""
+    text = written(tmp_path / "a.jsonl", [{"text": f"{i} squared is {i * i}\n"} for i in range(60)])
+    sizes = ["--model.layers", "1", "--model.d_model", "16", "--model.heads", "2", "--seq", "24", "--batch", "4"]
+    usual = ["train", "shakespeare-char", "--data", text, "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", *sizes]
+    usual += ["--device", "reference", "--steps", "4", "--optim.schedule", "constant", "--data.order", "epoch"]
+
+    def losses(name: str, *words: str) -> list[float]:
+        assert main([*map(str, usual), *words, "--out", str(tmp_path / name)]) == 0
+        return [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+
+    plain, masked, cut = (
+        losses("a"),
+        losses("b", "--data.document_mask", "on"),
+        losses("c", "--data.document_mask", "on", "--steps", "2"),
+    )
+    assert len(masked) == 4 and plain != masked and masked[:2] == cut
+    assert main(["train", "--out", str(tmp_path / "c"), "--resume", "--steps", "4", "--device", "reference"]) == 0
+    assert [row["loss"] for row in metrics.read(tmp_path / "c" / "metrics.jsonl") if row["kind"] == "train"] == masked
+    last = [row["val_nats"] for row in metrics.read(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "eval"][-1]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "b"), "--device", "reference", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nats"] == pytest.approx(last, rel=1e-6)
+    usual[usual.index("bpe")] = "bytes"
+    said = refused(*usual, "--data.document_mask", "on", "--out", tmp_path / "d")
+    assert said.startswith("data.document_mask is on, and the tokenizer bytes has no token that begins a document: expected off")
+    said = refused("train", "sparse-char", "--data", text, "--data.document_mask", "on", "--out", tmp_path / "e", "--device", "cpu")
+    assert said.startswith("data.document_mask is on, and the architecture sparse has no such mask")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mask", ["auto", "off"])
+def test_a_resumed_fine_tuning_ends_as_one_that_went_through(mask, tmp_path, capsys):
     """From another run's weights; with accumulation, so that the micro-batches of a step have unequal numbers of targets."""
     text = tmp_path / "a.txt"
     text.write_text("some words of a text\n" * 40)
@@ -234,9 +380,12 @@ def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
     assert main([*map(str, first), *device, "--out", str(tmp_path / "base")]) == 0
     tune = ["train", "shakespeare-char", "--init-from", str(tmp_path / "base"), "--data", str(path), "--batch", "2"]
     tune += ["--seq", "24", "--train.gradient_accumulation_steps", "3", "--optim.schedule", "constant", *device]
+    tune += ["--data.document_mask", mask]
     assert main([*tune, "--steps", "7", "--out", str(tmp_path / "whole")]) == 0
     assert main([*tune, "--steps", "3", "--out", str(tmp_path / "cut")]) == 0
     said = capsys.readouterr().out
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["data"]["document_mask"] == ("off" if mask == "off" else "on")
+    assert f"each sees {'those before it' if mask == 'off' else 'itself alone'}" in said
     assert "27 examples in" in said and "the loss is of their answers alone" in said
     assert main(["train", "--out", str(tmp_path / "cut"), "--resume", "--steps", "7", "--device", "reference"]) == 0
 

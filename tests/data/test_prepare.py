@@ -2,6 +2,7 @@ import fcntl
 import gzip
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -353,3 +354,39 @@ def test_files_behind_a_link_in_place_of_the_unfinished_folder_stay(text, tmp_pa
     with pytest.raises(UserError, match=r"out.part is a link, expected the folder of an unfinished prepare"):
         run(text, "--out", tmp_path / "out", "--tokenizer", "bytes")
     assert (tmp_path / "own" / ".draft.tmp").exists()
+
+
+TALK = [
+    {"role": "user", "content": "What is it?\x1b[2J " + "word " * 20},
+    {"role": "assistant", "content": "No.", "weight": 0},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "A naïve\nfaçade"},
+]
+
+
+def test_examples_are_shown_with_what_is_trained(tmp_path, capsys, monkeypatch):
+    """In brackets, or in a terminal in colour and the rest dim, without NO_COLOR; in 80 columns, and no code of a stranger's."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    shown = [path, "--tokenizer", "bpe", "--vocab", 300, "--show", 5]
+    assert run(*shown) == 0
+    plain = capsys.readouterr().out
+    assert "example 2 of 2" in plain and "  | <|endoftext|>1+1=[2<|endoftext|>]" in plain and "a.jsonl: 2 examples" in plain
+    assert "Assistant: No.<|endoftext|>User: Sure?\n  | Assistant:[ A naïve\n  | façade<|endoftext|>]" in plain and "\\x1b" in plain
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert run(*shown) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[2m<|endoftext|>1+1=\x1b[0m\x1b[1;32m2<|endoftext|>\x1b[0m" in coloured and "\x1b[2J" not in coloured
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in coloured.splitlines()]
+    assert lines[:3] == plain.splitlines()[:3] and lines[4] == "  | Assistant: A naïve"
+    assert max(len(line) for line in [*lines, *plain.splitlines()] if line.startswith("  |")) == 80
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(*shown) == 0 and capsys.readouterr().out.count("[2<") == 1
+    assert run(*shown, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(row["tokens"]) for row in rows] == [len(row["trained"]) for row in rows] and sum(rows[1]["trained"]) == 2
+    with pytest.raises(UserError, match="is a text: all of its tokens are trained"):
+        (tmp_path / "b.txt").write_text(TEXT)
+        run(tmp_path / "b.txt", "--show", 1)
+    with pytest.raises(UserError, match="--out DIR is missing"):
+        run(path)

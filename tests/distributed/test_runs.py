@@ -99,6 +99,33 @@ def test_one_rank_speaks_and_writes(place, pair):
     assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["micro_batch_size"] == 12
 
 
+def test_ranks_share_the_mean_over_all_targets_of_a_step_of_examples(place):
+    """Rows have 1 to 10 targets, so each rank has another number of them; two micro-batches a step, each example sees itself."""
+    lines = [json.dumps({"prompt": "a" * (i % 3), "completion": "b" * (1 + 7 * i % 10)}) for i in range(200)]
+    (place / "examples.jsonl").write_text("\n".join(lines))
+    more = (
+        "--data",
+        "examples.jsonl",
+        "--data.tokenizer",
+        "bpe",
+        "--data.bpe_vocab",
+        "262",
+        "--model.max_seq",
+        "16",
+        "--seq",
+        "16",
+    )
+    losses = []
+    for name, ranks in (("one", "1"), ("two", "2")):
+        done = run(place, f"examples-{name}", *STEPS, *more, "--gradient-accumulation-steps", "2", "--ranks", ranks)
+        assert done.returncode == 0 and "each sees itself alone" in done.stdout, done.stderr
+        rows = [json.loads(line) for line in (place / f"examples-{name}" / "metrics.jsonl").read_text().splitlines()]
+        losses.append(
+            [row["loss"] if row["kind"] == "train" else row["val_nats"] for row in rows if row["kind"] in ("train", "eval")]
+        )
+    assert len(losses[0]) == 7 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 MESSAGES = """
 import atexit, sys, time
 from barellm.cli.main import main

@@ -40,6 +40,7 @@ from barellm.interop import huggingface
 from barellm.interop.sources import open_weights
 from barellm.optim.adamw import adamw
 from tests.chat import families as pipelines
+from tests.models import test_documents as documents
 from tests.oracle import chats
 from tests.oracle.torch_gpt2 import relative
 
@@ -340,11 +341,24 @@ def check_ids(case: Case) -> None:
         chats.check_ids(ours, theirs, 2000)
 
 
+def check_packed(case: Case) -> None:
+    """The loss of documents in one row, and its gradients, are the sums of those of each alone; so is theirs."""
+    cfg = case.weights.model
+    with opened(documents.programs(cfg), "cpu") as session:
+        case.weights.load(session)
+        documents.check_packed(session, cfg, LIMIT)
+        packed = documents.trained_on(session, [documents.texts(cfg)])
+    each = [theirs(case, text[None, :-1], text[None, 1:]) for text in documents.texts(cfg)]
+    wanted = sum(float(one["loss"][0]) * length for one, length in zip(each, documents.LENGTHS, strict=True))
+    _compare({"loss": packed["loss"]}, {"loss": np.array([wanted])}, LIMIT)
+
+
 COLUMNS: dict[str, Callable[[Case], None]] = {
     "import": check_import,
     "logits 1e-5": check_logits,
     "50 greedy tokens": check_greedy,
     "gradients": check_gradients,
+    "packed": check_packed,
     "chat text": check_chat,
     "ids": check_ids,
     "export, bit for bit": check_export,

@@ -48,7 +48,7 @@ def fake(monkeypatch, tmp_path) -> FakeSession:
     session = FakeSession()
 
     @contextmanager
-    def open_model(config, *, device, training=True, positions=None, scoring=None, ranks=ALONE):
+    def open_model(config, *, device, training=True, positions=None, scoring=None, ranks=ALONE, documents=False):
         config = replace(config, train=replace(config.train, dtype="fp32"))
         yield CompiledModel(config, "reference", session, programs(session), Plan({}, {}, 0, 0, 0, {}))
 
