@@ -8,6 +8,7 @@ data."""
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from barellm.program.dtypes import FORMATS, LARGEST
@@ -51,6 +52,22 @@ def constant(value: float, type_: str) -> str:
     return text if not lanes else "<" + ", ".join([f"{one} {text}"] * lanes) + ">"
 
 
+def _operator(integer: str, floating: str = "", *, swap: bool = False) -> Callable[[Value, Any], Value]:
+    """The method of an operator: the instruction `integer` or `floating`, by the operands' type. `swap`: other is the left one."""
+
+    def method(self: Value, other: Any) -> Value:
+        a, b = self.k.match(self, other)
+        if swap:
+            a, b = b, a
+        return self.k.op(a.type, f"{(floating or integer) if is_float(a.type) else integer} {a.typed}, {b.ref}")
+
+    return method
+
+
+def _comparison(how: str) -> Callable[[Value, Any], Value]:
+    return lambda self, other: self.compare(other, how)
+
+
 class Value:
     """One SSA value, or a constant."""
 
@@ -63,55 +80,14 @@ class Value:
     def typed(self) -> str:
         return f"{self.type} {self.ref}"
 
-    def _arith(self, other: Any, integer: str, floating: str, *, swap: bool = False) -> Value:
-        """The instruction `integer` or `floating`, by the operands' type; `swap`: other is the left operand."""
-        a, b = self.k.match(self, other)
-        if swap:
-            a, b = b, a
-        return self.k.op(a.type, f"{floating if is_float(a.type) else integer} {a.typed}, {b.ref}")
-
-    def __add__(self, o: Any) -> Value:
-        return self._arith(o, "add", "fadd")
-
-    def __sub__(self, o: Any) -> Value:
-        return self._arith(o, "sub", "fsub")
-
-    def __mul__(self, o: Any) -> Value:
-        return self._arith(o, "mul", "fmul")
-
-    def __truediv__(self, o: Any) -> Value:
-        return self._arith(o, "sdiv", "fdiv")
-
-    def __floordiv__(self, o: Any) -> Value:
-        return self._arith(o, "sdiv", "fdiv")
-
-    def __mod__(self, o: Any) -> Value:
-        return self._arith(o, "srem", "frem")
-
-    def __rsub__(self, o: Any) -> Value:
-        return self._arith(o, "sub", "fsub", swap=True)
-
-    def __rtruediv__(self, o: Any) -> Value:
-        return self._arith(o, "sdiv", "fdiv", swap=True)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-    def __and__(self, o: Any) -> Value:
-        return self._arith(o, "and", "and")
-
-    def __or__(self, o: Any) -> Value:
-        return self._arith(o, "or", "or")
-
-    def __xor__(self, o: Any) -> Value:
-        return self._arith(o, "xor", "xor")
-
-    def __lshift__(self, o: Any) -> Value:
-        return self._arith(o, "shl", "shl")
-
-    def __rshift__(self, o: Any) -> Value:
-        """Logical: zeros come in."""
-        return self._arith(o, "lshr", "lshr")
+    __add__ = __radd__ = _operator("add", "fadd")
+    __sub__, __rsub__ = _operator("sub", "fsub"), _operator("sub", "fsub", swap=True)
+    __mul__ = __rmul__ = _operator("mul", "fmul")
+    __truediv__, __rtruediv__ = _operator("sdiv", "fdiv"), _operator("sdiv", "fdiv", swap=True)
+    __floordiv__ = _operator("sdiv", "fdiv")
+    __mod__ = _operator("srem", "frem")
+    __and__, __or__, __xor__ = _operator("and"), _operator("or"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")  # logical: zeros come in
 
     def __neg__(self) -> Value:
         return self.k.op(self.type, f"fneg {self.typed}") if is_float(self.type) else 0 - self
@@ -123,23 +99,8 @@ class Value:
         lanes = width(a.type)
         return self.k.op(f"<{lanes} x i1>" if lanes else "i1", f"{name} {a.typed}, {b.ref}")
 
-    def __lt__(self, o: Any) -> Value:
-        return self.compare(o, "<")
-
-    def __le__(self, o: Any) -> Value:
-        return self.compare(o, "<=")
-
-    def __gt__(self, o: Any) -> Value:
-        return self.compare(o, ">")
-
-    def __ge__(self, o: Any) -> Value:
-        return self.compare(o, ">=")
-
-    def equals(self, o: Any) -> Value:
-        return self.compare(o, "==")
-
-    def differs(self, o: Any) -> Value:
-        return self.compare(o, "!=")
+    __lt__, __le__, __gt__, __ge__ = _comparison("<"), _comparison("<="), _comparison(">"), _comparison(">=")
+    equals, differs = _comparison("=="), _comparison("!=")
 
 
 class Var:
