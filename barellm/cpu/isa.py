@@ -37,35 +37,17 @@ class ISA:
     byte_dot: bool = False  # adds products of unsigned and signed bytes to lanes of 32 bits (vpdpbusd)
 
 
+_AVX512 = ISA("avx512", cpu="x86-64-v4", lanes=16, registers=32, half=True, masked=True, popcount="nibbles")
+_AVX512_BF16 = replace(
+    _AVX512, name="avx512_bf16", features="+avx512bf16,+avx512vnni", dot="x86", bf16_round=True, byte_dot=True
+)  # fmt: skip
+_AMX_BF16 = replace(
+    _AVX512_BF16, name="amx_bf16", cpu="sapphirerapids", features="+amx-tile,+amx-bf16", tiles=True, popcount="words"
+)  # fmt: skip
 X86 = {
-    "amx_bf16": ISA(
-        "amx_bf16",
-        cpu="sapphirerapids",
-        features="+amx-tile,+amx-bf16",
-        lanes=16,
-        registers=32,
-        dot="x86",
-        bf16_round=True,
-        half=True,
-        masked=True,
-        tiles=True,
-        popcount="words",
-        byte_dot=True,
-    ),
-    "avx512_bf16": ISA(
-        "avx512_bf16",
-        cpu="x86-64-v4",
-        features="+avx512bf16,+avx512vnni",
-        lanes=16,
-        registers=32,
-        dot="x86",
-        bf16_round=True,
-        half=True,
-        masked=True,
-        popcount="nibbles",
-        byte_dot=True,
-    ),
-    "avx512": ISA("avx512", cpu="x86-64-v4", lanes=16, registers=32, half=True, masked=True, popcount="nibbles"),
+    "amx_bf16": _AMX_BF16,
+    "avx512_bf16": _AVX512_BF16,
+    "avx512": _AVX512,
     "avx2": ISA("avx2", cpu="x86-64-v3", lanes=8, registers=16, half=True, popcount="nibbles"),
     "generic": ISA("generic", cpu="x86-64", lanes=4, registers=16, fma=False),
 }

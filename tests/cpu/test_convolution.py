@@ -6,7 +6,7 @@ import pytest
 
 from barellm.cpu.isa import cross
 from barellm.cpu.kernel import Lowering
-from barellm.cpu.kernels.conv import conv_fft_wgrad
+from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.winograd_transform import linear
 from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
@@ -81,7 +81,7 @@ def test_fourier_transforms_in_half_the_bits_are_added(isa, name):
 @pytest.mark.parametrize("form", ["seven by five", "in many turns"])
 def test_the_gradient_of_filters_by_fourier_transforms_in_turns(form, monkeypatch):
     """A turn has one block of tiles, and the sums of the turns before are added."""
-    monkeypatch.setattr(conv_fft_wgrad, "V_BYTES", 0)
+    monkeypatch.setattr(conv_tiled, "V_BYTES", 0)
     check_op(isa=isa_named(""), **winograd_case("conv2d_dw", (LARGE | TURNS)[form], "fft"))
 
 

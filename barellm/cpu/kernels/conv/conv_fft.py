@@ -14,11 +14,14 @@ j."""
 from math import cos, pi, sin
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
-from barellm.cpu.kernels.conv import winograd
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided, panel_nbytes
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.conv import conv_tiled
+from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided
+from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
+M_BYTES = 1 << 19  # of products that a work item has in L2
 RUN = 64  # tiles of a work item of the input transform, at most: they see F^2 pixels each
 MIN_FILTER, MAX_FILTER = 5, 23  # rows and columns of filters for which "auto" considers FFTs
 # In direct multiply-adds of the same pass: of a multiply-add, of an element of a transformed tile, and one of a filter.
@@ -139,9 +142,9 @@ def fft_input(
     planes Re + Im, Re and Im, or, where the tiles are the `filters` (wgrad: dy), those that `fft_filters` makes. A tile that
     `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
-    buffer = k.thread_scratch().bytes(input_nbytes(k.isa, geometry, tile_n))
+    buffer = k.thread_scratch().bytes(conv_tiled.panel_bytes(k.isa, geometry, tile_n, RUN))
     sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with winograd.for_each_channel(k, x, first, limit, **sizes) as r:
+    with conv_tiled.for_each_channel(k, x, first, limit, **sizes) as r:
         r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
         with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
             dst = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
@@ -157,13 +160,9 @@ def fft_input(
             for_each_frequency(k, buffer, F, store_planes, n)
 
 
-def input_nbytes(isa: ISA, geometry: ConvGeometry, tile_n: int) -> int:
-    """Bytes of the panel of a work item of the input transform."""
-    _, lines, pitch = winograd.run_shape(geometry, tile_n, isa.lanes, RUN)
-    return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
-
-
-def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: winograd.WinogradConv, F: int, mode: str) -> None:
+def fft_gemm(
+    k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: TiledConv, F: int, R: int, S: int, mode: str
+) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
     u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
     re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
@@ -190,9 +189,24 @@ def fft_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv:
             x = load_hermitian(k, at, F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
                 output_row.store(re * (1.0 / (F * F)), j * k.lanes)
-            winograd.store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
+            store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
-    winograd.batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
+    conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
+
+
+def store_tile_rows(
+    k: KernelBuilder, y: Pointer, line: Pointer, tile: Value, num_tiles: Value, channel: Value, conv: TiledConv,
+    i: Value, mode: str,
+) -> None:  # fmt: skip
+    """Write row i of each lane's tile of m x m outputs, `line` (m, lanes), to image plane `channel` of y; the first `num_tiles`
+    lanes are the tiles from number `tile` on."""
+    m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
+    with k.loop(0, num_tiles) as lane:
+        t = tile + lane
+        image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
+        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
+            accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
 
 
 def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
@@ -201,47 +215,44 @@ def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
     return known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
 
 
-def append_fft(
-    c: Lowering, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, size: tuple[int, int], groups: int, rows: int,
-    transposed: bool, flip: bool, mode: str, dims: tuple[str, ...], count: int,
-) -> None:  # fmt: skip
-    """Append the calls of an FFT convolution of x to `out`, whose images have `size` pixels: the filters' transform once, then for
-    as many blocks of tiles as V_BYTES hold the input transform and the GEMMs. `geometry`: of the direct convolution; `rows`: output
-    channels of a group; `transposed` and `flip` as in `append_winograd`."""
-    R, S = len(geometry.row_offsets), len(geometry.column_offsets)
+def fft_wgrad_output(k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:
+    """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
+    output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
+    from their end."""
+    pitch, buffer = 2 * half(F) * k.lanes, k.thread_scratch()
+    with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
+        first = block * k.lanes
+        mask = k.mask_first(size - first) if size % k.lanes else None
+        with k.loop(0, half(F)) as column:
+            x: list[Complex] = []
+            for i in range(F):
+                plane = (column + i * half(F)) * 3
+                k1, k2, k3 = (products.load((plane + n) * size + first, mask) for n in range(3))
+                x.append((k1 - k3, k1 + k2))
+            for i, (re, im) in enumerate(fft(k, x, 1)[:R]):
+                dst = buffer.at(i * pitch + column * (2 * k.lanes))
+                dst.store(re)
+                dst.store(im, k.lanes)
+        with k.loop(0, R) as r:
+            at = buffer.at(r * pitch)
+            x = load_hermitian(k, at, F)
+            row = R - 1 - r if flip else r
+            for s, (re, _) in enumerate(fft(k, x, 1)[:S]):
+                tap, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
+                for lane in range(k.lanes):
+                    with k.when(first + lane < size):
+                        accumulate_scalar(k, dw, (first + lane) * (R * S) + row * S + column, k.lane(tap, lane), mode)
+
+
+def fft_algorithm(R: int, S: int) -> TileAlgorithm:
+    """FFT convolution with filters of R x S."""
     F = fft_size(R, S)
-    m, planes, C = F + 1 - max(R, S), 3 * F * half(F), geometry.channels
-    # The tiles of x as a convolution: F x F taps, one of every m-th output pixel.
-    of_x = ConvGeometry(
-        geometry.input_size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
-        tuple(min(geometry.row_offsets) + i for i in range(F)), tuple(min(geometry.column_offsets) + i for i in range(F)),
-        geometry.reflect,
+    rows = F * 2 * half(F)
+    return TileAlgorithm(
+        F + 1 - max(R, S), F, 3 * F * half(F), fft_filters, fft_input, fft_gemm, fft_wgrad_output, {"F": F, "R": R, "S": S},
+        {"F": F, "filters": False}, {"F": F, "filters": True}, run=RUN, rows=rows, epilogue=rows + F, most_bytes=M_BYTES,
+        group_bytes=0,
     )  # fmt: skip
-    tile = winograd.gemm_tile(c.isa)
-    tile_n = tile.nr(c.isa)
-    filters = max(1, 2 * winograd.M_BYTES // (4 * planes * tile_n) // tile.mr) * tile.mr
-    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
-    conv = winograd.WinogradConv(m, of_x, size, groups, rows, tile, 1, filters)
-    u = part(c.workspace("filters", 4 * planes * groups * rows * C + 64)), "fp32"
-    steps = {"step": R * S * rows, "row_step": R * S} if transposed else {"step": R * S, "row_step": R * S * C}
-    constants = {"count": groups, "rows": rows, "depth": C, "flip": flip, "F": F, "R": R, "S": S, **steps}
-    c.call(fft_filters, {"u": u, "w": w}, constants, writes="u")
-    blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
-    block_bytes = 4 * groups * planes * C * tile_n
-    limit = max(1, min(blocks, winograd.V_BYTES // block_bytes))
-    v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
-    rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
-    c.thread_scratch(max(input_nbytes(c.isa, of_x, tile_n), 4 * planes * filters * tile_n) + rows_bytes + 4 * F * c.isa.lanes)
-    images = {"dims": dims, "count": count}
-    for first in range(0, blocks, limit):
-        where = {"first": first, "limit": limit}
-        c.call(
-            fft_input,
-            {"v": v, "x": x, **where},
-            {**images, "groups": groups, "geometry": of_x, "F": F, "tile_n": tile_n},
-            writes="v",
-        )
-        c.call(fft_gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "F": F, "mode": mode}, writes="y")
 
 
 def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, images: int, groups: int) -> bool:
@@ -254,7 +265,7 @@ def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, imag
         return False
     F = fft_size(R, S)
     m, C = F + 1 - max(R, S), geometry.channels
-    tile_n = winograd.gemm_tile(isa).nr(isa)
+    tile_n = conv_tiled.gemm_tile(isa).nr(isa)
     count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)
     matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)
     per_matmul, per_tile, per_filter = COSTS[result]

@@ -38,7 +38,7 @@ class Blocking:
         """The polyphase layouts of x and of dy, whose lines have the same pitch: a position is the same in both."""
         step = amx.TILE_K if self.use_amx else 2
         x = conv_polyphase.PolyphaseLayout(geometry, self.lines, step)
-        dy = im2col.ConvGeometry(geometry.output_size, geometry.channels, geometry.output_size, (1, 1), (0,), (0,))
+        dy = im2col.pixelwise(geometry.output_size, geometry.channels)
         return x, conv_polyphase.PolyphaseLayout(dy, self.lines, step, x.pitch)
 
 

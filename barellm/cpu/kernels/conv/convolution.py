@@ -7,14 +7,13 @@ from typing import Any
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Value, dims_of, lowering, part
 from barellm.cpu.kernels.conv import conv_algorithm, conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad_bf16
 from barellm.cpu.kernels.conv.conv_algorithm import Bf16MicroKernel
-from barellm.cpu.kernels.conv.conv_fft import append_fft, fft_is_faster
-from barellm.cpu.kernels.conv.conv_fft_wgrad import append_fft_wgrad
+from barellm.cpu.kernels.conv.conv_fft import fft_algorithm, fft_is_faster
 from barellm.cpu.kernels.conv.conv_filter_packing import FilterPacking, pack_filters
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
+from barellm.cpu.kernels.conv.conv_tiled import append_tiled, append_tiled_wgrad, gemm_tile
 from barellm.cpu.kernels.conv.conv_wgrad import append_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.conv.winograd import append_winograd, gemm_tile
-from barellm.cpu.kernels.conv.winograd_wgrad import append_winograd_wgrad
+from barellm.cpu.kernels.conv.winograd import WGRAD_KC, winograd
 from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
@@ -77,14 +76,14 @@ def append_conv(
     bf16 = conv_algorithm.select_fprop_bf16(c.isa, x.dtype, geometry, rows) if is_direct else None
     images, which = int(x.shape[0]), "dx" if transposed else "forward"
     tiled: dict[str, Any] = {
-        "out": out, "w": w, "x": x, "size": target.size, "groups": groups, "rows": rows, "transposed": transposed,
-        "geometry": geometry, "flip": geometry.flipped, "mode": mode, **images_of(x),
+        "out": out, "w": w, "x": x, "groups": groups, "rows": rows, "transposed": transposed, "geometry": geometry, "mode": mode,
+        **images_of(x),
     }  # fmt: skip
     use_fft = algorithm == "auto" and bf16 is None and select_fft(c.isa, "images", geometry, target, rows, images, groups)
     if algorithm == "fft" or use_fft:
-        append_fft(c, **tiled)
+        append_tiled(c, fft_algorithm(len(geometry.row_offsets), len(geometry.column_offsets)), **tiled)
     elif m := winograd_tile(c.isa, which, algorithm, geometry, target, rows, images, bf16):
-        append_winograd(c, m=m, offset=(min(geometry.row_offsets), min(geometry.column_offsets)), **tiled)
+        append_tiled(c, winograd(m), **tiled)
     elif bf16:
         append_bf16(c, bf16, out, w, x, rows=rows, taps=taps, transposed=transposed, **sizes)
     else:
@@ -243,10 +242,10 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     target, N = OutputMap(geometry.output_size), int(op.x.shape[0])
     use_fft = op.algorithm == "auto" and bf16 is None and select_fft(c.isa, "filters", geometry, target, rows, N, op.groups)
     if op.algorithm == "fft" or use_fft:
-        append_fft_wgrad(c, dw=op.dw, dy=op.dy, x=op.x, **images)
+        append_tiled_wgrad(c, fft_algorithm(*op.size), None, **operands, **images)
         return
     if m := winograd_tile(c.isa, "dw", op.algorithm, geometry, target, rows, N, bf16):
-        append_winograd_wgrad(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
+        append_tiled_wgrad(c, winograd(m), WGRAD_KC, **operands, **images)
         return
     if bf16:
         blocking = conv_wgrad_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, rows, N, op.groups, c.threads)

@@ -8,12 +8,14 @@ in, so every filter tap is a shift of the line: output j of a tap reads element 
 
 The depth is (channel, filter row, filter column)."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
-from barellm.program.integers import round_up
+from barellm.program.integers import ceil_div, round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops
 UNROLLED_COPY = 8  # and of a line's copy into a panel
@@ -46,6 +48,12 @@ class ConvGeometry:
         """The input column at which the line of a block from output column 0 on begins."""
         return min(self.column_offsets, default=0)
 
+    def tiled(self, m: int, n: int) -> ConvGeometry:
+        """Tiles of m x m outputs as the outputs, each of which sees n x n pixels from the filter's first on."""
+        offsets = (tuple(range(min(taps), min(taps) + n)) for taps in (self.row_offsets, self.column_offsets))
+        size = ceil_div(self.output_size[0], m), ceil_div(self.output_size[1], m)
+        return ConvGeometry(self.input_size, self.channels, size, (m, m), *offsets, self.reflect)
+
     def line_length(self, outputs: int) -> int:
         """Elements of the line of so many outputs of a row."""
         return (outputs - 1) * self.stride[1] + 1 + max(self.column_offsets, default=0) - self.first_column
@@ -53,6 +61,11 @@ class ConvGeometry:
     def pitch(self, outputs: int, lanes: int) -> int:
         """Elements from a line to the next: what vectors reach beyond its end may be overwritten or read."""
         return -(-self.line_length(outputs) // lanes) * lanes + (self.stride[1] + 1) * lanes
+
+
+def pixelwise(size: tuple[int, int], channels: int) -> ConvGeometry:
+    """Each output sees one pixel, its own: images that are packed as they are."""
+    return ConvGeometry(size, channels, size, (1, 1), (0,), (0,))
 
 
 class OutputLines:

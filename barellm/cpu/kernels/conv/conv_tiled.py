@@ -1,0 +1,317 @@
+"""What convolutions over tiles share, Winograd's and FFT's: the loops of their transforms, their GEMMs and their calls.
+
+The output is cut into tiles of m x m, each of which sees n x n pixels. A transform makes numbers at some *positions* of a tile, of
+which each is multiplied by itself:
+
+    U[position, k, c]      filter transform, once
+    V[position, c, tile]   input transform, for some tiles at a time
+    M = U V, then y        batched GEMM (a GEMM for each position), for the same tiles; the output transform is its epilogue
+
+Lanes are tiles (of filters: channels), so that a transform is arithmetic between whole vectors. Tiles go in blocks as wide as a
+register tile; a work item multiplies a group of blocks with some of the filters, and their M stays in L2 until the output
+transform.
+
+In a filter gradient (wgrad) dy's tiles are the filters. Both operands are transformed with lanes along tiles; for each position
+the gradient is then a GEMM whose K dimension is all tiles. Its sums stay in registers until their lanes are added. The K blocks,
+tiles that are transformed at a time, are accumulated in order."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from barellm.cpu.gemm_config import Tile, tiles
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
+from barellm.cpu.kernels.conv import conv_wgrad
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch, pixelwise
+from barellm.program.integers import ceil_div, round_up
+
+KC = 128  # channels of a K block: with a block of tiles it takes a quarter of L1
+V_BYTES = 24 << 20  # of V that are transformed at a time
+CHUNK = 8  # channels of a work item of the input transform
+MC, NC = 48, 64  # rows and columns of a work item of wgrad at a position: what it reads of a K block stays in L2
+
+
+@dataclass(frozen=True)
+class TileAlgorithm:
+    """A convolution algorithm over tiles of m x m outputs, which see n x n pixels, with GEMMs at so many `positions`. `filters`,
+    `inputs`, `gemm` and `wgrad` are its kernels; `own` are the constants of all but the input transform, which has `of_x` or, for
+    dy of a wgrad, `of_dy`, and work items of at most `run` tiles. Scratch in vectors: `rows` of each transform, `epilogue` of the
+    GEMM's. `most_bytes` of M are in a work item, in groups of at most `group_bytes` of V."""
+
+    m: int
+    n: int
+    positions: int
+    filters: Callable[..., None]
+    inputs: Callable[..., None]
+    gemm: Callable[..., None]
+    wgrad: Callable[..., None]
+    own: dict[str, Any]
+    of_x: dict[str, Any]
+    of_dy: dict[str, Any]
+    run: int
+    rows: int
+    epilogue: int
+    most_bytes: int
+    group_bytes: int
+
+
+@dataclass(frozen=True)
+class TiledConv:
+    """A convolution over tiles of m x m outputs. `geometry` says which pixels each tile sees; of the tiles, its outputs, the last
+    may reach beyond the `size` of the result. A work item has `group` blocks of tiles and `filters` output channels."""
+
+    m: int
+    geometry: ConvGeometry
+    size: tuple[int, int]
+    groups: int
+    rows: int
+    tile: Tile
+    group: int
+    filters: int
+
+    @property
+    def channels(self) -> int:
+        return self.geometry.channels
+
+    def tiles(self, images: int) -> int:
+        return images * self.geometry.output_size[0] * self.geometry.output_size[1]
+
+
+def gemm_tile(isa: ISA) -> Tile:
+    """The register tile of the batched GEMM, two vectors wide: its tile_n is the number of image tiles in a block."""
+    return next(t for t in tiles(isa, "fp32") if t.vectors == 2)
+
+
+@dataclass(frozen=True)
+class TileRun:
+    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from `first` of `for_each_channel`, and one of their
+    channels. They lie in `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those
+    rows."""
+
+    panel: Im2colPanel
+    group: Value
+    begin: Value
+    num_blocks: Value
+    rows: Value
+    skip: Value
+    channel: Value
+
+
+@contextmanager
+def for_each_channel(
+    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, dims, count: int, groups: int, geometry: ConvGeometry,
+    tile_n: int, most: int,
+) -> Iterator[TileRun]:  # fmt: skip
+    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for a
+    run of blocks and one channel. A work item is CHUNK channels of as many blocks as are complete rows of tiles, at most about
+    `most` tiles."""
+    TW = geometry.output_size[1]
+    run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
+    panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch, groups)
+    total = k.num_elements(dims, count) * (geometry.output_size[0] * TW)
+    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
+    chunks = ceil_div(geometry.channels, CHUNK)
+    with k.parallel_for(k.ceil_div(blocks, run) * (groups * chunks)) as item:
+        chunk, rest = item % chunks, item // chunks
+        group, begin = rest % groups, rest // groups * run
+        num_blocks = k.min(blocks - begin, run)
+        tile = (first + begin) * tile_n
+        line = tile // TW
+        rows = k.ceil_div(k.min(tile + num_blocks * tile_n, total), TW) - line
+        panel.seek(group, line, rows, 0)
+        skip = tile - line * TW  # tiles of the first line that belong to the block before
+        with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, geometry.channels)) as channel:
+            yield TileRun(panel, group, begin, num_blocks, rows, skip, channel)
+
+
+def run_shape(geometry: ConvGeometry, tile_n: int, lanes: int, most: int) -> tuple[int, int, int]:
+    """(blocks of a work item of a transform, rows of tiles that it may touch, elements from a position of its panel to the
+    next)."""
+    TW = geometry.output_size[1]
+    run = max(1, min(lcm(tile_n, TW), most) // tile_n)
+    lines = ceil_div(run * tile_n - 1, TW) + 1
+    return run, lines, panel_pitch(lines * TW + tile_n, lanes)
+
+
+def panel_bytes(isa: ISA, geometry: ConvGeometry, tile_n: int, most: int) -> int:
+    """Bytes of the panel of a work item of an input transform, which is first in its scratch."""
+    _, lines, pitch = run_shape(geometry, tile_n, isa.lanes, most)
+    return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
+
+
+def batched_gemm(
+    k: KernelBuilder, u: Pointer, v: Pointer, first: Value, limit: Value, products: Pointer, epilogue: Callable[..., None], *,
+    dims, count: int, conv: TiledConv, positions: int,
+) -> None:  # fmt: skip
+    """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
+    (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
+    (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
+    channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
+    tile_n, (TH, TW), C = conv.tile.nr(k.isa), conv.geometry.output_size, conv.channels
+    total = k.num_elements(dims, count) * (TH * TW)
+    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
+    batches, row_blocks = k.ceil_div(blocks, conv.group), ceil_div(conv.rows, conv.filters)
+    width, size = conv.group * tile_n, conv.groups * conv.rows * C
+    with k.parallel_for(batches * (conv.groups * row_blocks)) as item:
+        row_block, rest = item % row_blocks, item // row_blocks
+        group, begin = rest % conv.groups, rest // conv.groups * conv.group
+        num_blocks = k.min(blocks - begin, conv.group)
+        row0 = row_block * conv.filters
+        row1 = k.min(row0 + conv.filters, conv.rows)
+        with k.loop(0, positions) as position, k.loop(0, C, KC) as c, k.loop(0, num_blocks) as block:
+            depth = k.min(C - c, KC)
+            right = v.at((((begin + block) * conv.groups + group) * positions + position) * (C * tile_n) + c * tile_n)
+
+            def multiply(row: Value, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
+                left = u.at(position * size + (group * conv.rows + row) * C + c)
+                dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
+                micro_kernel(k, tile, left, C, right, tile_n, depth, dst, width, add_previous=c > 0 if C > KC else None)
+
+            tail = conv.rows % conv.tile.mr  # rows of the last, partial tile
+            full = k.min(row1, conv.rows - tail)
+            with k.loop(row0, full, conv.tile.mr) as row:
+                multiply(row, conv.tile)
+            if tail:
+                with k.when(row1 > conv.rows - tail):
+                    multiply(k.int(conv.rows - tail), Tile(tail, conv.tile.vectors))
+        with k.loop(0, num_blocks * tile_n, k.lanes) as t:
+            tile = (first + begin) * tile_n + t
+            num_tiles = k.max(k.min(total - tile, k.lanes), 0)
+            with k.loop(row0, row1) as row:
+                epilogue(products.at((row - row0) * width + t), tile, num_tiles, group * conv.rows + row)
+
+
+def micro_kernel(
+    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, dst: Pointer, width: int,
+    *, add_previous: Value | None,
+) -> None:  # fmt: skip
+    """dst (tile.mr, tile.vectors * lanes), row stride `width`, = left (tile.mr, depth), row stride `stride`, @ right (depth,
+    tile.vectors * lanes), row stride `pitch`; plus the old dst where `add_previous` (i1; None: never). Strides in elements."""
+    acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+    lines = [left.at(r * stride) for r in range(tile.mr)]
+    with k.loop(0, depth) as d:
+        vectors = [right.at(d * pitch).load(j * k.lanes) for j in range(tile.vectors)]
+        for p, line in zip(lines, acc, strict=True):
+            factor = k.splat(p.get(d))
+            for var, vector in zip(line, vectors, strict=True):
+                var.value = k.fma(factor, vector, var.value)
+    for r, line in enumerate(acc):
+        for j, var in enumerate(line):
+            before = 0.0 if add_previous is None else k.select(add_previous, dst.load(r * width + j * k.lanes), 0.0)
+            dst.store(var.value + before, r * width + j * k.lanes)
+
+
+def tiled_wgrad_gemm(
+    k: KernelBuilder, products, dy, x, first, limit, *, dims, count: int, groups: int, rows: int, columns: int, positions: int,
+    outputs: tuple[int, int], tile_n: int,
+) -> None:  # fmt: skip
+    """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) @ x (blocks, groups, positions,
+    columns, tile_n)^T, summed over blocks and tile_n; plus the old products but for the first K block of blocks [first, first +
+    limit). `rows`: output channels, `columns`: input channels of a group; `outputs`: tiles of an image."""
+    total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
+    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
+    add_previous = k.int(first) > 0
+    tile_m, columns_of_tile = conv_wgrad.tile_shape(k.isa)
+    row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
+
+    with k.parallel_for(groups * positions * (row_blocks * column_blocks)) as item:
+        column0, rest = item % column_blocks * NC, item // column_blocks
+        row0, rest = rest % row_blocks * MC, rest // row_blocks
+        position, group = rest % positions, rest // positions
+        row1, column1 = k.min(row0 + MC, rows), k.min(column0 + NC, columns)
+        plane = group * positions + position
+
+        def micro_kernel(row: Value, column: Value, num_rows: int, num_columns: int) -> None:
+            """The elements of products from (row, column) on, num_rows x num_columns: lanes are tiles, added at the end."""
+            acc = [[k.var_vec(0.0) for _ in range(num_columns)] for _ in range(num_rows)]
+            with k.loop(0, blocks) as block:
+                at = block * (groups * positions) + plane
+                left, right = dy.at((at * rows + row) * tile_n), x.at((at * columns + column) * tile_n)
+                for v in range(0, tile_n, k.lanes):
+                    a = [left.load(r * tile_n + v) for r in range(num_rows)]
+                    for c in range(num_columns):
+                        b_vector = right.load(c * tile_n + v)
+                        for r, a_vector in enumerate(a):
+                            acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
+            for r, line in enumerate(acc):
+                for c, var in enumerate(line):
+                    dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
+                    dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
+
+        # Whole register tiles, then the rows and columns that remain, one by one.
+        full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
+        for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
+            with k.loop(begin, end, step) as column:
+                with k.loop(row0, full_rows, tile_m) as row:
+                    micro_kernel(row, column, tile_m, step)
+                with k.loop(full_rows, row1) as row:
+                    micro_kernel(row, column, 1, step)
+
+
+def append_input_transform(
+    c: Lowering, how: TileAlgorithm, v: Any, x: Any, constants: dict[str, Any], geometry: ConvGeometry, **sizes: Any
+) -> Callable[[dict[str, int]], None]:
+    """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles."""
+    c.thread_scratch(panel_bytes(c.isa, geometry, sizes["tile_n"], how.run) + 4 * how.rows * c.isa.lanes)
+    constants = {"geometry": geometry, **constants, **sizes}
+    return lambda where: c.call(how.inputs, {"v": v, "x": x, **where}, constants, writes="v")
+
+
+def append_tiled(
+    c: Lowering, how: TileAlgorithm, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, groups: int, rows: int, transposed: bool,
+    mode: str, dims: tuple[str, ...], count: int,
+) -> None:  # fmt: skip
+    """Append the calls of a convolution of x to `out`: the filter transform once, then for as many blocks of tiles as V_BYTES hold
+    the input transform and the GEMMs. `geometry`: of the direct convolution; `rows`: output channels of a group; `transposed`:
+    filters (groups depth, rows, R, S) instead of (groups rows, depth, R, S), as dgrad reads them."""
+    C, taps, tile = geometry.channels, geometry.taps, gemm_tile(c.isa)
+    tile_n = tile.nr(c.isa)
+    group = max(1, min(8, how.group_bytes // (4 * how.positions * C * tile_n)))
+    filters = max(1, how.most_bytes // (4 * how.positions * group * tile_n) // tile.mr) * tile.mr
+    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
+    conv = TiledConv(how.m, geometry.tiled(how.m, how.n), geometry.output_size, groups, rows, tile, group, filters)
+    u = part(c.workspace("filters", 4 * how.positions * groups * rows * C + 64)), "fp32"
+    steps = {"step": taps * rows, "row_step": taps} if transposed else {"step": taps, "row_step": taps * C}
+    constants = {"count": groups, "rows": rows, "depth": C, "flip": geometry.flipped, **steps, **how.own}
+    c.call(how.filters, {"u": u, "w": w}, constants, writes="u")
+    blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
+    block_bytes = 4 * groups * how.positions * C * tile_n
+    limit = round_up(max(1, min(blocks, V_BYTES // block_bytes)), group)
+    v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
+    c.thread_scratch(4 * how.positions * filters * group * tile_n + 4 * how.epilogue * c.isa.lanes)
+    images: dict[str, Any] = {"dims": dims, "count": count}
+    transform = append_input_transform(c, how, v, x, how.of_x, conv.geometry, groups=groups, tile_n=tile_n, **images)
+    for first in range(0, blocks, limit):
+        where = {"first": first, "limit": limit}
+        transform(where)
+        c.call(how.gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "mode": mode, **how.own}, writes="y")
+
+
+def append_tiled_wgrad(
+    c: Lowering, how: TileAlgorithm, most: int | None, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str,
+    dims: tuple[str, ...], count: int,
+) -> None:  # fmt: skip
+    """Append the calls of a filter gradient: for each K block of `most` blocks of tiles (None: as V_BYTES hold) both input
+    transforms and the GEMMs, then the output transform. `geometry`: of the direct forward convolution."""
+    rows, columns = int(dy.shape[1]) // groups, geometry.channels
+    of_x, of_dy = geometry.tiled(how.m, how.n), pixelwise(geometry.output_size, rows).tiled(how.m, how.m)
+    outputs, tile_n = of_x.output_size, gemm_tile(c.isa).nr(c.isa)
+    blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
+    plane_bytes = 4 * groups * how.positions * tile_n  # of a block of tiles and a channel
+    limit = max(1, min(blocks, most or V_BYTES // (plane_bytes * max(rows, columns))))
+    images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
+    made, transforms = {}, []
+    for name, t, own, seen in (("dy", dy, how.of_dy, of_dy), ("x", x, how.of_x, of_x)):
+        made[name] = part(c.workspace(f"{name} tiles", limit * plane_bytes * seen.channels)), "fp32"
+        transforms.append(append_input_transform(c, how, made[name], t, own, seen, **images))
+    products = part(c.workspace("products", 4 * how.positions * groups * rows * columns)), "fp32"
+    sizes = {"rows": rows, "columns": columns, "positions": how.positions, "outputs": outputs, **images}
+    for first in range(0, blocks, limit):
+        where = {"first": first, "limit": limit}
+        for transform in transforms:
+            transform(where)
+        c.call(tiled_wgrad_gemm, {"products": products, **made, **where}, sizes, writes="products")
+    constants = {"size": groups * rows * columns, "flip": geometry.flipped, "mode": mode, **how.own}
+    c.call(how.wgrad, {"dw": dw, "products": products}, constants, writes="dw")
