@@ -23,7 +23,7 @@ from barellm.program.builder import Program, Store
 from barellm.runtime.tuner.problem import Candidate
 from barellm.tools.bench import attentions, gemms
 from barellm.tools.plan.roofline import NAMED, mix_of
-from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
+from benchmarks.gpu_check import apart, craft, first, small_step, speed
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import CASES, LONG, model
 from benchmarks.gpu_check.stages import Scale
@@ -140,7 +140,6 @@ KERNELS: dict[str, Callable[[Scale, Target], Kernels]] = {
     "pace": pace,
     "graph": lambda scale, target: step(model(scale, seq=LONG), target),
     "equal": equal,
-    "signs": lambda scale, target: signs.kernels(scale, target),
     "step": steps,
     "gemm": gemm,
     "sides": sides,

@@ -58,7 +58,6 @@ STAGES = (
     Stage("correct", "correct", "graph", 50, "a step captured and replayed: the bits of single launches"),
     Stage("correct", "correct", "kernels", 270, "every kernel test on the device"),
     Stage("correct", "correct", "equal", 130, "ten steps of gpt2-124m beside the CPU backend"),
-    Stage("correct", "signs", "signs", 30, "binary matmuls: exact by tensor cores and by popc, and interleaved"),
     Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, interleaved; memory"),
     Stage("speed", "speed", "gemm", 120, "each matmul beside cuBLAS"),
     Stage("speed", "speed", "sides", 30, "attention interleaved with Triton's"),

@@ -37,7 +37,7 @@ from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
 from barellm.program import block_layouts, layouts
 from barellm.program.builder import Program, Store
-from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx, TopKDx
+from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx
 from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
@@ -185,23 +185,6 @@ def exponents_specs() -> dict[Specialisation, str]:
     return lower_and_plan({"p": p}, Target(90)).specs
 
 
-def sign_specs() -> dict[Specialisation, str]:
-    """Products of signs at GPT-2's width, with their gradients; also of one row, and as cards count whose tensor cores do not."""
-    p = Program(Store(), compute="bf16")
-    x = p.input("x", (Dim("batch", 64), Dim("seq", 1024), 768), "fp32")
-    h = p.binary_linear(p.linear(x, p.parameter("w0", (768, 768))), p.parameter("w1", (768, 768)))
-    rows = (Dim("batch", 64), Dim("seq", 1024))
-    p.output("loss", p.classifier(h, p.parameter("head", (64, 768)), p.input("targets", rows), valid_vocab=64))
-    p.backward(p.named["loss"])
-    one = Program(Store(), compute="bf16")
-    row = one.input("x", (Dim("batch", 1), Dim("seq", 1), 2000), "fp32")
-    one.output("y", one.binary_linear(row, one.parameter("w", (1000, 2000))))
-    names = ("pack_signs", "unpack_signs", "straight_through", "binary_mma")
-    found = {s: op for s, op in lower_and_plan({"p": p, "one": one}, Target(90)).specs.items() if s.name in names}
-    others = lower_and_plan({"p": p}, Target(100)).specs
-    return found | {s: op for s, op in others.items() if s.name == "binary_matmul"}
-
-
 def few_bits_specs() -> dict[Specialisation, str]:
     """What decodes with weights of few bits, by each format and in both dtypes of 16 bits."""
     found: dict[Specialisation, str] = {}
@@ -260,9 +243,8 @@ def row_specs(C: int, compute: str, *, backward: bool) -> dict[Specialisation, s
         p.apply(SoftmaxDx, dy=dy, y=x, scale=1.0, dtype=compute)
         p.apply(LayerNormDx, dy=dy, x=x, weight=weight, mean=rstd, rstd=rstd)
         p.apply(RMSNormDx, dy=dy, x=x, weight=weight, rstd=rstd)
-        p.apply(TopKDx, dvalues=rstd, indices=p.input("indices", rows), C=1)
     else:
-        p.softmax(x), p.layernorm(x, weight, weight), p.rmsnorm(x, weight), p.top_k(x, 50)
+        p.softmax(x), p.layernorm(x, weight, weight), p.rmsnorm(x, weight)
     return lower_and_plan({"p": p}, Target(90)).specs
 
 
@@ -292,7 +274,6 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "a rank's update": ranks_specs,
     "exponent_stats": exponents_specs,
     "dropout by stream generators": stream_specs,
-    "binary matmul": sign_specs,
     "quantized weights": few_bits_specs,
     "unit scaling bf16": unit_scaling_specs,
     "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),

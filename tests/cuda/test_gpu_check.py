@@ -18,7 +18,7 @@ from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from barellm.tools.bench.gemms import Gemm, append
 from benchmarks.gpu_check import __main__ as runner
-from benchmarks.gpu_check import bars, clocks, correct, fill, first, processes, signs, small_step, speed
+from benchmarks.gpu_check import bars, clocks, correct, fill, first, processes, small_step, speed
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Clock, Scale, Stage, rehearsed_on
 from tests.cuda.test_fill import as_before
 from tests.simulators.mock import Gpu
@@ -400,22 +400,3 @@ def test_every_stage_runs_on_the_mock(stage, tmp_path, capfd):
     assert found["status"] == "done"
     assert found.get("skipped") == WITHOUT_MOCK.get(stage) or "is not on the PATH" in found["skipped"]
     assert all(row["met"] is not False for row in found.get("bars", []))
-
-
-def test_products_of_signs_are_compared_with_popc(monkeypatch):
-    """Three rounds in turns; the medians' ratio is the bar of a size that has one."""
-    Gpu().install(monkeypatch)
-    seconds = {"binary_mma": iter([2.0, 9.0, 3.0]), "binary_matmul": iter([12.0, 11.0, 90.0])}
-
-    def replayed(session, program, calls, **sizes):
-        (launch,) = session.lowered[program].launches
-        return [next(seconds[launch.spec.name])] * calls
-
-    monkeypatch.setattr(signs.devices, "replay_seconds", replayed)
-    monkeypatch.setattr(signs, "SIZES", ((9, 10, 40),))
-    monkeypatch.setattr(signs, "ROUNDS", 3)
-    found = signs.signs(Scale(small=False, mock=False))
-    assert [row["value"] for row in found["bars"]] == [True, True, 4.0] and all(row["met"] for row in found["bars"])
-    (row,) = found["products"]
-    assert row["tensor cores"] == {"kernel": ["binary_mma"], "s": [2.0, 9.0, 3.0]}
-    assert row["popc"] == {"kernel": ["binary_matmul"], "s": [12.0, 11.0, 90.0]}

@@ -99,6 +99,7 @@ OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 IMAGES = tuple(f"conv2d{part}" for part in ("", "_dx", "_dw"))
 IMAGES += ("mean_pixels", "mean_pixels_backward", *(f"group_norm{part}" for part in ("", "_dx", "_dparams")))
+ALONE = ("pack_signs", "unpack_signs", "straight_through", "binary_matmul", "top_k", "top_k_dx")
 SCALES = "scales and what they are made of are fp32 in every program"
 TOGETHER = (
     "sum_over_ranks",
@@ -122,6 +123,7 @@ EXCUSED = {
     ("reduce_scatter", "cuda"): "a rank does not read the memory of another's GPU",
     **{(op, "cuda"): "gradients are compressed on CPUs only" for op in ("factor", "feedback", "householder")},
     **{(op, "cuda"): "no program trains images there" for op in IMAGES},
+    **{(op, "cuda"): "no model of the command line has it" for op in ALONE},
     **{(op, "cuda"): "weights are frozen on CPUs only" for op in ("low_rank_update", "quantized_matmul_dx")},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("matmul_dw_dbias", "cpu"): "each has a kernel of its own",

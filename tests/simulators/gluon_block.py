@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 
 from barellm.cuda.kernel import Specialisation
-from barellm.cuda.kernels.gemm.binary_mma import AND_POPC
 from barellm.cuda.kernels.gemm.quantized_mma import INT4_BF16, INT4_FP16, NF4_BF16, NF4_FP16
 from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES
 from tests.simulators import gluon_stub
@@ -144,13 +143,6 @@ def _store(to: Pointers, value: Any, mask: Any = None) -> None:
     to.operand[at] = np.asarray(value)[mask]
 
 
-def _and_popc(a: Values, b: Values, total: Values) -> Values:
-    """By blocks of 8 rows and of 8 columns: a (M, 8, N, words) has words of rows (M, 8), b of columns (N, 8), as (M, 8, N, words)
-    too."""
-    common = a[:, :, :, None, :] & b[0].transpose(1, 0, 2)[None, None]
-    return total + np.bitwise_count(np.asarray(common).view(np.uint32)).sum(-1, dtype=np.int32)
-
-
 def _codes(x: Any, table: tuple[float, ...]) -> Callable[[Values, Values, Values], Values]:
     """Sums (warps, 2, 8, 4, 2) of 16 columns, odd ones apart, and 8 rows. Words (warps, ., 8, 4, .) have the codes of two columns,
     four elements each; pairs (warps, ., 8, 4, 2), of the rows, two elements of `x` each."""
@@ -165,7 +157,7 @@ def _codes(x: Any, table: tuple[float, ...]) -> Callable[[Values, Values, Values
     return multiplied
 
 
-ASM = {AND_POPC.value: _and_popc}
+ASM: dict[str, Callable[..., Values]] = {}
 for _dtype, _integers, _normal in ((ml_dtypes.bfloat16, INT4_BF16, NF4_BF16), (np.float16, INT4_FP16, NF4_FP16)):
     ASM |= {_integers.value: _codes(_dtype, INTEGERS), _normal.value: _codes(_dtype, NORMAL_QUANTILES)}
 LAYOUTS = ("NVMMADistributedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout",
