@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from barellm import kernels
 from barellm.config.fields import converted
 from barellm.errors import UserError
+
+SORTED_FIRST = 512  # tokens: nearly always enough of a vocabulary for top-p and min-p, and sorted in a tenth of the time
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,12 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     p /= p.sum()
     if not (0 < how.top_k < len(p) or how.top_p < 1 or how.min_p > 0):
         return p
-    if 0 < how.top_k < len(p):
-        keep = kernels.top_k(logits.astype(np.float32), how.top_k)[1]
-    else:
-        keep = np.argsort(-logits, kind="stable")
+    k = min(how.top_k or len(p), len(p))
+    keep = most_likely(logits, min(k, SORTED_FIRST) if k == len(p) else k)
+    while len(keep) < k and p[keep].sum() < how.top_p and p[keep[-1]] >= how.min_p * p[keep[0]]:
+        keep = most_likely(logits, 8 * len(keep))
     if how.top_p < 1:
-        total = np.cumsum(p[keep])
-        keep = keep[: int(np.searchsorted(total, how.top_p * total[-1])) + 1]
+        keep = keep[: int(np.searchsorted(np.cumsum(p[keep]), how.top_p * (p[keep].sum() if k < len(p) else 1.0))) + 1]
     if how.min_p > 0:
         keep = keep[p[keep] >= how.min_p * p[keep[0]]]
     cut = np.zeros_like(p)
@@ -144,4 +144,4 @@ def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] =
         return int(np.argmax(p))
     total = np.cumsum(p)
     token = int(np.searchsorted(total, uniform(how.seed, index) * total[-1], side="right"))
-    return min(token, int(np.flatnonzero(p)[-1]))
+    return token if token < len(p) else int(np.flatnonzero(p)[-1])

@@ -86,6 +86,24 @@ def test_min_p_keeps_what_is_likely_beside_the_most_likely(min_p, kept):
     assert np.flatnonzero(p).tolist() == kept and p.sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.97, "min_p": 0.01}, {"top_k": 700, "top_p": 0.9}, {"top_k": 9000}, {"top_p": 1e-9},
+])  # fmt: skip
+def test_cuts_of_a_large_vocabulary_are_those_of_a_sort_of_all(how, spread):
+    logits = (spread * np.random.default_rng(0).normal(size=9000)).astype(np.float32)
+    logits[:40] = logits[40:80]  # equal ones
+    how = Sampling(temperature=0.9, **how)
+    p = probabilities(logits, Sampling(temperature=0.9))
+    keep = np.argsort(-logits, kind="stable")[: how.top_k or 9000]
+    if how.top_p < 1:
+        keep = keep[: int((np.cumsum(p[keep]) < how.top_p * p[keep].sum()).sum()) + 1]
+    keep = keep[p[keep] >= how.min_p * p.max()]
+    found = probabilities(logits, how)
+    assert np.array_equal(np.flatnonzero(found), np.sort(keep))
+    np.testing.assert_allclose(found[keep], p[keep] / p[keep].sum(), rtol=1e-12)
+
+
 def test_a_penalty_makes_tokens_of_the_text_less_likely_once():
     logits = np.array([2.0, -1.0, 3.0, 0.5], np.float32)
     np.testing.assert_allclose(penalized(logits, [0, 1, 0], 2.0), [1.0, -2.0, 3.0, 0.5])
