@@ -60,8 +60,10 @@ class Choice:
 
     def _end(self, reason: str, *, cut: bool) -> Part:
         """`cut`: by a stop text, which takes the tokens away that begin in it or behind it."""
-        self.reason = reason
+        ended = self._written.ended
         self._written.finish()
+        cut = cut or self._written.ended > ended  # by half a character, which is one now
+        self.reason = "stop" if cut else reason
         return self._part(everything=not cut)
 
     def _part(self, *, everything: bool) -> Part:
