@@ -10,7 +10,7 @@ from typing import Any
 from barellm import __version__
 from barellm.data.tokenizers import StreamDecoder
 from barellm.generation.writing import Written
-from barellm.serving.engine import Ended, Event, Failed, Prompt, Token
+from barellm.serving.engine import CLOSED, Ended, Event, Failed, Prompt, Token
 from barellm.serving.protocol import Call, Refused, Served
 
 
@@ -37,7 +37,8 @@ class Choice:
 
     def feed(self, event: Event) -> Part:
         if isinstance(event, Failed):
-            raise Refused(event.message, code="generation_failed", status=500)
+            closed = event.message == CLOSED
+            raise Refused(event.message, code="generation_failed", status=503 if closed else 500, wait=2 * closed)
         if isinstance(event, Prompt):
             return self._echo(event.tokens)
         if isinstance(event, Ended):

@@ -225,7 +225,7 @@ class Engine:
         except Exception as error:
             self._counts["failed"] += len(texts)
             for ticket in texts:
-                ticket.tell(Failed(str(error) or type(error).__name__))
+                ticket.tell(Failed(str(error) if isinstance(error, UserError) else f"a step failed: {type(error).__name__}"))
             if not isinstance(error, UserError):
                 logging.getLogger(__name__).exception("a step failed")
 
