@@ -118,8 +118,8 @@ def _last(folder: Path, name: str, *version: int) -> dict[str, Any]:
 
 
 def routes(folder: Path) -> list[Any]:
-    """For an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID` and `/live/config?run=NAME`, of the runs
-    in `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
+    """Of an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID`, `/live/config?run=NAME`, of the runs in
+    `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
     more now, X-Start is 0 where the file is another than `file` (a run that was resumed). UserError where Starlette is missing."""
     try:
         from starlette.exceptions import HTTPException

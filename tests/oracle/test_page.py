@@ -296,6 +296,28 @@ def test_runs_are_compared_with_the_keys_that_differ(address, open_page, runs):
     expect(page.locator("figure").first).to_contain_text("gzip -9")
 
 
+def test_what_is_selected_focused_or_pressed_stays_while_numbers_come(address, open_page, runs):
+    page = open_page(f"{address}#runs=growing")
+    page.get_by_text("Configuration").click()
+    button = page.get_by_role("button", name="old run, 1")
+    button.hover()
+    page.mouse.down()
+    append(runs / "growing", range(101, 104), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("103", timeout=10_000)
+    assert page.evaluate("document.querySelector('#list li:last-child').textContent").startswith("old run, 1")
+    page.mouse.up()
+    expect(page.get_by_role("heading", name="old run, 1")).to_be_visible()
+    page.get_by_role("button", name="growing").click()
+    page.get_by_text("optim.lr", exact=True).dblclick(position={"x": 12, "y": 14})
+    append(runs / "growing", range(104, 106), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("105", timeout=10_000)
+    assert page.evaluate("getSelection().toString().trim()") in ("optim", "optim.lr")
+    page.get_by_role("checkbox", name="Compare growing").focus()
+    append(runs / "growing", range(106, 108), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("107", timeout=10_000)
+    expect(page.get_by_role("checkbox", name="Compare growing")).to_be_focused()
+
+
 def test_axes_and_the_cursor_by_mouse_and_keys(address, open_page):
     page = open_page(f"{address}#runs=growing")
     chart = page.locator("figure", has=page.get_by_role("heading", name="Loss"))
@@ -481,7 +503,7 @@ def test_barellm_serve_is_talked_to(model, runs, tmp_path, open_page):
 def test_barellm_serve_with_a_key_asks_the_browser_for_it(model, runs, tmp_path, open_page):
     with process(tmp_path, model, "--port", 0, "--runs", runs, "--api-key-env", "KEY", KEY="a long secret") as server:
         page = open_page(
-            f"{server.url}/", http_credentials={"username": "me", "password": "a long secret"}, errors=("status of 401",)
+            f"{server.url}/", http_credentials={"username": "me", "password": "a long secret"}, errors=("status of 401", *GONE)
         )
         expect(page.get_by_label("Model")).to_have_value("tiny")
         page.get_by_label("Max tokens").fill("8")

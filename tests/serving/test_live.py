@@ -261,3 +261,27 @@ def test_a_signal_goes_to_the_main_thread(runs):
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
         blocked = int(re.search(r"SigBlk:\s+(\w+)", status)[1], 16)
         assert blocked >> 1 & 1 and blocked >> 14 & 1  # SIGINT, SIGTERM
+
+
+def test_a_look_costs_little_of_the_processors_that_train(runs):
+    import time
+    from urllib.request import urlopen
+
+    def used() -> float:
+        threads = [thread for thread in threading.enumerate() if thread.name == "live" or "AnyIO" in thread.name]
+        return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
+
+    rows = "".join(json.dumps({**TRAIN, "step": step}) + "\n" for step in range(2, 5000))
+    with (runs / "first" / "metrics.jsonl").open("a") as file:
+        file.write(rows)
+    with live.serving(runs / "first", 0) as address:
+        base = address.partition("#")[0]
+        urlopen(f"{base}live/runs").read()
+        before = used()
+        time.sleep(1.0)
+        assert used() - before < 0.01, "while nobody looks"
+        before = used()
+        for _ in range(20):
+            urlopen(f"{base}live/runs").read()
+            urlopen(f"{base}live/metrics?run=first&since=99999999").read()
+        assert (used() - before) / 20 < 0.01, "each 2 seconds"
