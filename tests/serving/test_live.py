@@ -239,6 +239,22 @@ def test_a_port_that_is_taken_is_refused_before_the_run(own_cache, text, tmp_pat
     assert "--find-lr" in refused("train", "--find-lr", "--live")
 
 
+def test_clients_that_are_broken_print_nothing_and_take_nothing_from_others(runs, capfd, caplog):
+    from urllib.request import urlopen
+
+    with live.serving(runs / "first", 0) as address:
+        port = int(re.search(r":(\d+)/", address)[1])
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        for i, client in enumerate(slow):
+            client.sendall(
+                [b"GET / HT", b"\0\xff\r\n\r\n", b"GET /live/metrics?run=%ff HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\n", b""][i]
+            )
+        assert len(json.load(urlopen(f"{address.partition('#')[0]}live/runs"))["runs"]) == 1
+    for client in slow:
+        client.close()
+    assert capfd.readouterr() == ("", "") and caplog.records == []  # which without pytest is printed
+
+
 def test_without_a_number_another_port_is_taken(runs, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(live, "PORT", taken.getsockname()[1])
