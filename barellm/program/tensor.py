@@ -138,21 +138,6 @@ class Span(Tensor):
         return self.size
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Where texts stand that are generated side by side: `positions` (B, T) i32 of their tokens, and of each text, in `slots` (B,)
-    i32, its row of the KV caches, whose first two axes are `caches`: rows, and positions of each."""
-
-    positions: Tensor
-    slots: Tensor
-    caches: tuple[int, int]
-
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        """What attention over a cache takes."""
-        return {"positions": self.positions, "slots": self.slots}
-
-
 def describe(**tensors: Tensor | None) -> str:
     """`x (batch<=4, 768), w (2304, 768)`: the offending shapes of an error message."""
     return ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None)

@@ -10,14 +10,13 @@ from typing import Any
 from barellm import __version__
 from barellm.data.tokenizers import StreamDecoder
 from barellm.generation.writing import Written
-from barellm.serving.engine import Ended, Failed, Prompt, Token
+from barellm.serving.engine import CLOSED, Ended, Event, Failed, Prompt, Token
 from barellm.serving.protocol import Call, Refused, Served
 
 
 @dataclass
 class Part:
-    """What a text has more of after an event: characters, and where their log-probabilities are wanted the tokens, each with the
-    place of the character at which it begins."""
+    """What a text has more of after an event: characters, and tokens, each with the place of the character at which it begins."""
 
     text: str = ""
     tokens: list[tuple[int, Token]] = field(default_factory=list)
@@ -36,20 +35,17 @@ class Choice:
         self._shown = self._read = 0  # characters that were given out, and that the tokens stand for
         self._held: deque[tuple[int, Token]] = deque()  # tokens whose text is held back
 
-    def begin(self) -> Part:
-        """What is there before the engine says anything: an echo of the prompt, unless its log-probabilities are wanted too."""
-        return self._echo(()) if self._call.echoes and not self._request.echo else Part()
-
-    def feed(self, event: Prompt | Token | Ended | Failed) -> Part:
+    def feed(self, event: Event) -> Part:
         if isinstance(event, Failed):
-            raise Refused(event.message, code="generation_failed", status=500)
+            closed = event.message == CLOSED
+            raise Refused(event.message, code="generation_failed", status=503 if closed else 500, wait=2 * closed)
         if isinstance(event, Prompt):
             return self._echo(event.tokens)
-        if isinstance(event, Ended) or not self._call.drawn:
-            return self._end(event.reason if isinstance(event, Ended) and self._call.drawn else "length", cut=False)
+        if isinstance(event, Ended):
+            return self._end(event.reason, cut=False)
         self.drawn += 1
         ends = event.id in self._request.ends
-        if self._request.top_logprobs is not None and not (ends and self._call.chat):  # a chat's tokens make up its text
+        if not (ends and self._call.chat):  # a chat's tokens make up its text
             self._held.append((self._read, event))
             self._read += len(self._decoder.feed(event.id))
         self._written.feed(event.id)
@@ -65,8 +61,10 @@ class Choice:
 
     def _end(self, reason: str, *, cut: bool) -> Part:
         """`cut`: by a stop text, which takes the tokens away that begin in it or behind it."""
-        self.reason = reason
+        ended = self._written.ended
         self._written.finish()
+        cut = cut or self._written.ended > ended  # by half a character, which is one now
+        self.reason = "stop" if cut else reason
         return self._part(everything=not cut)
 
     def _part(self, *, everything: bool) -> Part:
@@ -106,7 +104,7 @@ class Answer:
         for choice in self.choices if self.call.chat else ():
             yield self._chunk(choice, {"role": "assistant", "content": ""})
         async for choice, part in parts:
-            if part.text or part.tokens:
+            if part.text or (part.tokens and self.call.top is not None):
                 yield self._chunk(choice, {"content": part.text}, self._logprobs(part))
             if choice.reason:
                 yield self._chunk(choice, {}, reason=choice.reason)
@@ -124,7 +122,7 @@ class Answer:
         return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": prompts + drawn}
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
-        if self.call.requests[0].top_logprobs is None:
+        if self.call.top is None:
             return None
         if self.call.chat:
             one = [{**self._one(t.id, t.logprob), "top_logprobs": [self._one(*top) for top in t.top]} for _, t in part.tokens]

@@ -189,9 +189,6 @@ class Reply:
     async def _parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """What each text has more of, until all have ended."""
         choices = self.answer.choices
-        for choice in choices:
-            if (part := choice.begin()).text:
-                yield choice, part
         while not all(choice.reason for choice in choices):
             try:
                 async with asyncio.timeout_at(self.end):

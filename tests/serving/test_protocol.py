@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_an_answer_has_at_most_so_many_tokens(tiny):
     with pytest.raises(Refused, match="max_tokens is 9 and max_completion_tokens 8, expected one of them"):
         chat(tiny, max_tokens=9, max_completion_tokens=8)
     call = completion(tiny, prompt="Hi", max_tokens=0, echo=True, logprobs=1)
-    assert not call.drawn and call.requests[0].count == 1 and call.requests[0].echo
+    assert call.requests[0].count == 0 and call.requests[0].echo
 
 
 def test_what_does_not_fit_names_both_numbers(tiny):
@@ -95,7 +96,7 @@ def test_stop_texts_and_log_probabilities(tiny):
     assert chat(tiny, logprobs=True).requests[0].top_logprobs == 0
     assert chat(tiny, logprobs=True, top_logprobs=20).requests[0].top_logprobs == 20
     assert completion(tiny, prompt="a", logprobs=0).requests[0].top_logprobs == 0
-    assert not completion(tiny, prompt="a", echo=True).requests[0].echo  # nothing is wanted of the prompt's tokens
+    assert completion(tiny, prompt="a", echo=True).top is None  # the engine echoes with them alone
     assert chat(tiny, stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).usage
 
 
@@ -191,3 +192,26 @@ def test_no_two_mistakes_make_a_request(tiny):
     for (a, x), (b, y) in itertools.combinations(WRONG[:12], 2):
         with pytest.raises(Refused):
             chat(tiny, **{a: x, b: y})
+
+
+def test_what_would_take_long_before_it_is_refused_is_refused_at_once(tiny):
+    many = [{"type": "text", "text": "<|im_end|>"}] * 100_000
+    for fields in (
+        {"messages": [{"role": "user", "content": "<|im_end|>" * 100_000}]}, {"messages": [{"role": "user", "content": many}]},
+        {"messages": HI, "chat_template_kwargs": {"x": ["<|im_end|>"] * 100_000}}, {"messages": HI * 5000},
+        {"messages": [{"role": "user", "content": "x" * (1 << 20)}]},
+    ):  # fmt: skip
+        began = time.process_time()
+        with pytest.raises(Refused):
+            chat(tiny, **fields)
+        assert time.process_time() - began < 5
+    assert chat(tiny, messages=[{"role": "user", "content": '"' * 60}])  # what is said may have quotes
+    with pytest.raises(Refused, match="prompt has 2000000 characters, expected 1048576 at most"):
+        completion(tiny, prompt=["a", "a" * 2_000_000])
+
+
+def test_more_texts_than_ever_have_room_are_refused_instead_of_waiting(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.engine, "queue", 6)
+    assert len(completion(tiny, prompt=["a"] * 5, n=2).requests) == 10
+    with pytest.raises(Refused, match="6 prompts of n 2 are 12 texts, expected 10 at most"):
+        completion(tiny, prompt=["a"] * 6, n=2)
