@@ -234,6 +234,14 @@ def test_a_key_opens_a_server_that_asks_for_one_and_is_kept_nowhere(open_page, r
         assert "secret" not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
 
 
+def test_a_server_that_loads_its_models_is_waited_for(open_page, runs):
+    with served([*live.routes(runs), *FakeChat(loading=2).routes()]) as address:
+        page = open_page(address, errors=("status of 503", *GONE))
+        expect(page.get_by_label("Model")).to_have_value("tiny", timeout=10_000)
+        say(page, "hello")
+        expect(page.locator(".message.assistant .text")).to_contain_text("to hello")
+
+
 # --- runs ---
 
 
