@@ -198,7 +198,9 @@ def test_what_fails_ends_its_texts_alone(server, monkeypatch, caplog):
 
     monkeypatch.setattr(server, "_run", failing)
     (first, last) = answers(server, [request(3)])[0]
-    assert isinstance(first, engine.Token) and last == engine.Failed("a step failed: RuntimeError")  # what it says may name a path of the server
+    assert isinstance(first, engine.Token) and last == engine.Failed(
+        "a step failed: RuntimeError"
+    )  # what it says may name a path of the server
     monkeypatch.setattr(server, "_run", lambda *rest: np.full_like(whole(*rest), np.nan))
     assert answers(server, [request(3)])[0] == [engine.Failed("the model's logits are not finite: its weights diverged")]
     monkeypatch.setattr(server, "_run", whole)
