@@ -71,10 +71,13 @@ OPTIONS = {
     "batch_size": "batch", "max_length": "max_new_tokens", "n_samples": "samples", "nproc_per_node": "ranks",
     "num_return_sequences": "samples", "num_samples": "samples", "out_dir": "out", "output_dir": "out",
     "per_device_eval_batch_size": "batch", "start": "prompt", "torch_dtype": "dtype",
+    "ctx_size": "context", "max_model_len": "context", "max_num_seqs": "slots", "parallel": "slots",
 }  # fmt: skip
 # What no option takes as it is -> what does it here. A name with a tail, as fsdp_config, is found by what stands before it.
 INSTEAD = {
     "bf16": "--dtype bf16", "fp16": "--dtype fp16", "fp32": "--dtype fp32",
+    "api_key": "--api-key-env NAME or --api-key-file FILE, since others can read a command line",
+    "served_model_name": "NAME=RUN",
     "always_save_checkpoint": "--checkpoint-every N", "lr_decay_iters": "--steps N, where the schedule ends",
     "assistant_only_loss": "no need for it: of messages the assistant's alone have a loss",
     "completion_only_loss": "no need for it: answers have a loss, prompts have none",

@@ -46,6 +46,7 @@ class Written:
         """Give out what was held back, as no more tokens come."""
         self._add(self._stops.feed(self._decoder.finish()))
         self._add(self._stops.finish())
+        self.ended = self.ended or self._stops.met
 
     def _add(self, piece: str) -> None:
         self._pieces.append(piece)

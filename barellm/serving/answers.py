@@ -10,7 +10,7 @@ from typing import Any
 from barellm import __version__
 from barellm.data.tokenizers import StreamDecoder
 from barellm.generation.writing import Written
-from barellm.serving.engine import Ended, Event, Failed, Prompt, Token
+from barellm.serving.engine import CLOSED, Ended, Event, Failed, Prompt, Token
 from barellm.serving.protocol import Call, Refused, Served
 
 
@@ -37,7 +37,8 @@ class Choice:
 
     def feed(self, event: Event) -> Part:
         if isinstance(event, Failed):
-            raise Refused(event.message, code="generation_failed", status=500)
+            closed = event.message == CLOSED
+            raise Refused(event.message, code="generation_failed", status=503 if closed else 500, wait=2 * closed)
         if isinstance(event, Prompt):
             return self._echo(event.tokens)
         if isinstance(event, Ended):
@@ -60,8 +61,10 @@ class Choice:
 
     def _end(self, reason: str, *, cut: bool) -> Part:
         """`cut`: by a stop text, which takes the tokens away that begin in it or behind it."""
-        self.reason = reason
+        ended = self._written.ended
         self._written.finish()
+        cut = cut or self._written.ended > ended  # by half a character, which is one now
+        self.reason = "stop" if cut else reason
         return self._part(everything=not cut)
 
     def _part(self, *, everything: bool) -> Part:

@@ -99,9 +99,7 @@ def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 async def _error(request: Request, error: Exception) -> Response:
     """Whatever went wrong, in OpenAI's shape. Clients repeat what failed for a reason of the server's, unless they hear not to."""
-    if isinstance(
-        error, HTTPException | ClientDisconnect
-    ):  # a path or a method that is not there; who sends half a body hears nothing
+    if isinstance(error, HTTPException | ClientDisconnect):  # who went away hears nothing of this
         paths = ", ".join(f"/v1{path}" for path in PATHS.values())
         said = f"{request.method} {shown(request.url.path)} is not there, expected POST of {paths} or GET of /v1/models"
         error = Refused(said, code="not_found", status=getattr(error, "status_code", 400))
@@ -129,10 +127,8 @@ async def _health(state: State, request: Request) -> Response:
 
 
 async def _models(state: State, request: Request) -> Response:
-    found = (
-        [state.named(request.path_params["name"])] if "name" in request.path_params else [state.named(), *state.models.values()][1:]
-    )
-    same = {"object": "model", "owned_by": "barellm"}
+    first, same = state.named(request.path_params.get("name")), {"object": "model", "owned_by": "barellm"}
+    found = [first] if request.path_params else state.models.values()
     shapes = [{"id": one.name, "created": one.created, "max_model_len": one.engine.positions, **same} for one in found]
     return _json(shapes[0] if request.path_params else {"object": "list", "data": shapes})
 

@@ -97,11 +97,11 @@ def open_file(folder: Path, run: str, name: str) -> BinaryIO:
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Of each run in `folder`, the newest first: its name, how many seconds ago it wrote, and `_facts`."""
     rows = []
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        with suppress(OSError), open_file(folder, name, "metrics.jsonl") as file:
-            status = os.fstat(file.fileno())
-            facts = _last(folder, name, status.st_ino, status.st_size, status.st_mtime_ns)
-            rows.append({"name": name, "age": round(max(0.0, time.time() - status.st_mtime), 1), **facts})
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        with suppress(OSError):
+            status = os.stat(f"{entry.path}/metrics.jsonl", follow_symlinks=False)  # opened where it has changed alone
+            facts = _last(folder, entry.name, status.st_ino, status.st_size, status.st_mtime_ns)
+            rows.append({"name": entry.name, "age": round(max(0.0, time.time() - status.st_mtime), 1), **facts})
     return sorted(rows, key=lambda row: row["age"])[:MOST_RUNS]
 
 
@@ -118,8 +118,8 @@ def _last(folder: Path, name: str, *version: int) -> dict[str, Any]:
 
 
 def routes(folder: Path) -> list[Any]:
-    """For an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID` and `/live/config?run=NAME`, of the runs
-    in `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
+    """For an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID`, `/live/config?run=NAME`; the runs in
+    `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
     more now, X-Start is 0 where the file is another than `file` (a run that was resumed). UserError where Starlette is missing."""
     try:
         from starlette.exceptions import HTTPException
@@ -175,7 +175,7 @@ def serving(run: Path, port: int) -> Iterator[str]:
         raise UserError(f"--live is {port}, which is no port that is free: leave the number out, and one is chosen")
     app = Starlette(routes=found)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no page of another name may read it
-    how: dict[str, Any] = {"log_config": None, "lifespan": "off", "limit_concurrency": 64, "timeout_graceful_shutdown": 1}
+    how: dict[str, Any] = {"log_config": None, "log_level": 60, "limit_concurrency": 64, "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **how))
     thread = threading.Thread(target=server.run, args=([at],), name="live", daemon=True)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's

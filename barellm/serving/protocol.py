@@ -1,5 +1,6 @@
 """Requests of OpenAI's protocol: a body is checked field by field, and becomes requests of the engine."""
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,13 +9,13 @@ from typing import Any
 
 from barellm.api import Model
 from barellm.config.fields import converted
-from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError, nearest, shown
 from barellm.generation.samplers import Sampling
 from barellm.jsontext import TOO_DEEP
 from barellm.serving.engine import Engine, Request
 
 MOST_TEXTS, MOST_MESSAGES, MOST_STOPS, LONGEST_STOP = 128, 4096, 4, 1000
+MOST_CHARACTERS, MOST_STRINGS = 1 << 20, 16 * MOST_MESSAGES  # of a prompt: each costs time before it is known to be too long
 USUAL = 16  # tokens of a completion
 ROLES = ("system", "developer", "user", "assistant")
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -117,12 +118,12 @@ def parse(fields: Any, served: Served, *, chat: bool) -> Call:
     count, how, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
     top, usage = _top_logprobs(given, chat), checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
     where, prompts = ("messages", [given.get("messages", [])]) if chat else ("prompt", _prompts(given.get("prompt", "")))
-    if n * len(prompts) > MOST_TEXTS:
-        raise Refused(f"{len(prompts)} prompts of n {n} are {n * len(prompts)} texts, expected {MOST_TEXTS} at most", where)
+    if (texts := n * len(prompts)) > (most := min(MOST_TEXTS, served.engine.slots + served.engine.queue)):
+        raise Refused(f"{len(prompts)} prompts of n {n} are {texts} texts, expected {most} at most, which have room here", where)
     template, requests, echoes = given.get("chat_template_kwargs", {}), [], []
     with checking(where):
         for prompt in prompts:
-            ids = _conversation(prompt, template, tokenizer) if chat else _ids(prompt, served)
+            ids = _conversation(prompt, template, served) if chat else _ids(prompt, served)
             most = _room(len(ids), count, served.engine.positions, where)
             echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
             ends = tokenizer.turn_ends if chat else tokenizer.ends
@@ -188,6 +189,8 @@ def _prompts(found: Any) -> list[str | list[int]]:
 
 def _ids(prompt: str | list[int], served: Served) -> list[int]:
     if isinstance(prompt, str):
+        if len(prompt) > MOST_CHARACTERS:
+            raise UserError(f"prompt has {len(prompt)} characters, expected {MOST_CHARACTERS} at most")
         return served.model.tokenizer.prompt(prompt)
     most = served.model.config.model.vocab_size
     for i in (min(prompt), max(prompt)):
@@ -196,11 +199,14 @@ def _ids(prompt: str | list[int], served: Served) -> list[int]:
     return prompt
 
 
-def _conversation(messages: Any, template: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+def _conversation(messages: Any, template: Mapping[str, Any], served: Served) -> list[int]:
     """The ids of a conversation. Nothing that a request says, of messages or of the template's variables, makes a special token."""
-    own = tokenizer.conventions.templates
-    if not 0 < len(messages) <= MOST_MESSAGES:
-        raise UserError(f"messages has {len(messages)}, expected 1 to {MOST_MESSAGES} messages")
+    tokenizer = served.model.tokenizer
+    own, text = tokenizer.conventions.templates, json.dumps([messages, template], ensure_ascii=False)
+    if not 0 < len(messages) <= MOST_MESSAGES or len(text) > MOST_CHARACTERS or text.count('"') - text.count('\\"') > MOST_STRINGS:
+        size = f"{len(messages)} messages with {len(text)} characters"
+        most = f"1 to {MOST_MESSAGES} messages with {MOST_CHARACTERS} characters"
+        raise UserError(f"messages has {size}, expected {most} in {MOST_STRINGS // 2} strings at most")
     for name in template:  # such as eos_token, whose text a template takes as its own
         own_name = name == "chat_template" and template[name] in [*own]
         if (name.endswith("_token") or name in ("messages", "tools", "documents", "chat_template")) and not own_name:
@@ -218,8 +224,9 @@ def _conversation(messages: Any, template: Mapping[str, Any], tokenizer: Tokeniz
         # Most templates know no developer, and some write any role as it is.
         unknown = said["role"] == "developer" and own and not any("developer" in text for text in own.values())
         found.append({**said, "role": "system"} if unknown else said)
-    parts = tokenizer.chats([found], {"add_generation_prompt": True, **template})[0]
-    return [i for ids, _ in parts for i in ids.tolist()]
+    (pieces,) = tokenizer.chat_pieces([found], {"add_generation_prompt": True, **template})
+    _room(len(pieces), 1, served.engine.positions, "messages")  # a piece has a token at least
+    return [i for at, piece in enumerate(pieces) for i in tokenizer.encode_piece(piece, first=at == 0).tolist()]
 
 
 def _room(length: int, count: int | None, positions: int, where: str) -> int:

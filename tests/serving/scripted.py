@@ -21,6 +21,7 @@ class Engine:
 
     def __init__(self, script: Script, *, positions: int = 128, vocabulary: int = 401, room: int = 1000) -> None:
         self.script, self.positions, self.vocabulary, self.room = script, positions, vocabulary, room
+        self.slots, self.queue = 4, 200
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
 

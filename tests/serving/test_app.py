@@ -185,7 +185,14 @@ def test_an_echo_comes_with_and_without_log_probabilities_and_alone(tiny):
     assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt) for r in tiny.engine.requests[-4::2])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_half_a_character_at_the_end_may_complete_a_stop_text(tiny):
+    tiny.engine.script = lambda request: tokens([*spelled(tiny, "Hi"), *spelled_bytes(tiny, b"\xc3")], request)
+    choice = ask(tiny, CHAT, {**HI, "stop": "i\ufffd", "logprobs": True}).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("H", "stop")
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["H"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 447), max_size=12), st.lists(st.text("Helo ,\ufffd", min_size=1, max_size=3), max_size=3), st.booleans()
 )

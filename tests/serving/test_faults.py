@@ -1,4 +1,4 @@
-"""A storm of requests, a fifth of them from bad clients: the others get the answers that they get alone, and nothing is left behind.
+"""A storm of requests, a fifth of them from bad clients: the others get the answers that they get alone, and nothing stays behind.
 
 `python -m tests.serving.test_faults 10000` sends as many, and prints what came of them."""
 
@@ -32,8 +32,10 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 def request(body: bytes, chat: bool, length: int | None = None) -> bytes:
-    head = f"POST /v1/{'chat/' * chat}completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    head = f"POST /v1/{'chat/' * chat}completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    return (
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    )
 
 
 async def send(port: int, number: int, bad: str = "") -> Any:
@@ -72,7 +74,7 @@ def resident(one: Process) -> int:
 
 
 async def storm(one: Process, count: int) -> dict[str, Any]:
-    """What came of `count` requests of CLIENTS clients: how many of each kind, answers that differ, memory after a fifth and at the end."""
+    """What came of `count` requests: how many of each kind, answers that differ, memory after a fifth of them and at the end."""
     port = int(one.url.rpartition(":")[2])
     alone = [await send(port, i) for i in range(DIFFERENT)]
     assert all(isinstance(choices, list) for choices in alone), alone

@@ -239,6 +239,22 @@ def test_a_port_that_is_taken_is_refused_before_the_run(own_cache, text, tmp_pat
     assert "--find-lr" in refused("train", "--find-lr", "--live")
 
 
+def test_clients_that_are_broken_print_nothing_and_take_nothing_from_others(runs, capfd, caplog):
+    from urllib.request import urlopen
+
+    with live.serving(runs / "first", 0) as address:
+        port = int(re.search(r":(\d+)/", address)[1])
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        for i, client in enumerate(slow):
+            client.sendall(
+                [b"GET / HT", b"\0\xff\r\n\r\n", b"GET /live/metrics?run=%ff HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\n", b""][i]
+            )
+        assert len(json.load(urlopen(f"{address.partition('#')[0]}live/runs"))["runs"]) == 1
+    for client in slow:
+        client.close()
+    assert capfd.readouterr() == ("", "") and caplog.records == []  # which without pytest is printed
+
+
 def test_without_a_number_another_port_is_taken(runs, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(live, "PORT", taken.getsockname()[1])
@@ -261,3 +277,27 @@ def test_a_signal_goes_to_the_main_thread(runs):
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
         blocked = int(re.search(r"SigBlk:\s+(\w+)", status)[1], 16)
         assert blocked >> 1 & 1 and blocked >> 14 & 1  # SIGINT, SIGTERM
+
+
+def test_a_look_costs_little_of_the_processors_that_train(runs):
+    import time
+    from urllib.request import urlopen
+
+    def used() -> float:
+        threads = [thread for thread in threading.enumerate() if thread.name == "live" or "AnyIO" in thread.name]
+        return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
+
+    rows = "".join(json.dumps({**TRAIN, "step": step}) + "\n" for step in range(2, 5000))
+    with (runs / "first" / "metrics.jsonl").open("a") as file:
+        file.write(rows)
+    with live.serving(runs / "first", 0) as address:
+        base = address.partition("#")[0]
+        urlopen(f"{base}live/runs").read()
+        before = used()
+        time.sleep(1.0)
+        assert used() - before < 0.01, "while nobody looks"
+        before = used()
+        for _ in range(20):
+            urlopen(f"{base}live/runs").read()
+            urlopen(f"{base}live/metrics?run=first&since=99999999").read()
+        assert (used() - before) / 20 < 0.01, "each 2 seconds"

@@ -45,7 +45,7 @@ def test_curl_asks_and_streams(folder):
         streamed = "".join(line["choices"][0]["delta"].get("content", "") for line in lines)
         assert streamed == whole["choices"][0]["message"]["content"] and text.endswith("data: [DONE]\n\n")
         assert one.stop(signal.SIGTERM) == 0
-        assert "  tiny: 10,704 parameters" in one.text and max(map(len, one.text.splitlines())) <= 80
+        assert "\ntiny: 10,704 parameters" in one.text and max(map(len, one.text.splitlines())) <= 80
         assert HI["messages"][0]["content"] not in one.text.split() and str(folder) not in one.text
 
 
@@ -151,12 +151,8 @@ def refusal(*words: object) -> str:
     return done.stderr
 
 
-def test_what_cannot_be_served_is_refused_in_one_line(folder, tmp_path):
+def test_what_cannot_be_served_is_refused_in_one_line(folder):
     tiny = folder / "tiny"
-    assert "expected a key that they need: --api-key-env" in refusal(tiny, "--host", "0.0.0.0")
-    assert "two models have the name 'tiny'" in refusal(tiny, tiny)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert re.search(r"--port \d+: Address already in use", refusal(tiny, "--port", taken.getsockname()[1]))
     assert "--context is 4097" in refusal(folder / "long", "--context", 4097)
-    (tmp_path / "key").write_text("short\n")
-    assert "has a key of 5 characters, expected 8 or more" in refusal(tiny, "--api-key-file", tmp_path / "key")

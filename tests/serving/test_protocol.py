@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -191,3 +192,26 @@ def test_no_two_mistakes_make_a_request(tiny):
     for (a, x), (b, y) in itertools.combinations(WRONG[:12], 2):
         with pytest.raises(Refused):
             chat(tiny, **{a: x, b: y})
+
+
+def test_what_would_take_long_before_it_is_refused_is_refused_at_once(tiny):
+    many = [{"type": "text", "text": "<|im_end|>"}] * 100_000
+    for fields in (
+        {"messages": [{"role": "user", "content": "<|im_end|>" * 100_000}]}, {"messages": [{"role": "user", "content": many}]},
+        {"messages": HI, "chat_template_kwargs": {"x": ["<|im_end|>"] * 100_000}}, {"messages": HI * 5000},
+        {"messages": [{"role": "user", "content": "x" * (1 << 20)}]},
+    ):  # fmt: skip
+        began = time.process_time()
+        with pytest.raises(Refused):
+            chat(tiny, **fields)
+        assert time.process_time() - began < 5
+    assert chat(tiny, messages=[{"role": "user", "content": '"' * 60}])  # what is said may have quotes
+    with pytest.raises(Refused, match="prompt has 2000000 characters, expected 1048576 at most"):
+        completion(tiny, prompt=["a", "a" * 2_000_000])
+
+
+def test_more_texts_than_ever_have_room_are_refused_instead_of_waiting(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.engine, "queue", 6)
+    assert len(completion(tiny, prompt=["a"] * 5, n=2).requests) == 10
+    with pytest.raises(Refused, match="6 prompts of n 2 are 12 texts, expected 10 at most"):
+        completion(tiny, prompt=["a"] * 6, n=2)
