@@ -251,6 +251,65 @@ def test_examples_are_written_by_the_template_and_end_with_its_token(tmp_path):
         examples.encode_examples([example], backwards)
 
 
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content|trim }}<|im_end|>\n{% endfor %}" + ASKED
+MARKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content|trim }}<|im_end|>"
+)
+MARKS += "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+MARKS += "{% generation %}<|endoftext|>{% endgeneration %}" + ASKED  # which is of the last answer
+TALK = [("user", "Hi"), ("assistant", "one"), ("user", "More"), ("assistant", "two")]
+
+
+def trained(template: str, folder, talk=TALK, **first: Any) -> str:
+    """The trained tokens as a text, | between runs of them; `first` goes to the first answer."""
+    tokenizer = load_tokenizer(families.folder(folder, "qwen", template=template))
+    messages = [{"role": role, "content": text} for role, text in talk]
+    next(m for m in messages if m["role"] == "assistant").update(first)
+    found = examples.encode_examples([forms.example({"messages": messages}, "file, line 7")], tokenizer)
+    assert found.tokens.tolist() == tokenizer.chat(messages, add_generation_prompt=False).tolist()
+    names = {i: name for name, i in tokenizer.special.items()}
+    said = [names.get(i, tokenizer.token_bytes(i).decode()) for i in found.tokens.tolist()]
+    return "".join(word if mark else "|" for word, mark in zip(said, found.answer.tolist(), strict=True)).strip("|")
+
+
+def test_what_is_trained_is_marked_or_follows_from_prefixes(tmp_path):
+    for template, end in ((PLAIN, ""), (MARKS, "<|endoftext|>")):
+        both, second = trained(template, tmp_path), trained(template, tmp_path, weight=0)
+        assert both.startswith("one<|im_end|>|") and both.endswith(f"|two<|im_end|>{end}") and second == f"two<|im_end|>{end}"
+    words = (
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    runs = [run for run in trained(words, tmp_path).split("|") if run]
+    assert runs == ["one\n", "two\n"]  # no special token ends an answer: all that the template writes of it
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}", "message 2, or not where"),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", "does not write the answer in message 2"),
+        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}", "does not write the answer in message 2"),
+        ("{{ messages[0].content }}{% generation %}{% endgeneration %}", "does not write the answer in message 2"),
+        ("{{ messages[::-1] }}", "does not write message 2 behind those before it"),
+        ("{{ raise_exception('no ' ~ messages[1].content) }}", "the chat template failed: TemplateError: no one"),
+    ],
+)
+def test_a_template_that_hides_an_answer_is_refused_with_the_line(template, message, tmp_path):
+    with pytest.raises(UserError, match=f"^file, line 7: .*{message}"):
+        trained(template, tmp_path)
+
+
+def test_the_line_is_that_of_the_conversation_that_a_template_refuses(tmp_path):
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    families.folder(tmp_path / "f", "qwen", template=CHATML + no_system)
+    lines = [[{"role": role, "content": text} for role, text in TALK] for _ in range(5)]
+    lines[3].insert(0, {"role": "system", "content": "Be brief"})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"a.jsonl, line 4: the chat template failed: TemplateError: System role not supported$"):
+        prepare(DataConfig(source=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "f")))
+
+
 def test_bits_per_byte_are_of_the_bytes_that_were_there(tmp_path, own_cache):
     text = "e\u0301 a\u030a na\u00efve ve word fox " * 400  # NFC joins what is apart
     (tmp_path / "text").write_text(text)
