@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import elementwise, flat_indices, pow2, store_or_add
+from barellm.cuda.kernels.common import flat_indices, kernel, pow2, store_or_add
 from barellm.cuda.kernels.gemm import binary_mma
 from barellm.cuda.kernels.gemm.binary_mma import popcount
 from barellm.cuda.lang import device, tl
@@ -72,6 +72,7 @@ def lower_unpack_signs(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
+@kernel("straight_through", starts="dx", also={"x": PLANES})
 @device
 def straight_through(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """The straight-through estimator: dx = dy where |x| <= 1, else 0."""
@@ -79,12 +80,6 @@ def straight_through(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.co
     near = tl.abs(tl.load(x + i, mask=mask, other=0.0).to(tl.float32)) <= 1
     value = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
     store_or_add(dx + i, mask, tl.where(near, value, 0.0), scalars, MODE)
-
-
-@lowering("straight_through", starts="dx", also={"x": PLANES})
-def lower_straight_through(op: Any, c: Lowering) -> None:
-    operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
-    elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
 
 
 @device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import ACCUMULATE, ADD, MIN_SUM_COLUMNS, STORE, pow2
 from barellm.cuda.kernels.gemm.split_k import BLOCK
 from barellm.cuda.lang import constant, device, tl
@@ -109,8 +109,7 @@ def top_k_dx(
 def lower_top_k(op: Any, c: Lowering) -> None:
     C, K, rows = int(op.x.shape[-1]), int(op.K), c.rows(op.x)
     most = op.x.size // C
-    operands = {"values": op.values, "indices": op.indices, "x": op.x}
-    operands |= {name: c.scratch(name, (most, K), "i32") for name in ("selected_keys", "selected_columns")}
+    operands = {name: c.scratch(name, (most, K), "i32") for name in ("selected_keys", "selected_columns")}
     BC = max(MIN_SUM_COLUMNS, min(pow2(C), LONG_BLOCK))
     constants = {"C": C, "K": K, "BC": BC, "BK": min(pow2(K), RANKED)}
     grid, writes = (lambda s: (rows(s),)), "values indices selected_keys selected_columns"
@@ -120,6 +119,4 @@ def lower_top_k(op: Any, c: Lowering) -> None:
 @lowering("top_k_dx", starts="dx", also={"indices": "i32"})
 def lower_top_k_dx(op: Any, c: Lowering) -> None:
     rows = c.rows(op.dvalues)
-    constants = {"C": int(op.C), "K": int(op.dvalues.shape[-1]), "MODE": mode(op, "dx"), "BLOCK": BLOCK}
-    operands = {"dx": op.dx, "dvalues": op.dvalues, "indices": op.indices}
-    c.launch(top_k_dx, operands, constants, grid=lambda s: (rows(s),), writes="dx")
+    c.launch(top_k_dx, {}, {"C": int(op.C), "K": int(op.dvalues.shape[-1]), "BLOCK": BLOCK}, grid=lambda s: (rows(s),))
