@@ -20,7 +20,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
 from barellm.program.ops.base import Op, Tensor
-from barellm.runtime.lowering import Region, part
+from barellm.runtime.lowering import Region, part, weight_operand
 from barellm.runtime.registry import Registry
 
 __all__ = [
@@ -65,15 +65,22 @@ class Lowering:
         """Bytes of each thread's own scratch, at `k.private()`."""
         self.thread_scratch_bytes = max(self.thread_scratch_bytes, nbytes)
 
-    def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str) -> None:
-        """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None. `writes` names the written ones."""
-        written = set(writes.split())
+    def own(self, name: str) -> Any:
+        """What an operand is of the op by its name: a tensor, of a split weight the plane that is multiplied, or an attribute; or
+        None."""
+        value = {**self.op.attrs, **self.op.inputs, **self.op.outputs}.get(name)
+        return weight_operand(value) if isinstance(value, Tensor) else value
+
+    def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str = "") -> None:
+        """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None; one that is not named is the op's own.
+        `writes` names the written ones; without it they are the op's outputs."""
+        written = set(writes.split() or self.op.outputs)
         kinds: list[str | None] = []
         args: list[Region | int] = []
         reads: list[Region] = []
         out: list[Region] = []
         for name in positional(emit):
-            value = operands[name]
+            value = operands[name] if name in operands else self.own(name)
             if value is None:
                 kinds.append(None)
                 continue
@@ -130,11 +137,7 @@ def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda 
         moded = [name.removeprefix("mode_") for name in constant_names(emit) if name.startswith("mode_")]
 
         def lower(c: Lowering) -> None:
-            op = c.op
-            named = {**op.attrs, **op.inputs, **op.outputs}
-            values = constants(op) | {f"mode_{name}": op.modes[name] for name in moded}
-            operands = {name: named.get(name) for name in positional(emit)}
-            c.call(emit, operands, values, writes=" ".join(op.outputs))
+            c.call(emit, {}, constants(c.op) | {f"mode_{name}": c.op.modes[name] for name in moded})
 
         REGISTRY.add(op_name, lower, starts=" ".join(moded), **takes)
         return emit

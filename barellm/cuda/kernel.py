@@ -4,9 +4,11 @@ A lowering is registered by the op's name and appends launches:
 
     @lowering("cast")
     def lower_cast(op, c):
-        c.launch(cast, dict(y=op.y, x=op.x, n=c.elements(op.x)), dict(BLOCK=1024), grid=lambda s: ..., writes="y")
+        c.launch(cast, dict(n=c.elements(op.x)), dict(BLOCK=1024), grid=lambda s: ...)
 
-Nothing here knows addresses: they come when a session binds the launches for a batch and a length. No Triton, no driver."""
+Parameters that it does not name are the op's own: y, x, MODE. A kernel that is the whole of an op over its elements or rows needs
+no lowering (`kernels.common.kernel`). Nothing here knows addresses: they come when a session binds the launches for a batch and a
+length. No Triton, no driver."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import registry
-from barellm.runtime.lowering import Region, part
+from barellm.runtime.lowering import Region, part, weight_operand
 from barellm.runtime.registry import Registry
 
 POINTER = {name: "*i16" if f.kind == "code" else f"*{name}" for name, f in FORMATS.items() if not f.planes}
@@ -291,15 +293,31 @@ class Lowering:
     def elements(self, t: Tensor) -> Count:
         return Count(tuple(d.name for d in t.dims), t.width)
 
+    def own(self, name: str) -> Any:
+        """What a parameter of a kernel is of the op: a tensor, of a split weight the plane that is multiplied, or an attribute, by
+        its name; `seq`; as constants MODE, how the first output is written, NAME_MODE, and NAME_STRIDE, the elements from a row of
+        NAME to the next. What the op does not have is None."""
+        op, (tensor, _, kind) = self.op, name.rpartition("_")
+        if kind == "MODE":
+            output = tensor.lower() or next(iter(op.outputs))
+            return mode(op, output) if output in op.outputs else None
+        if name == "seq":
+            return lambda s: s.seq
+        value = {**op.attrs, **op.inputs, **op.outputs}.get(tensor.lower() if kind == "STRIDE" else name)
+        if kind == "STRIDE":
+            return value and value.row_stride
+        return weight_operand(value) if isinstance(value, Tensor) else value
+
     def launch(
         self, function: DeviceFunction, operands: dict[str, Any], constants: dict[str, Any] | None = None,
-        *, grid: Callable[[Sizes], tuple[int, ...]], writes: str, warps: int = 4, stages: int = 3, registers: int = 0,
+        *, grid: Callable[[Sizes], tuple[int, ...]], writes: str = "", warps: int = 4, stages: int = 3, registers: int = 0,
     ) -> None:  # fmt: skip
-        """Append a launch of `function`, whose parameters are the names in `operands` and `constants`. An operand is a Tensor,
-        (Region, dtype), a TensorMap, a Table, COUNTER, an int or a Size (both i32), or None where an optional tensor is absent (a
-        constant None in the code); `scalars` is filled in. `writes`: names of the operands that are written, by spaces. `grid`: of
-        the sizes of a run. `warps`, `stages`, `registers`: num_warps, num_stages and maxnreg of the compiler (0: it decides)."""
-        written = set(writes.split())
+        """Append a launch of `function`. Its parameters are the names in `operands` and `constants`, `scalars`, which is filled in,
+        and the op's own (`own`). An operand is a Tensor, (Region, dtype), a TensorMap, a Table, COUNTER, an int or a Size (both
+        i32), or None where an optional tensor is absent (a constant None in the code). `writes`: names of the operands that are
+        written, by spaces; without them the op's outputs. `grid`: of the sizes of a run. `warps`, `stages`, `registers`:
+        num_warps, num_stages and maxnreg of the compiler (0: it decides)."""
+        written = set(writes.split() or self.op.outputs)
         fixed = dict(constants or {})
         signature: list[tuple[str, str]] = []
         args: list[Argument | None] = []
@@ -314,9 +332,9 @@ class Lowering:
                 args.append(None)
                 aligned.append(name)
                 continue
-            value = operands[name]
-            if value is None:
-                fixed[name] = None
+            value = operands[name] if name in operands else self.own(name)
+            if value is None or name in function.constants:
+                fixed[name] = value
             elif isinstance(value, TensorMap):
                 signature.append((name, f"tensormap<{value.dtype}[{value.box[0]},{value.box[1]}]>"))
                 args.append(value)

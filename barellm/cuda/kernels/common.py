@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Count, Lowering
+from barellm.cuda.kernel import MODES, Count, Lowering, lowering
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
@@ -88,8 +89,20 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
     return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
+def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[..., Any]:
+    """Register a kernel that is the whole of the ops named, over the elements of their first output (parameter `units`) or over its
+    rows. Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as `lowering` has it."""
+
+    def register(function: DeviceFunction) -> DeviceFunction:
+        walk = elementwise if "units" in function.parameters else rowwise
+        lowering(*op_names, **takes)(lambda op, c: walk(c, function, next(iter(op.outputs.values())), {}, **constants(op)))
+        return function
+
+    return register
+
+
 def elementwise(
-    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
+    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str = "", **constants: Any
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
     unit = unit_of(like)
@@ -101,7 +114,8 @@ def elementwise(
 
 
 def rowwise(
-    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, least: int = 1, **constants: Any
+    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str = "", least: int = 1,
+    **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel with parameters `rows`, C, BR and BC over blocks (BR, BC) of the rows (..., C) of `like`: BLOCK elements,
     `least` to 256 columns wide."""

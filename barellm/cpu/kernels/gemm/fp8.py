@@ -5,16 +5,16 @@ Shapes: x (..., K), weight (K, N), y (..., N), scales (1,)."""
 
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels.gemm import amx, gemm, linear, packing, weight_gradient
 from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.pointwise.elementwise import cast
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
-from barellm.runtime.lowering import weight_operand
 
 
+@kernel("quantise", also={"x": PLANES, "y": EIGHTS}, constants=lambda op: {"per_target": op.per_target, **flat(op.y)})
 def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
     """y = x / scale, rounded to the 8-bit dtype of y. `per_target` (gradients): the scale is multiplied by inv_targets."""
     divisor = scale.get(0)
@@ -22,12 +22,6 @@ def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
         divisor = divisor * k.to(k.scalar("inv_targets"), "float")
     divisor = k.splat(divisor)
     elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
-
-
-@lowering("quantise", also={"x": PLANES, "y": EIGHTS})
-def lower_quantise(op: Op, c: Lowering) -> None:
-    operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
-    c.call(quantise, operands, {"per_target": op.per_target, **flat(op.y)}, writes="y")
 
 
 def dequantization_factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:

@@ -156,28 +156,18 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 def cross_entropy(op: Op, c: Lowering) -> None:
     """Losses and lse of all rows, then their mean over the targets."""
     losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
-    operands = {
-        "lse": op.lse, "losses": losses, "logits": op.logits, "targets": op.targets, "row_begin": 0, "row_limit": ALL_ROWS,
-    }  # fmt: skip
+    operands = {"losses": losses, "row_begin": 0, "row_limit": ALL_ROWS}
     c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
 
 @lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def cross_entropy_backward(op: Op, c: Lowering) -> None:
-    operands = {
-        "dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse, "loss_scale": op.loss_scale,
-        "row_begin": 0, "row_limit": ALL_ROWS,
-    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
-    c.call(row_gradients, operands, constants, writes="dlogits")
+    c.call(row_gradients, {"row_begin": 0, "row_limit": ALL_ROWS}, constants)
 
 
 @lowering("token_losses", also={"targets": "i32"})
 def token_losses(op: Op, c: Lowering) -> None:
-    operands = {
-        "losses": op.losses, "margins": op.margins, "logits": op.logits, "targets": op.targets, "row_begin": 0,
-        "row_limit": ALL_ROWS,
-    }  # fmt: skip
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits)
-    c.call(row_scores, operands, constants, writes="losses margins")
+    c.call(row_scores, {"row_begin": 0, "row_limit": ALL_ROWS}, constants)

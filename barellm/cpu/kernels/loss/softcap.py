@@ -207,8 +207,7 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def softcap_cross_entropy(op: Op, c: Lowering) -> None:
     losses, nexts = ((part(c.workspace(name, 4 * op.targets.size)), "fp32") for name in ("losses", "nexts"))
-    operands = {"lse": op.lse, "losses": losses, "nexts": nexts, "logits": op.logits, "targets": op.targets}
-    operands |= {"row_begin": 0, "row_limit": ALL_ROWS}
+    operands = {"losses": losses, "nexts": nexts, "row_begin": 0, "row_limit": ALL_ROWS}
     c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses nexts")
     for loss, of_rows in ((op.loss, losses), (op.next_loss, nexts)):
         c.call(total_loss, {"loss": loss, "losses": of_rows}, shape_of(op.logits), writes="loss")
@@ -225,8 +224,7 @@ def softcap_codes(op: Op, c: Lowering) -> None:
 
 
 def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any) -> None:
-    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
+    operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}
     c.call(row_gradients, operands, constants, writes="dlogits")
 

@@ -176,10 +176,8 @@ def read_outputs(op: Op) -> dict[str, Any]:
 @lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def norm_dparams(op: Op, c: Lowering) -> None:
-    operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
-    outputs = read_outputs(op)
     like = heads_of(op) if op.name == "head_rmsnorm_dweight" else op.x
-    lower_column_sums(c, dparams_partials, operands, like, outputs, op.modes)
+    lower_column_sums(c, dparams_partials, {}, like, read_outputs(op), op.modes)
 
 
 def norm_backward(
@@ -235,8 +233,6 @@ def norm_backward(
 @lowering("rmsnorm_backward", starts="dx dweight")
 @lowering("layernorm_backward", starts="dx dweight dbias dx_sum")
 def lower_norm_backward(op: Op, c: Lowering) -> None:
-    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")}
-    operands |= {"dx": op.dx, "rounded": op.outputs.get("rounded")}
     sums = {name: t for name, t in read_outputs(op).items() if t.shape == op.x.shape[-1:]}
     constants = {"sums": tuple(sums), "mode_dx": op.modes["dx"]}
-    lower_column_sums(c, norm_backward, operands, op.x, sums, op.modes, writes="dx rounded", **constants)
+    lower_column_sums(c, norm_backward, {}, op.x, sums, op.modes, writes="dx rounded", **constants)

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Value, kernel
 from barellm.cpu.kernels.loops import elementwise_map, flat
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import SUMS
 from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
-from barellm.runtime.lowering import weight_operand
 
 DROPPED = 23 - FRACTION  # bits of an fp32 fraction
 
@@ -41,6 +40,9 @@ def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
         history.put(per_target_of(k, sums.get(SUMS.index("max_abs")), per_target), 0)
 
 
+@kernel("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"}, constants=lambda op: {
+    "deviations": op.deviations, "per_target": op.per_target, **flat(op.x),
+})  # fmt: skip
 def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
     """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is renewed at calls
     FIRST, doubled up to LAST, and then every LAST calls, from `sums` (4) of x, [sum, sum of |x|, of squares, max |x|]: that of the
@@ -61,17 +63,14 @@ def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, wi
         bias.put(bias.get(1) + 1.0, 1)
 
 
-@lowering("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"})
-def lower_float_bias(op: Op, c: Lowering) -> None:
-    constants = {"deviations": op.deviations, "per_target": op.per_target, **flat(op.x)}
-    c.call(float_bias, {"bias": op.bias, "sums": op.sums}, constants, writes="bias")
-
-
 def power(k: KernelBuilder, exponent: Value) -> Value:
     """2^exponent (i32, of a normal number) as a float."""
     return k.bitcast((exponent + 127) << 23, "float")
 
 
+@kernel("round_floating", also={"x": PLANES}, constants=lambda op: {
+    "denormals": op.denormals, "per_target": op.per_target, **flat(op.y),
+})  # fmt: skip
 def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims, width) -> None:
     """y = x (`per_target`: x / inv_targets) rounded to a float of FRACTION bits and EXPONENTS exponents up to bias[0], half away
     from zero, saturating at the largest number; smaller numbers are denormals, or 0 without `denormals`. Normal numbers are rounded
@@ -102,10 +101,3 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
         return k.bitcast(rounded | (bits & ~0x7FFFFFFF), k.vec)
 
     elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4)
-
-
-@lowering("round_floating", also={"x": PLANES})
-def lower_round_floating(op: Op, c: Lowering) -> None:
-    operands = {"y": op.y, "x": weight_operand(op.x), "bias": op.bias}
-    constants = {"denormals": op.denormals, "per_target": op.per_target, **flat(op.y)}
-    c.call(round_floating, operands, constants, writes="y")

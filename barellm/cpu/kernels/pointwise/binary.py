@@ -3,12 +3,11 @@ words (..., W), with W = ceil(K / 32)."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value, kernel
 from barellm.cpu.kernels.loops import accumulate, elementwise_map, flat, row_grain, shape_of
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.binary import BITS, words_of
-from barellm.runtime.lowering import weight_operand
 
 
 def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
@@ -23,6 +22,7 @@ def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
     return word if count >= BITS else word & ((1 << count) - 1)
 
 
+@kernel("pack_signs", also={"x": PLANES, "words": "i32"}, constants=lambda op: {"K": int(op.x.shape[-1]), **shape_of(op.x)})
 def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
     """words (rows, W) = the signs of x (rows, K), 32 a word; the last word's other bits are zero."""
     W = words_of(K)
@@ -32,12 +32,6 @@ def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
             dst.put(word_of(k, src, w * BITS, BITS), w)
         if K % BITS:
             dst.put(word_of(k, src, K // BITS * BITS, K % BITS), K // BITS)
-
-
-@lowering("pack_signs", also={"x": PLANES, "words": "i32"})
-def lower_pack_signs(op: Op, c: Lowering) -> None:
-    constants = {"K": int(op.x.shape[-1]), **shape_of(op.x)}
-    c.call(pack_signs, {"words": op.words, "x": weight_operand(op.x)}, constants, writes="words")
 
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
@@ -63,17 +57,12 @@ def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) 
             unpack_word(dst, K // BITS * BITS, k.to(src.get(K // BITS), "i32"), K % BITS)
 
 
-def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode) -> None:
+@kernel("straight_through", also={"x": PLANES}, constants=lambda op: flat(op.dx))
+def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
 
     def vector(i: Any, mask: Value | None) -> Value:
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
         return k.select(size <= 1.0, dy.load(i, mask), 0.0)
 
-    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode)
-
-
-@lowering("straight_through", starts="dx", also={"x": PLANES})
-def lower_straight_through(op: Op, c: Lowering) -> None:
-    operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
-    c.call(straight_through, operands, {"mode": op.modes["dx"], **flat(op.dx)}, writes="dx")
+    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)

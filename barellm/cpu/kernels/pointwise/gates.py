@@ -11,7 +11,6 @@ from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, s
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang.vector import exp
 from barellm.program.dtypes import PLANES
-from barellm.runtime.lowering import weight_operand
 
 # --- logits ---
 
@@ -44,8 +43,7 @@ def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, di
 
 @lowering("gate_logits", also={"weight": PLANES}, views="x extra")
 def lower_gate_logits(op: Op, c: Lowering) -> None:
-    operands = {"z": op.z, "x": op.x, "extra": op.extra, "weight": weight_operand(op.weight)}
-    c.call(gate_logits, operands, logits_constants(op), writes="z")
+    c.call(gate_logits, {}, logits_constants(op))
 
 
 def gate_logits_backward(
@@ -91,13 +89,11 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
     """The kernel with partial sums of dweight, and their sum in order."""
     results = [t for t in (op.dx, op.dextra) if t is not None]
     partials = lower_partials(c, op.x, op.weight.size)
-    operands = {"partials": partials, "dx": op.dx, "dextra": op.dextra, "dz": op.dz, "x": op.x, "extra": op.extra}
     constants = logits_constants(op) | {
         "dstrides": tuple(t.row_stride for t in results),
         "modes": tuple(op.modes.get(name, "store") for name in ("dx", "dextra")),
     }
-    operands["weight"] = weight_operand(op.weight)
-    c.call(gate_logits_backward, operands, constants, writes="partials dx dextra")
+    c.call(gate_logits_backward, {"partials": partials}, constants, writes="partials dx dextra")
     size = op.weight.size
     sums = {"C": size, "stride": size, "mode": op.modes["dweight"], **loops.shape_of(op.x)}
     c.call(combine_sums, {"out": op.dweight, "partials": partials}, sums, writes="out")
@@ -179,8 +175,7 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
 @lowering("gated", starts="y", views="x base factor")
 def lower_gated(op: Op, c: Lowering) -> None:
     c.thread_scratch(4 * gates_of(op, c))
-    operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor}
-    c.call(gated, operands, gated_constants(op) | {"mode_y": op.modes["y"]}, writes="y")
+    c.call(gated, {}, gated_constants(op) | {"mode_y": op.modes["y"]})
 
 
 def gates_of(op: Op, c: Lowering) -> int:
@@ -262,7 +257,6 @@ def lower_gated_backward(op: Op, c: Lowering) -> None:
     c.thread_scratch(8 * gates_of(op, c))
     learned = {} if op.factor is None else {"dfactor": op.dfactor}
     partials = lower_partials(c, op.dy, len(learned))
-    operands = {"partials": partials, "dx": op.dx, "dz": op.dz, "dy": op.dy, "x": op.x, "z": op.z, "factor": op.factor}
     constants = gated_constants(op) | {"modes": (op.modes["dx"], op.modes["dz"])}
-    c.call(gated_backward, operands, constants, writes="partials dx dz")
+    c.call(gated_backward, {"partials": partials}, constants, writes="partials dx dz")
     lower_scalars(c, partials, op.dy, learned, op.modes)

@@ -183,9 +183,8 @@ def offset_from_q(q: Tensor, x: Tensor) -> int | None:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """Operands q, k, v and starts; k and v are None where they are behind q in its tensor (OFFSETS)."""
-    three = {"q": op.q} | {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
-    return three | {"starts": op.starts}
+    """Operands k and v, None where they are behind q in its tensor (OFFSETS)."""
+    return {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
 
 
 def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
@@ -241,8 +240,6 @@ def lower_attention(op: Any, c: Lowering) -> None:
     if t.warp_specialized:
         return hopper_attention.launch_forward(op, c, t, constants["SCALES"][0])
     c.launch(
-        attention_forward,
-        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": sequence_length(op), "stream": int(op.stream)},
-        constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), writes="out lse", **options(t),
+        attention_forward, operands_of(op) | {"seq": sequence_length(op), "stream": int(op.stream)},
+        constants | {"BM": t.queries, "BN": t.keys}, grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip

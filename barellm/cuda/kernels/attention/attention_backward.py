@@ -320,11 +320,9 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
-    operands = {"stats": stats, "dout": op.dout, "seq": sequence_length(op)}
+    operands = {"stats": stats, "seq": sequence_length(op)}
     c.launch(
-        attention_stats,
-        operands | {"out": op.out, "lse": op.lse, "starts": op.starts},
-        {"HEADS": constants["HEADS"], "MASKING": constants["MASKING"], "BM": rows},
+        attention_stats, operands, {"HEADS": constants["HEADS"], "MASKING": constants["MASKING"], "BM": rows},
         grid=blocks(op, op.heads, rows), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": constant_scale(op, constants["HEADS"][2])}
@@ -337,12 +335,9 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     t = select_backward_config(op, c, "queries", "dq")
     if t.warp_specialized:
         return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
-    written = {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride}
     c.launch(
-        attention_dq,
-        operands | {"dq": op.dq},
-        constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
+        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip
 
 
@@ -362,8 +357,6 @@ def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any
     DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(
-        attention_dkv,
-        operands | {"dk": op.dk, "dv": op.dv},
-        constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
-        grid=blocks(op, op.kv_heads, t.keys, ceil_div(D, DC)), writes="dk dv", **options(t),
+        attention_dkv, operands, constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
+        grid=blocks(op, op.kv_heads, t.keys, ceil_div(D, DC)), **options(t),
     )  # fmt: skip

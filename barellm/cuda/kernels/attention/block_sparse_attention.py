@@ -25,7 +25,6 @@ from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.lowering import weight_operand
 
 
 @device
@@ -106,10 +105,9 @@ def constants_of(op: Any) -> dict[str, Any]:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """Operands q, k, v (k and v None where they are behind q in its tensor), masks, vectors of relative terms, and seq."""
-    relative = None if op.relative is None else weight_operand(op.relative)
+    """Operands k and v, None where they are behind q in its tensor, and seq."""
     kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
-    return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": axis_size(op.q, 1)}
+    return kv | {"seq": axis_size(op.q, 1)}
 
 
 def axis_size(t: Tensor, axis: int) -> Count:
@@ -143,8 +141,6 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 def lower_block_sparse_attention(op: Any, c: Lowering) -> None:
     t = config_of(op, c, "forward")
     c.launch(
-        block_sparse_attention_forward,
-        operands_of(op) | {"out": op.out, "lse": op.lse, "rows": op.rows},
-        constants_of(op) | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.heads, t.queries), writes="out lse", **options(t),
+        block_sparse_attention_forward, operands_of(op), constants_of(op) | {"BM": t.queries, "BN": t.keys},
+        grid=grid_of(op, op.heads, t.queries), **options(t),
     )  # fmt: skip

@@ -118,10 +118,9 @@ def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
     """lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
-    saved = {"stats": stats, "dout": op.dout, "seq": operands["seq"]}
+    operands |= {"stats": stats}
     c.launch(
-        attention_stats,
-        saved | {"out": op.out, "lse": op.lse, "starts": None},
+        attention_stats, {"stats": stats, "seq": operands["seq"], "starts": None},
         {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},  # neither causal nor local
         grid=grid_of(op, op.heads, 64), writes="stats",
     )  # fmt: skip
@@ -129,17 +128,13 @@ def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
     t = config_of(op, c, "keys")
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(
-        block_sparse_attention_dkv,
-        operands | saved | {"columns": op.columns, "dk": op.dk, "dv": op.dv},
-        constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.kv_heads, t.keys), writes="dk dv", **options(t),
+        block_sparse_attention_dkv, operands, constants | written | {"BM": t.queries, "BN": t.keys},
+        grid=grid_of(op, op.kv_heads, t.keys), **options(t),
     )  # fmt: skip
     t = config_of(op, c, "queries")
     c.launch(
-        block_sparse_attention_dq,
-        operands | saved | {"rows": op.rows, "dq": op.dq},
-        constants | {"DQ_MODE": mode(op, "dq"), "DQ_STRIDE": op.dq.row_stride} | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.heads, t.queries), writes="dq", **options(t),
+        block_sparse_attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
+        grid=grid_of(op, op.heads, t.queries), **options(t),
     )  # fmt: skip
     if op.relative is not None:
-        append_drelative(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)
+        append_drelative(c, op, t, operands, constants)

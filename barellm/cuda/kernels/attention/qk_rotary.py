@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, row_strides, store_or_add
+from barellm.cuda.kernel import Lowering, lowering
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -94,29 +94,22 @@ def qk_rotary_backward(
     store_or_add(dx + row[:, None] * DX_STRIDE + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
 
 
-def launch(op: Any, c: Lowering, function: Any, operands: dict[str, Any], *, writes: str, **constants: Any) -> None:
-    """Launch one of the two kernels over all heads of op.x, with the operands and constants that both have."""
+def launch(op: Any, c: Lowering, function: Any, **constants: Any) -> None:
+    """Launch one of the two kernels over all heads of op.x, with the constants that both have."""
     count, rows = op.heads + op.kv_heads, c.rows(op.x)
     D = int(op.x.shape[-1]) // count
     BC = max(MIN_SUM_COLUMNS, pow2(D))
     BR = max(1, BLOCK // BC)
     shape = {"D": D, "HEADS": op.heads, "COUNT": count, "BR": BR, "BC": BC}
     shape |= {"PAIRED": bool(op.paired), "SHIFT": bool(op.shift)}
-    tables = {"cos": op.cos, "sin": op.sin}
-    c.launch(
-        function, {**operands, **tables, "rows": rows, "seq": lambda s: s.seq}, shape | constants,
-        grid=lambda s: (ceil_div(rows(s) * count, BR),), writes=writes,
-    )  # fmt: skip
+    c.launch(function, {"rows": rows}, shape | constants, grid=lambda s: (ceil_div(rows(s) * count, BR),))
 
 
 @lowering("qk_rotary", views="x")
 def lower_qk_rotary(op: Any, c: Lowering) -> None:
-    operands = {"y": op.y, "rstd": op.rstd, "x": op.x}
-    launch(op, c, qk_rotary, operands, writes="y rstd", EPS=float(op.eps), **row_strides(x=op.x))
+    launch(op, c, qk_rotary, EPS=float(op.eps))
 
 
 @lowering("qk_rotary_backward", starts="dx", views="x dx")
 def lower_qk_rotary_backward(op: Any, c: Lowering) -> None:
-    operands = {"dx": op.dx, "dy": op.dy, "x": op.x, "rstd": op.rstd}
-    strides = row_strides(x=op.x, dx=op.dx)
-    launch(op, c, qk_rotary_backward, operands, writes="dx", MODE=mode(op, "dx"), **strides)
+    launch(op, c, qk_rotary_backward)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import BLOCK, elementwise, flat_indices
+from barellm.cuda.kernels.common import BLOCK, flat_indices, kernel
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.documents import HASH
@@ -14,6 +14,10 @@ from barellm.program.ops.documents import HASH
 TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
 
 
+@kernel(
+    "bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"),
+    constants=lambda op: {"MODULUS": op.buckets - 1, "RESERVED": op.reserved},
+)  # fmt: skip
 @device
 def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """ids = (token * TOKEN_FACTOR xor token before * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last bucket,
@@ -27,12 +31,6 @@ def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.cons
     hashed = (own ^ (before * BEFORE_FACTOR)) % MODULUS
     hashed = tl.where(hashed < 0, hashed + MODULUS, hashed)  # % has the sign of the dividend
     tl.store(ids + i, tl.where(inner, hashed, MODULUS), mask=mask)
-
-
-@lowering("bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"))
-def lower_bigram_ids(op: Any, c: Lowering) -> None:
-    operands = {"ids": op.ids, "tokens": op.tokens, "seq": lambda s: s.seq}
-    elementwise(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
 
 
 @device
@@ -56,11 +54,8 @@ def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.const
 
 @lowering("cu_seqlens", also=dict.fromkeys(("cu_seqlens", "tokens"), "i32"))
 def lower_cu_seqlens(op: Any, c: Lowering) -> None:
-    c.launch(
-        cu_seqlens, {"cu_seqlens": op.cu_seqlens, "tokens": op.tokens, "seq": lambda s: s.seq},
-        {"SEPARATOR": op.separator, "SLOTS": int(op.cu_seqlens.shape[1]), "BLOCK": BLOCK}, grid=lambda s: (s.batch,),
-        writes="cu_seqlens",
-    )  # fmt: skip
+    constants = {"SEPARATOR": op.separator, "SLOTS": int(op.cu_seqlens.shape[1]), "BLOCK": BLOCK}
+    c.launch(cu_seqlens, {}, constants, grid=lambda s: (s.batch,))
 
 
 @device
@@ -82,9 +77,7 @@ def document_starts(starts, cu_seqlens, seq, parts, SLOTS: tl.constexpr, BITS: t
 @lowering("document_starts", also=dict.fromkeys(("starts", "cu_seqlens", "tokens"), "i32"))
 def lower_document_starts(op: Any, c: Lowering) -> None:
     """One program for each block of positions of each row."""
-    slots, operands = int(op.cu_seqlens.shape[1]), {"starts": op.starts, "cu_seqlens": op.cu_seqlens}
-    c.launch(
-        document_starts, operands | {"seq": lambda s: s.seq, "parts": lambda s: ceil_div(s.seq, BLOCK)},
-        {"SLOTS": slots, "BITS": (slots - 1).bit_length(), "BLOCK": BLOCK},
-        grid=lambda s: (s.batch * ceil_div(s.seq, BLOCK),), writes="starts",
-    )  # fmt: skip
+    slots = int(op.cu_seqlens.shape[1])
+    constants = {"SLOTS": slots, "BITS": (slots - 1).bit_length(), "BLOCK": BLOCK}
+    operands = {"parts": lambda s: ceil_div(s.seq, BLOCK)}
+    c.launch(document_starts, operands, constants, grid=lambda s: (s.batch * ceil_div(s.seq, BLOCK),))

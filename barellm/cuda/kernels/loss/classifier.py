@@ -111,10 +111,14 @@ def skip_if_empty(c: Lowering, before: int, chunk: Chunk) -> None:
             launch.grid = GridIfTokens(chunk, launch.grid)
 
 
-def lower_scores(c: Lowering) -> None:
+OPERANDS, CODES = {"weight": PLANES, "targets": "i32"}, {"codes": "u4 i8", "targets": "i32"}
+
+
+@lowering("classifier_scores", also=OPERANDS)
+@lowering("quantized_classifier_scores", also=CODES)
+def lower_scores(op: Any, c: Lowering) -> None:
     """Append the loss and the margin (largest logit less the target's) of each token, without gradients: a chunk of logits at a
     time."""
-    op: Any = c.op
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
     max_tokens = x.size // C
@@ -131,7 +135,6 @@ def lower_scores(c: Lowering) -> None:
 
 
 LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
-OPERANDS = {"weight": PLANES, "targets": "i32"}
 
 
 @lowering(*LOSSES, starts="dx dweight", also=OPERANDS | {"loss_scale": "i32"})
@@ -140,20 +143,6 @@ def lower_classifier(op: Any, c: Lowering) -> None:
 
 
 @lowering(*(f"{name}_loss" for name in LOSSES), also=OPERANDS)
+@lowering("quantized_classifier_loss", also=CODES)
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, LOSSES[op.kernel.removesuffix("_loss")], gradients=False)
-
-
-@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
-def lower_quantized_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, PLAIN, gradients=False)
-
-
-@lowering("classifier_scores", also=OPERANDS)
-def lower_classifier_scores(op: Any, c: Lowering) -> None:
-    lower_scores(c)
-
-
-@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
-def lower_quantized_classifier_scores(op: Any, c: Lowering) -> None:
-    lower_scores(c)
+    lower(c, LOSSES.get(op.kernel.removesuffix("_loss"), PLAIN), gradients=False)

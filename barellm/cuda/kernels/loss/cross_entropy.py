@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import e, log2
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Size, lowering, mode
+from barellm.cuda.kernel import Lowering, Size, lowering
 from barellm.cuda.kernels.common import INV_TARGETS, MIN_SUM_COLUMNS, STORE, pow2, scalar_fp64, store_or_add
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.loss_scale import FIRST_SCALE
@@ -166,7 +166,7 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(sums, 0) * scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
 
 
-def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any) -> None:
+def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str = "", **more: Any) -> None:
     """Launch `function` with one program for each row of V columns. Two programs of 16 warps share a multiprocessor (64 registers a
     thread): one reads while the other writes."""
     least = MIN_SUM_COLUMNS * THREAD_COLUMNS.value
@@ -187,21 +187,16 @@ def launch_total(c: Lowering, loss: Tensor, losses: Any, rows: Size) -> None:
 def lower_cross_entropy(op: Any, c: Lowering) -> None:
     rows = c.rows(op.logits)
     losses = c.scratch("losses", (op.targets.size,))
-    operands = {"losses": losses, "lse": op.lse, "dlogits": None, "logits": op.logits, "targets": op.targets}
-    operands |= {"loss_scale": None}
+    operands = {"losses": losses, "dlogits": None, "loss_scale": None}
     launch_rows(c, row_losses, operands, rows, int(op.logits.shape[-1]), "losses lse")
     launch_total(c, op.loss, losses, rows)
 
 
 @lowering("cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def lower_cross_entropy_backward(op: Any, c: Lowering) -> None:
-    operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": op.loss_scale}
-    V = int(op.logits.shape[-1])
-    launch_rows(c, row_gradients, operands, c.rows(op.logits), V, "dlogits", MODE=mode(op, "dlogits"))
+    launch_rows(c, row_gradients, {}, c.rows(op.logits), int(op.logits.shape[-1]))
 
 
 @lowering("token_losses", also={"targets": "i32"})
 def lower_token_losses(op: Any, c: Lowering) -> None:
-    operands = {name: getattr(op, name) for name in ("losses", "margins", "logits", "targets")}
-    launch_rows(c, row_scores, operands, c.rows(op.logits), int(op.logits.shape[-1]), "losses margins")
+    launch_rows(c, row_scores, {}, c.rows(op.logits), int(op.logits.shape[-1]))

@@ -12,7 +12,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, scalar_fp64, store_or_add
 from barellm.cuda.kernels.loss.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import EIGHTS
@@ -189,8 +189,7 @@ def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
     """The loss of each row, then both totals."""
     rows = c.rows(op.logits)
     losses, nexts = (c.scratch(name, (op.targets.size,)) for name in ("losses", "nexts"))
-    operands = {"losses": losses, "nexts": nexts, "lse": op.lse, "dlogits": None, "logits": op.logits}
-    operands |= {"targets": op.targets, "loss_scale": None, **position_operands(op)}
+    operands = {"losses": losses, "nexts": nexts, "dlogits": None, "loss_scale": None, **position_operands(op)}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_losses, operands, rows, V, "losses nexts lse", **constants_of(op))
     launch_total(c, op.loss, losses, rows)
@@ -209,13 +208,13 @@ def lower_softcap_codes(op: Any, c: Lowering) -> None:
 
 def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: Any) -> None:
     """Launch softcap_row_gradients into `dlogits`; `more`: loss_scale or scale."""
-    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": None, "scale": None, **position_operands(op), **more}
+    operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, **position_operands(op), **more}
     constants = constants_of(op) | {"MODE": mode}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_gradients, operands, c.rows(op.logits), V, "dlogits", **constants)
 
 
+@kernel("softcap", starts="y", constants=lambda op: dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)))
 @device
 def softcap(
     y, x, scalars, units,
@@ -227,9 +226,3 @@ def softcap(
     if SHIFT == 0.0:
         z -= SCALE / 2
     store_or_add(y + i, mask, z, scalars, MODE)
-
-
-@lowering("softcap", starts="y")
-def lower_softcap(op: Any, c: Lowering) -> None:
-    constants = {**dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)), "MODE": mode(op, "y")}
-    elementwise(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)

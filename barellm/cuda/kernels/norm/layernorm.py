@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, store_or_add
 from barellm.cuda.kernels.pointwise.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.pointwise.dropout import keep_mask
@@ -186,7 +186,7 @@ def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.conste
 
 def launch_rows(
     c: Lowering, like: Tensor, short: Any, long: Any, operands: dict[str, Any],
-    *, writes: str, thread: int = THREAD, times: int = 1, **constants: Any,
+    *, writes: str = "", thread: int = THREAD, times: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch the kernel `short` over blocks of whole rows (..., C) of `like`, or `long`, a program a row, where C is more than
     `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more where 32 warps are not enough."""
@@ -220,17 +220,14 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
     """LayerNorm alone; of a residual sum, which it writes; or of x + dropout(b)."""
     dropped = op.name == "dropout_add_layernorm"
     operands = {
-        "y": op.y, "mean": op.mean, "rstd": op.rstd, "weight": op.weight, "bias": op.bias,
-        "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
+        "x": op.inputs.get("x") or op.a,
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     dropout = dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}
-    writes, times = "y mean rstd total", forward_times(op)
-    launch_rows(c, op.y, layernorm, layernorm_long, operands, writes=writes, times=times, EPS=float(op.eps), **dropout)
+    launch_rows(c, op.y, layernorm, layernorm_long, operands, times=forward_times(op), EPS=float(op.eps), **dropout)
 
 
 @lowering("layernorm_dx", "rmsnorm_dx", "head_rmsnorm_dx", starts="dx")
 def lower_layernorm_dx(op: Any, c: Lowering) -> None:
-    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
     like = heads_of(op) if op.name == "head_rmsnorm_dx" else op.dx
-    launch_rows(c, like, layernorm_dx, layernorm_dx_long, operands, writes="dx", times=BACKWARD, MODE=mode(op, "dx"))
+    launch_rows(c, like, layernorm_dx, layernorm_dx_long, {}, times=BACKWARD)

@@ -76,9 +76,8 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
     chunks = Chunks(rows, MAX_CHUNKS, MIN_ROWS)
     partials = scratch_partials(c, op.x, len(names), chunks) if names else None
     dropped = "dropped" in op.outputs
-    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {
-        "dx": op.dx, "narrow": op.outputs.get("dropped") or op.outputs.get("rounded"), "partials": partials,
-        "rows": rows, "per": chunks.per,
+    operands = {
+        "narrow": op.outputs.get("dropped") or op.outputs.get("rounded"), "partials": partials, "rows": rows, "per": chunks.per,
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     BC = max(MIN_SUM_COLUMNS, pow2(C))

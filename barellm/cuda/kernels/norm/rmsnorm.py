@@ -66,10 +66,7 @@ def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, E
 @lowering("rmsnorm", "add_rmsnorm", "head_rmsnorm")
 def lower_rmsnorm(op: Any, c: Lowering) -> None:
     """RMSNorm alone, of each head, or of a residual sum, which it writes."""
-    operands = {
-        "y": op.y, "rstd": op.rstd, "weight": op.weight,
-        "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
-    }  # fmt: skip
-    how = {"writes": "y rstd total", "thread": THREAD, "times": forward_times(op)}
+    operands = {"x": op.inputs.get("x") or op.a}
+    how = {"thread": THREAD, "times": forward_times(op)}
     like = heads_of(op) if op.name == "head_rmsnorm" else op.y
     launch_rows(c, like, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.norm.layernorm import BACKWARD, FORWARD, launch_rows
 from barellm.cuda.lang import constant, device, tl
@@ -92,12 +92,9 @@ def softmax_dx_long(dx, dy, y, scalars, rows, C: tl.constexpr, SCALE: tl.constex
 
 @lowering("softmax")
 def lower_softmax(op: Any, c: Lowering) -> None:
-    how = {"writes": "y", "times": FORWARD, "SCALE": float(op.scale)}
-    launch_rows(c, op.y, softmax, softmax_long, {"y": op.y, "x": op.x}, **how)
+    launch_rows(c, op.y, softmax, softmax_long, {}, times=FORWARD, SCALE=float(op.scale))
 
 
 @lowering("softmax_dx", starts="dx")
 def lower_softmax_dx(op: Any, c: Lowering) -> None:
-    operands = {"dx": op.dx, "dy": op.dy, "y": op.y}
-    constants = {"SCALE": float(op.scale), "MODE": mode(op, "dx")}
-    launch_rows(c, op.dx, softmax_dx, softmax_dx_long, operands, writes="dx", times=BACKWARD, **constants)
+    launch_rows(c, op.dx, softmax_dx, softmax_dx_long, {}, times=BACKWARD, SCALE=float(op.scale))

@@ -207,9 +207,11 @@ def _log2(beta: float) -> float:
     return log2(beta) if beta else -2048.0
 
 
-def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
+@lowering("adamw", "cautious_adam", floats="fp32", also={"param": PLANES, "m": "e6m9", "v": "ue6m10"}, spans="param grad")
+def lower_update(op: Any, c: Lowering) -> None:
     """The factors of the step, then one update of a group of parameters with equal formats and hyperparameters."""
     updates: list[Any] = members(op)
+    cautious = updates[0].name == "cautious_adam"
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit = unit_of(params[0])
     firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
@@ -242,16 +244,3 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
         adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,),
         writes="",
     )  # fmt: skip
-
-
-TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}
-
-
-@lowering("adamw", **TAKES)
-def lower_adamw(op: Any, c: Lowering) -> None:
-    _lower(op, c, cautious=False)
-
-
-@lowering("cautious_adam", **TAKES)
-def lower_cautious_adam(op: Any, c: Lowering) -> None:
-    _lower(op, c, cautious=True)

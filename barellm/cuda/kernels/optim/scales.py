@@ -7,12 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, pow2, scalar_fp64
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, pow2, scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim import scales
 from barellm.program.ops.optim.exponent_stats import SUMS
-from barellm.runtime.lowering import weight_operand
 
 ABOVE, DEVIATIONS, FARTHEST = constant(scales.ABOVE), constant(scales.DEVIATIONS), constant(scales.FARTHEST)
 FIRST, LAST = constant(scales.FIRST), constant(scales.LAST)
@@ -73,6 +72,7 @@ def power(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
+@kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
 @device
 def round_floating(
     y, x, bias, scalars, units,
@@ -115,23 +115,16 @@ def lower_delayed_scale(op: Any, c: Lowering) -> None:
     entries = op.history.size
     constants = {"ENTRIES": entries, "BLOCK": pow2(entries), "FIRST_SCALE": float(op.first)}
     constants |= {"PER_NUMBER": scales.MARGIN / op.largest}
-    c.launch(delayed_scale, {"scale": op.scale, "history": op.history}, constants, grid=once, writes="scale", warps=1)
+    c.launch(delayed_scale, {}, constants, grid=once, warps=1)
 
 
 @lowering("remember", floats="fp32")
 def lower_remember(op: Any, c: Lowering) -> None:
     constants = {"ENTRIES": op.history.size, "BLOCK": pow2(op.history.size), "PER_TARGET": op.per_target}
-    c.launch(remember, {"history": op.history, "sums": op.sums}, constants, grid=once, writes="history", warps=1)
+    c.launch(remember, {}, constants, grid=once, warps=1)
 
 
 @lowering("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"})
 def lower_float_bias(op: Any, c: Lowering) -> None:
-    operands = {"bias": op.bias, "sums": op.sums, "elements": c.elements(op.x)}
     constants = {"DEVIATING": op.deviations, "PER_TARGET": op.per_target}
-    c.launch(float_bias, operands, constants, grid=once, writes="bias", warps=1)
-
-
-@lowering("round_floating", also={"x": PLANES})
-def lower_round_floating(op: Any, c: Lowering) -> None:
-    operands = {"y": op.y, "x": weight_operand(op.x), "bias": op.bias}
-    elementwise(c, round_floating, op.y, operands, writes="y", DENORMALS=op.denormals, PER_TARGET=op.per_target)
+    c.launch(float_bias, {"elements": c.elements(op.x)}, constants, grid=once, warps=1)

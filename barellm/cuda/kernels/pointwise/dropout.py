@@ -38,18 +38,9 @@ def constants_of(op: Any) -> dict[str, Any]:
     return {"THRESHOLD": threshold(op.rate), "SCALE": keep_scale(op.rate)}
 
 
-def lower(c: Lowering, out: str, x: str) -> None:
-    """Launch dropout of the op's input named x into its output named out."""
-    op: Any = c.op
-    operands = {"out": op.outputs[out], "x": op.inputs[x], "seq": lambda s: s.seq, "stream": int(op.stream)}
-    rowwise(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))
-
-
 @lowering("dropout", starts="y")
-def lower_dropout(op: Any, c: Lowering) -> None:
-    lower(c, "y", "x")
-
-
 @lowering("dropout_backward", starts="dx")
-def lower_dropout_backward(op: Any, c: Lowering) -> None:
-    lower(c, "dx", "dy")
+def lower_dropout(op: Any, c: Lowering) -> None:
+    ((out, to),), ((_, x),) = op.outputs.items(), op.inputs.items()
+    operands = {"out": to, "x": x, "stream": int(op.stream)}
+    rowwise(c, dropout, to, operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import elementwise, flat_indices, row_strides, rowwise, store_or_add, tile_indices
+from barellm.cuda.kernel import Lowering, lowering
+from barellm.cuda.kernels.common import elementwise, flat_indices, kernel, rowwise, store_or_add, tile_indices
 from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES, slope_of, value_of
 from barellm.cuda.lang import device, tl
 from barellm.runtime.lowering import view_stride
 
 
+@kernel("add", starts="y")
 @device
 def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat_indices(units, UNIT, BLOCK)
@@ -19,6 +20,7 @@ def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: 
     store_or_add(y + i, mask, total, scalars, MODE)
 
 
+@kernel("rescale", starts="y", constants=lambda op: {"FACTOR": float(op.forward)})
 @device
 def rescale(y, x, scalars, units, FACTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat_indices(units, UNIT, BLOCK)
@@ -41,12 +43,14 @@ def cast_rows(y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: 
     store_or_add(y + row[:, None] * Y_STRIDE + column[None, :], mask, value, scalars, MODE)
 
 
+@kernel(*ACTIVATIONS, starts="y", constants=lambda op: {"NAME": op.name})
 @device
 def activation(y, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, value_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME), scalars, MODE)
 
 
+@kernel(*SLOPES, starts="dx", constants=lambda op: {"NAME": op.name})
 @device
 def activation_backward(dx, dy, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat_indices(units, UNIT, BLOCK)
@@ -54,6 +58,7 @@ def activation_backward(dx, dy, x, scalars, units, NAME: tl.constexpr, UNIT: tl.
     store_or_add(dx + i, mask, tl.load(dy + i, mask=mask, other=0.0).to(tl.float32) * slope, scalars, MODE)
 
 
+@kernel("bias", starts="y")
 @device
 def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     """y = x + bias in every row."""
@@ -63,6 +68,7 @@ def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.co
     store_or_add(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) + b[None, :], scalars, MODE)
 
 
+@kernel("last_row", starts="y")
 @device
 def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     """y (batch, 1, C) = x (batch, seq, C) at the last position; a row of y is a sequence."""
@@ -72,20 +78,10 @@ def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl
     store_or_add(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
 
 
-@lowering("add", starts="y")
-def lower_add(op: Any, c: Lowering) -> None:
-    elementwise(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
-
-
-@lowering("rescale", starts="y")
-def lower_rescale(op: Any, c: Lowering) -> None:
-    elementwise(c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward))
-
-
 @lowering("cast", starts="y", views="y")
 def lower_cast(op: Any, c: Lowering) -> None:
     if view_stride(op.y) is None:
-        elementwise(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
+        elementwise(c, cast, op.y, {})
     else:
         lower_rows(op, c, op.x)
 
@@ -96,25 +92,4 @@ def lower_zeros(op: Any, c: Lowering) -> None:
 
 
 def lower_rows(op: Any, c: Lowering, x: Any) -> None:
-    rowwise(c, cast_rows, op.y, {"y": op.y, "x": x}, writes="y", MODE=mode(op, "y"), **row_strides(y=op.y))
-
-
-@lowering(*ACTIVATIONS, starts="y")
-def lower_activation(op: Any, c: Lowering) -> None:
-    elementwise(c, activation, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), NAME=op.name)
-
-
-@lowering(*SLOPES, starts="dx")
-def lower_activation_backward(op: Any, c: Lowering) -> None:
-    operands = {"dx": op.dx, "dy": op.dy, "x": op.x}
-    elementwise(c, activation_backward, op.dx, operands, writes="dx", MODE=mode(op, "dx"), NAME=op.name)
-
-
-@lowering("bias", starts="y")
-def lower_bias(op: Any, c: Lowering) -> None:
-    rowwise(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y", MODE=mode(op, "y"))
-
-
-@lowering("last_row", starts="y")
-def lower_last_row(op: Any, c: Lowering) -> None:
-    rowwise(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y", MODE=mode(op, "y"))
+    rowwise(c, cast_rows, op.y, {"x": x})

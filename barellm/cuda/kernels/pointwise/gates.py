@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, row_strides, store_or_add
+from barellm.cuda.kernel import COUNTER, Lowering, lowering
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, store_or_add
 from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine
 from barellm.cuda.kernels.pointwise.activations import sigmoid
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
-from barellm.runtime.lowering import part, weight_operand
+from barellm.runtime.lowering import part
 
 # --- logits ---
 
@@ -58,17 +58,15 @@ def gate_logits(
 def logits_constants(op: Any) -> dict[str, Any]:
     """The constants of gate_logits and its gradient: widths, strides, and a block (BR, BC) that holds rows of x or of extra."""
     widths = [int(op.x.shape[-1]), 0 if op.extra is None else int(op.extra.shape[-1])]
-    strides = row_strides(x=op.x) | ({"EXTRA_STRIDE": None} if op.extra is None else row_strides(extra=op.extra))
     BC = max(MIN_SUM_COLUMNS, pow2(max(widths)))
     sizes = {"N": int(op.weight.shape[0]), "WX": widths[0], "WE": widths[1]}
-    return {**sizes, **strides, "BR": max(1, 2 * BLOCK // BC), "BC": BC}
+    return {**sizes, "BR": max(1, 2 * BLOCK // BC), "BC": BC}
 
 
 @lowering("gate_logits", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra")
 def lower_gate_logits(op: Any, c: Lowering) -> None:
     constants, rows = logits_constants(op), c.rows(op.x)
-    operands = {"z": op.z, "x": op.x, "extra": op.extra, "weight": weight_operand(op.weight), "rows": rows}
-    c.launch(gate_logits, operands, constants, grid=lambda s: (ceil_div(rows(s), constants["BR"]),), writes="z")
+    c.launch(gate_logits, {"rows": rows}, constants, grid=lambda s: (ceil_div(rows(s), constants["BR"]),))
 
 
 @device
@@ -124,12 +122,9 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     rows, size = c.rows(op.x), op.weight.size
     chunks = Chunks(rows)
     partials = c.scratch("partials", (chunks.planned(op.x.size // int(op.x.shape[-1])), 1, size))
-    operands = {name: (op.inputs | op.outputs).get(name) for name in ("dx", "dextra", "dz", "x", "extra")}
-    operands |= {"partials": partials, "weight": weight_operand(op.weight), "rows": rows, "per": chunks.per}
-    two = op.extra is not None
-    constants = logits_constants(op) | row_strides(dx=op.dx) | {"DEXTRA_STRIDE": op.dextra.row_stride if two else None}
+    operands = {"partials": partials, "rows": rows, "per": chunks.per}
+    constants = logits_constants(op)
     constants |= {"BR": min(16, constants["BR"])}
-    constants |= {"DX_MODE": mode(op, "dx"), "DEXTRA_MODE": mode(op, "dextra") if two else None}
     c.launch(gate_logits_backward, operands, constants, grid=lambda s: (chunks.count(s),), writes="dx dextra partials")
     lower_combine(c, partials, ["dweight"], chunks)
 
@@ -180,8 +175,7 @@ def gated(
 
 def gated_constants(op: Any) -> dict[str, Any]:
     """The constants that gating and its gradient share."""
-    sizes = {"C": int(op.x.shape[2]), "N": int(op.z.shape[2]), **row_strides(x=op.x)}
-    return {**sizes, "SCALE": op.scale, "SQUASH": op.squash, "SHIFT": op.shift}
+    return {"C": int(op.x.shape[2]), "N": int(op.z.shape[2]), "SCALE": op.scale, "SQUASH": op.squash, "SHIFT": op.shift}
 
 
 @lowering("gated", starts="y", views="x base factor")
@@ -191,12 +185,8 @@ def lower_gated(op: Any, c: Lowering) -> None:
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
     BR = BLOCK // BC
-    constants |= {"BASE_STRIDE": None if op.base is None else op.base.row_stride, "BR": BR, "BC": BC}
-    operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor}
-    operands |= {"rows": rows, "seq": sequence_length(op)}
-    blocks = N * ceil_div(C // N, BC)
-    constants |= {"MODE": mode(op, "y")}
-    c.launch(gated, operands, constants, grid=lambda s: (ceil_div(rows(s), BR), blocks), writes="y")
+    operands, blocks = {"rows": rows, "seq": sequence_length(op)}, N * ceil_div(C // N, BC)
+    c.launch(gated, operands, constants | {"BR": BR, "BC": BC}, grid=lambda s: (ceil_div(rows(s), BR), blocks))
 
 
 def sequence_length(op: Any) -> Any:
@@ -253,13 +243,11 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     C, N = constants["C"], constants["N"]
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
     BR = BLOCK // BC
-    constants |= {"BR": BR, "BC": BC, "DX_MODE": mode(op, "dx"), "DZ_MODE": mode(op, "dz"), **row_strides(dx=op.dx)}
-    operands: dict[str, Any] = {name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")}
-    operands |= {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
-    constants |= {"DFACTOR_MODE": None, "SUM_BLOCK": None}
+    constants |= {"BR": BR, "BC": BC, "SUM_BLOCK": None}
+    operands: dict[str, Any] = {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
     if op.factor is not None:
         operands |= {"dfactor": (part(op.dfactor), "fp32"), "counter": COUNTER}
         operands["partials"] = c.scratch("partials", (ceil_div(op.z.size // N, BR) * N,))
-        constants |= {"DFACTOR_MODE": mode(op, "dfactor"), "SUM_BLOCK": BLOCK}
+        constants |= {"SUM_BLOCK": BLOCK}
     grid, writes = lambda s: (ceil_div(rows(s), BR), N), "dx dz dfactor partials"
     c.launch(gated_backward, operands, constants, grid=grid, writes=writes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, elementwise, flat_indices, store_or_add, unit_of
+from barellm.cuda.kernels.common import BLOCK, flat_indices, kernel, store_or_add, unit_of
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -35,6 +35,12 @@ def term(x, k, i, mask, NUMBER: tl.constexpr):
     return value
 
 
+def numbers_of(op: Any) -> tuple[float | None, ...]:
+    """NUMBERS of an op, None also for missing terms."""
+    return tuple(op.numbers[i] if i < len(op.numbers) else None for i in range(MOST))
+
+
+@kernel("mix", starts="y", views=" ".join(COEFFICIENTS), constants=lambda op: {"NUMBERS": numbers_of(op)})
 @device
 def mix(
     y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
@@ -50,17 +56,6 @@ def mix(
     if x3 is not None:
         total += term(x3, k3, i, mask, NUMBERS[3])
     store_or_add(y + i, mask, total, scalars, MODE)
-
-
-def numbers_of(op: Any) -> tuple[float | None, ...]:
-    """NUMBERS of an op, None also for missing terms."""
-    return tuple(op.numbers[i] if i < len(op.numbers) else None for i in range(MOST))
-
-
-@lowering("mix", starts="y", views=" ".join(COEFFICIENTS))
-def lower_mix(op: Any, c: Lowering) -> None:
-    operands = {name: op.inputs.get(name) for name in (*TERMS, *COEFFICIENTS)}
-    elementwise(c, mix, op.y, {"y": op.y, **operands}, writes="y", MODE=mode(op, "y"), NUMBERS=numbers_of(op))
 
 
 @device

@@ -3,15 +3,13 @@ gradients may be columns of wider rows; GATE_STRIDE and so on: elements from a r
 
 from __future__ import annotations
 
-from typing import Any
-
-from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import row_strides, rowwise, store_or_add, tile_indices
+from barellm.cuda.kernels.common import kernel, store_or_add, tile_indices
 from barellm.cuda.kernels.pointwise.activations import slope_of, value_of
 from barellm.cuda.lang import device, tl
 from barellm.program.ops.pointwise.swiglu import GATED
 
 
+@kernel(*(one.name for one in GATED.values()), starts="y", views="gate up", constants=lambda op: {"NAME": op.definition.name})
 @device
 def gated(
     y, gate, up, scalars, rows, NAME: tl.constexpr,
@@ -25,6 +23,10 @@ def gated(
     store_or_add(y + row * C + column, mask, value_of(g, NAME) * u, scalars, MODE)
 
 
+@kernel(
+    *(one.backward.name for one in GATED.values()), starts="dgate dup", views="gate up dgate dup",
+    constants=lambda op: {"NAME": op.definition.name, "SLOPE": op.definition.backward.name},
+)  # fmt: skip
 @device
 def gated_backward(
     dgate, dup, dy, gate, up, scalars, rows, NAME: tl.constexpr, SLOPE: tl.constexpr,
@@ -39,19 +41,3 @@ def gated_backward(
     u = tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
     store_or_add(dgate + row * DGATE_STRIDE + column, mask, d * u * slope_of(g, SLOPE), scalars, DGATE_MODE)
     store_or_add(dup + row * DUP_STRIDE + column, mask, d * value_of(g, NAME), scalars, DUP_MODE)
-
-
-@lowering(*(one.name for one in GATED.values()), starts="y", views="gate up")
-def lower_gated(op: Any, c: Lowering) -> None:
-    operands = {"y": op.y, "gate": op.gate, "up": op.up}
-    strides = row_strides(gate=op.gate, up=op.up)
-    rowwise(c, gated, op.y, operands, writes="y", NAME=op.definition.name, MODE=mode(op, "y"), **strides)
-
-
-@lowering(*(one.backward.name for one in GATED.values()), starts="dgate dup", views="gate up dgate dup")
-def lower_gated_backward(op: Any, c: Lowering) -> None:
-    operands = {"dgate": op.dgate, "dup": op.dup, "dy": op.dy, "gate": op.gate, "up": op.up}
-    strides = row_strides(gate=op.gate, up=op.up, dgate=op.dgate, dup=op.dup)
-    names = {"NAME": op.definition.name, "SLOPE": op.definition.backward.name}
-    modes = {"DGATE_MODE": mode(op, "dgate"), "DUP_MODE": mode(op, "dup")}
-    rowwise(c, gated_backward, op.dy, operands, writes="dgate dup", **names, **strides, **modes)

@@ -77,25 +77,14 @@ def tausworthe_dropout(
         store_or_add(out + i, mask, tl.where((s0 ^ s1 ^ s2 ^ s3) >= THRESHOLD, value, 0.0), scalars, MODE)
 
 
-def lower(c: Lowering, out: str, x: str) -> None:
-    """Launch dropout of the op's input named x into its output named out."""
-    op: Any = c.op
-    like = op.outputs[out]
-    C, rows = int(like.shape[-1]), c.rows(like)
+@lowering("tausworthe_dropout", starts="y")
+@lowering("tausworthe_dropout_backward", starts="dx")
+def lower_tausworthe_dropout(op: Any, c: Lowering) -> None:
+    ((out, to),), ((_, x),) = op.outputs.items(), op.inputs.items()
+    C, rows = int(to.shape[-1]), c.rows(to)
     components = tuple((s.a, s.b, s.c, s.mask) for s in GENERATORS[op.bits])
     c.launch(
-        tausworthe_dropout,
-        {"out": like, "x": op.inputs[x], "rows": rows, "seq": lambda s: s.seq, "stream": int(op.stream)},
+        tausworthe_dropout, {"out": to, "x": x, "rows": rows, "stream": int(op.stream)},
         {"C": C, "ROWS": ROWS, "COMPONENTS": components, "MODE": mode(op, out), **constants_of(op)},
         grid=lambda s: (ceil_div(rows(s), ROWS), ceil_div(C, COLUMNS_OF_STREAMS)), writes="out",
     )  # fmt: skip
-
-
-@lowering("tausworthe_dropout", starts="y")
-def lower_tausworthe_dropout(op: Any, c: Lowering) -> None:
-    lower(c, "y", "x")
-
-
-@lowering("tausworthe_dropout_backward", starts="dx")
-def lower_tausworthe_dropout_backward(op: Any, c: Lowering) -> None:
-    lower(c, "dx", "dy")
