@@ -117,13 +117,7 @@ def load(path: Path, loading: Loading, parameters: Mapping[str, Tensor], schemes
     file = path / checkpoint.WEIGHTS
     arrays = tensorfile.mapped(file)
     wide = {name for name in schemes if getattr(arrays.get(f"{name}.scales"), "dtype", None) == "float32"}
-    wanted = expected(parameters, schemes, wide)
-    tensorfile.check_names(file, arrays, wanted)
-    for name, t in wanted.items():
-        dtype, shape = tensorfile.numpy_dtype(tensorfile.CODES[t.dtype]), tuple(int(n) for n in t.shape)
-        if (arrays[name].dtype, arrays[name].shape) != (dtype, shape):
-            found = f"{arrays[name].dtype} {arrays[name].shape}"
-            raise UserError(f"{file}: {name} is {found}, expected {dtype} {shape}")
+    tensorfile.checked_header(file, expected(parameters, schemes, wide))
     for name, t in parameters.items():
         if name not in schemes:
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):

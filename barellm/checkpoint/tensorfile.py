@@ -174,8 +174,8 @@ def check_names(path: Path, found: Iterable[str], expected: Iterable[str]) -> No
         raise UserError(f"{path} has the tensor {unknown[0]!r}, which this model lacks ({len(unknown)} in all)")
 
 
-def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
-    """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
+def checked_header(path: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """`read_header`. UserError if the file's tensors are not these, by name, dtype and shape."""
     entries, start = read_header(path)
     check_names(path, entries, tensors)
     for name, t in tensors.items():
@@ -183,6 +183,12 @@ def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
         expected = (CODES[t.dtype], tuple(int(n) for n in t.shape))
         if found != expected:
             raise UserError(f"{path}: {name} is {found[0]} {found[1]}, expected {expected[0]} {expected[1]}")
+    return entries, start
+
+
+def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
+    """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
+    entries, start = checked_header(path, tensors)
     with path.open("rb") as file:
         for name, t in tensors.items():
             file.seek(start + entries[name]["data_offsets"][0])

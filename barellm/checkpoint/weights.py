@@ -136,10 +136,5 @@ def of_checkpoint(path: Path) -> Weights:
     checkpoint.need_numbers(path)
     model = overrides.from_json(checkpoint.read_meta(path)["config"], path / checkpoint.META).model
     file = path / checkpoint.WEIGHTS
-    arrays, expected = tensorfile.mapped(file), parameters(model)
-    tensorfile.check_names(file, arrays, expected)
-    for name, t in expected.items():
-        if (arrays[name].dtype, arrays[name].shape) != (np.float32, t.shape):
-            found = f"{arrays[name].dtype} {arrays[name].shape}"
-            raise UserError(f"{file}: {name} is {found}, expected float32 {t.shape}")
-    return Weights(path, model, arrays, kinds.load_tokenizer(path, rows=model.vocab_size))
+    tensorfile.checked_header(file, parameters(model))
+    return Weights(path, model, tensorfile.mapped(file), kinds.load_tokenizer(path, rows=model.vocab_size))

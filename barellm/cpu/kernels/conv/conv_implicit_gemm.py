@@ -12,6 +12,7 @@ pixel of the work item, counted over its lines; `tile` is the register tile, til
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
@@ -229,13 +230,7 @@ class ImplicitGemm:
         self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
-def conv_implicit_gemm(
-    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: ConvGeometry,
-    target: OutputMap, blocking: Blocking, mode: str,
-) -> None:  # fmt: skip
+def conv_implicit_gemm(k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
     """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
-    H, W). `count` images for each of the run-time sizes `dims`."""
-    images = k.num_elements(dims, count)
-    ImplicitGemm(
-        k, out, a, x, images=images, groups=groups, rows=rows, geometry=geometry, target=target, blocking=blocking, mode=mode
-    ).run()  # fmt: skip
+    H, W). `count` images for each of the run-time sizes `dims`; `sizes`: as `ImplicitGemm` has them."""
+    ImplicitGemm(k, out, a, x, images=k.num_elements(dims, count), **sizes).run()

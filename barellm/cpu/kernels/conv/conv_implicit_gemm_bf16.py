@@ -323,12 +323,7 @@ class ImplicitGemm:
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 
-def conv_implicit_gemm_bf16(
-    k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, groups: int, columns: int, geometry: im2col.ConvGeometry,
-    target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
-) -> None:  # fmt: skip
+def conv_implicit_gemm_bf16(k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
     """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
-    bf16. `count` images for each of the run-time sizes `dims`."""
-    images = k.num_elements(dims, count)
-    sizes: dict[str, Any] = {"groups": groups, "geometry": geometry, "target": target, "blocking": blocking}
-    ImplicitGemm(k, out, a, x, images=images, columns=columns, mode=mode, **sizes).run()
+    bf16. `count` images for each of the run-time sizes `dims`; `sizes`: as `ImplicitGemm` has them."""
+    ImplicitGemm(k, out, a, x, images=k.num_elements(dims, count), **sizes).run()

@@ -166,21 +166,16 @@ class WeightGradient:
             accumulate_scalar(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
 
 
-def conv_wgrad(
-    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str
-) -> None:  # fmt: skip
-    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `count` images for
-    each of the run-time sizes `dims`."""
-    sizes: dict[str, Any] = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
-    WeightGradient(k, dw, dy, x, dims=dims, count=count, **sizes).run()
+def conv_wgrad(k: KernelBuilder, dw, dy, x, **sizes: Any) -> None:
+    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `sizes`: as
+    `WeightGradient` has them."""
+    WeightGradient(k, dw, dy, x, **sizes).run()
 
 
-def append_wgrad(
-    c: Lowering, dw: Any, dy: Any, x: Any, *, groups: int, geometry: ConvGeometry, mode: str, dims: tuple[str, ...], count: int
-) -> None:  # fmt: skip
-    """Append the fp32 direct algorithm's call. `geometry`: of the forward convolution; `dims` and `count` as in `conv_wgrad`."""
-    rows = int(dy.shape[1]) // groups
+def append_wgrad(c: Lowering, dw: Any, dy: Any, x: Any, *, geometry: ConvGeometry, **sizes: Any) -> None:
+    """Append the fp32 direct algorithm's call. `geometry`: of the forward convolution; `sizes`: others of `conv_wgrad`."""
+    rows = int(dy.shape[1]) // sizes["groups"]
     blocking = select_blocking(c.isa, geometry, rows, int(x.shape[0]))
     c.thread_scratch(ScratchLayout(c.isa, geometry, blocking).nbytes)
-    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
-    c.call(conv_wgrad, {"dw": dw, "dy": dy, "x": x}, sizes | {"dims": dims, "count": count}, writes="dw")
+    sizes |= {"rows": rows, "geometry": geometry, "blocking": blocking}
+    c.call(conv_wgrad, {"dw": dw, "dy": dy, "x": x}, sizes, writes="dw")

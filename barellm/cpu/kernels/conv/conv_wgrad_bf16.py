@@ -9,6 +9,7 @@ rows x columns of dw for all taps, whose fp32 sums stay in L2, and goes through 
 time."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
@@ -210,11 +211,7 @@ class WeightGradient:
                         place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
-def conv_wgrad_bf16(
-    k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, groups: int, rows: int, geometry: im2col.ConvGeometry,
-    blocking: Blocking, mode: str
-) -> None:  # fmt: skip
+def conv_wgrad_bf16(k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `count`
-    images for each of the run-time sizes `dims`."""
-    sizes = {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking, "mode": mode}
+    images for each of the run-time sizes `dims`; `sizes`: as `WeightGradient` has them."""
     WeightGradient(k, dw, dy, x, images=k.num_elements(dims, count), **sizes).run()

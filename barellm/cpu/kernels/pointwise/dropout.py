@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, kernel
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
 from barellm.cpu.kernels.loops import accumulate, row_grain
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.tausworthe import Streams
@@ -11,7 +11,7 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
-def apply_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
+def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -40,18 +40,8 @@ def apply_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode
                     pair(C // (2 * HALF), C % (2 * HALF), part, offset)
 
 
-@kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate})
-def dropout(k: KernelBuilder, y, x, stream, *, C, rate, mode_y) -> None:
-    apply_dropout(k, y, x, stream, C=C, rate=rate, mode=mode_y)
-
-
-@kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate})
-def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> None:
-    apply_dropout(k, dx, dy, stream, C=C, rate=rate, mode=mode_dx)
-
-
-def apply_tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
-    """`apply_dropout` with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row; `bits`:
+def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
+    """`dropout` with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row; `bits`:
     the generator's kind."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -83,16 +73,13 @@ def apply_tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: 
             block(C // BLOCK, C % BLOCK)
 
 
-def streamed(op: Op, width: int) -> dict[str, Any]:
-    """Constants of a kernel that draws from streams."""
-    return {"C": width, "rate": op.rate, "bits": op.bits}
-
-
-@kernel("tausworthe_dropout", constants=lambda op: streamed(op, int(op.x.shape[-1])))
-def tausworthe_dropout(k: KernelBuilder, y, x, stream, *, C, rate, bits, mode_y) -> None:
-    apply_tausworthe_dropout(k, y, x, stream, C=C, rate=rate, bits=bits, mode=mode_y)
-
-
-@kernel("tausworthe_dropout_backward", constants=lambda op: streamed(op, int(op.dx.shape[-1])))
-def tausworthe_dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, bits, mode_dx) -> None:
-    apply_tausworthe_dropout(k, dx, dy, stream, C=C, rate=rate, bits=bits, mode=mode_dx)
+@lowering("dropout", "tausworthe_dropout", starts="y")
+@lowering("dropout_backward", "tausworthe_dropout_backward", starts="dx")
+def lower_dropout(op: Op, c: Lowering) -> None:
+    (name, out), x = next(iter(op.outputs.items())), op.inputs.get("x", op.inputs.get("dy"))
+    constants = {"C": int(out.shape[-1]), "rate": op.rate, "mode": op.modes[name]}
+    operands = {"out": out, "x": x, "stream": op.stream}
+    if "bits" in op.attrs:
+        c.call(tausworthe_dropout, operands, {**constants, "bits": op.bits}, writes="out")
+    else:
+        c.call(dropout, operands, constants, writes="out")
