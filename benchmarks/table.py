@@ -72,8 +72,8 @@ MANY = 10**8  # bytes: several times what the caches hold
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--baselines torch`, of the
-    comparisons of losses, and for each whole run."""
+    """A line for each file of `bench step`, `bench ops` and `benchmarks.scaling`, of `bench attention` with `--baselines torch`,
+    of the comparisons of losses, and for each whole run."""
     lines = []
     for file, r in files.items():
         if r.get("kind") == "step":
@@ -207,7 +207,7 @@ def _range(values: list[float]) -> str:
 
 
 def scaling(case: dict) -> str:
-    """One case of `bench scaling`."""
+    """One case of `benchmarks.scaling`."""
     took = f"{case['name']} {case['median_s'] * 1e3:.1f} ms"
     if "rival_share" in case:
         share = f"the rival had {100 * case['rival_share']:.0f} % of it, which is {case['slower_by_what_was_taken']:.2f}"

@@ -1,4 +1,4 @@
-"""Benchmark a training step, single kernels against their rooflines, or thread scaling, also against other programs (baselines)."""
+"""Benchmark a training step or single kernels against their rooflines, also against other programs (baselines)."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from barellm.config import Config
 from barellm.errors import UserError
 from barellm.training.console import show
 
-KINDS = ("step", "ops", "gemm", "attention", "scaling")
+KINDS = ("step", "ops", "gemm", "attention")
 STEPS = 5
 
 
@@ -25,8 +25,7 @@ def configure(parser: options.Parser) -> None:
         choices=KINDS,
         metavar="WHAT",
         help="step: a training step (the default); ops: each kernel against its roofline; gemm: each matmul by itself; "
-        "attention: causal attention over lengths and head sizes; scaling: the step on 1 thread to all, and with background "
-        "load",
+        "attention: causal attention over lengths and head sizes",
     )
     parser.add_argument(
         "--baselines",
@@ -37,9 +36,9 @@ def configure(parser: options.Parser) -> None:
         "on a GPU cublaslt",
     )
     rare.add_argument(
-        "--interleave", type=int, metavar="N", help="step --baselines, gemm, attention, scaling: interleaved rounds (default: 7)"
+        "--interleave", type=int, metavar="N", help="step --baselines, gemm, attention: interleaved rounds (default: 7)"
     )
-    parser.add_argument("--out", metavar="FILE.json", help="where the result goes (with --baselines, and of scaling: runs/bench/)")
+    parser.add_argument("--out", metavar="FILE.json", help="where the result goes (with --baselines: runs/bench/)")
     rare.add_argument(
         "--publish",
         action="store_true",
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = options.configuration(args)
     config.check()
-    args.device = "cpu" if (args.what, args.device) == ("scaling", "auto") else chosen_device(args.device, config)
+    args.device = chosen_device(args.device, config)
     devices.check(args.device)
     config = resolved(only_stage(config, args.stage), args.device)
     if args.what == "step" and args.serve:
@@ -110,11 +109,6 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     """The result, and the lines that a person reads."""
     rounds = _rounds(args)
     report: Callable[[str], None] = (lambda line: None) if args.json else show
-    if args.what == "scaling":
-        from barellm.tools.bench import scaling
-
-        result = scaling.measure(config, rounds=rounds, report=report)
-        return result, _scaling_lines(result)
     chosen, baseline = _peers(args)
     if args.what == "gemm":
         from barellm.tools.bench import gemms
@@ -150,9 +144,9 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
 def _rounds(args: argparse.Namespace) -> int:
     """Rounds of turns. UserError for options that say nothing to this measurement, or on this device."""
     what, on_cpu = args.what, args.device == "cpu"
-    interleaved = what in ("gemm", "attention", "scaling") or (what == "step" and args.peers is not None)
+    interleaved = what in ("gemm", "attention") or (what == "step" and args.peers is not None)
     if args.interleave is not None and not interleaved:
-        raise UserError("--interleave is for step --baselines, gemm, attention and scaling")
+        raise UserError("--interleave is for step --baselines, gemm and attention")
     if args.tokens is not None and what != "gemm":
         raise UserError("--tokens is for gemm")
     if args.share is not None and what != "attention":
@@ -164,10 +158,6 @@ def _rounds(args: argparse.Namespace) -> int:
         raise UserError(f"--baselines is not for bench ops on {args.device}")
     if args.peers == "cublaslt" and what == "gemm" and on_cpu:
         raise UserError("--baselines cublaslt is for bench gemm --device cuda: on a CPU it knows --baselines torch")
-    if args.peers is not None and what == "scaling":
-        raise UserError("--baselines is for step, ops, gemm and attention")
-    if what == "scaling" and not on_cpu:
-        raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
     return rounds
 
 
@@ -190,8 +180,8 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
         return
     if args.out:
         raise UserError("--publish chooses the file itself: leave out --out")
-    if args.what != "scaling" and not (args.what in ("step", "attention") and args.peers is not None):
-        raise UserError("--publish is for step --baselines, attention --baselines and scaling")
+    if args.what not in ("step", "attention") or args.peers is None:
+        raise UserError("--publish is for step --baselines and attention --baselines")
     in_checkout("baselines", "--publish")
     if args.what != "attention" and config.model != models.preset(config.preset).model:
         raise UserError(f"--publish is for the models of presets: this one is not {config.preset}'s")
@@ -201,7 +191,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
     """The file for the result: --out; else, for the kinds that need long, a file in runs/ or where --publish puts it."""
     if args.out:
         return Path(args.out)
-    if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
+    if r["kind"] != "peers" and not (r["kind"] == "attention" and "peer" in r):
         return None
     folder = in_checkout("baselines").results() if args.publish else Path("runs", "bench")
     return folder / f"{'-'.join(_name(args, config, r))}.json"
@@ -214,7 +204,7 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
         return ["attention", *on_gpu, r["dtype"], *([f"share-{args.share}"] if (args.share or 1) > 1 else [])]
     train, moments = config.train, config.optim.moments
     changed = ["changed"] * (config.model != models.preset(config.preset).model)
-    parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, *changed, f"{train.micro_batch_size}x{train.seq}", train.dtype]
+    parts = [config.preset, *changed, f"{train.micro_batch_size}x{train.seq}", train.dtype]
     parts += (
         on_gpu + ["recompute"] * train.recompute + [train.gemm_backend] * (train.gemm_backend != "barellm") + ["tf32"] * train.tf32
     )
@@ -327,17 +317,3 @@ def _peers_lines(r: dict[str, Any]) -> list[str]:
         lines.append(f"  {v['name']:<30}{times}{v['first_step_s']:>14.1f}{v['peak_rss_bytes'] / 1e9:>9.2f}")
     best = f"{r['ratio_to_best']:.2f}x faster than the best baseline ({r['best_peer']})"
     return [*lines, f"  {r['percent_of_bound']:.1f} % of the roofline, {best}"]
-
-
-def _scaling_lines(r: dict[str, Any]) -> list[str]:
-    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}", f"{'ms':>43}"]
-    for case in r["cases"]:
-        if "rival_share" in case:
-            fair = f"{100 * case['rival_share']:.0f} % of a core, worth {case['slower_by_what_was_taken']:.2f}x"
-            words = f"{case['slower']:.2f}x as long as without;\n{'':<40}it took {fair}"
-        elif "slower_than_one_thread" in case:
-            words = f"{case['slower_than_one_thread']:.2f}x as long as 1 thread"
-        else:
-            words = f"{case['times_one_thread']:.2f}x as fast, {case['percent_of_bound']:.1f} % of roofline"
-        lines.append(f"  {case['name']:<33}{case['median_s'] * 1e3:>8.1f}  {words}")
-    return lines

@@ -1,4 +1,4 @@
-"""bench scaling: which setups there are, what stands beside each, and one run of all with real threads."""
+"""benchmarks/scaling.py: which setups there are, what stands beside each, and one run of all with real threads."""
 
 import importlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from barellm.assembly.build import resolved
-from barellm.cli import bench, main
 from barellm.config.overrides import changed
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.tools.bench import interleaved, scaling
+from barellm.tools.bench import interleaved
 from barellm.tools.bench.interleaved import Variant
+from benchmarks import scaling
 from tests.profiling.conftest import made_up
 
 pytestmark = pytest.mark.alone
@@ -70,7 +70,7 @@ def test_each_case_stands_beside_the_right_one(monkeypatch):
     assert contention["slower_by_what_was_taken"] == pytest.approx(2 / (2 - contention["rival_share"]), rel=0.3)
     assert shared["slower_than_one_thread"] == pytest.approx(0.5 / 0.4)
     assert list(seen.values()) == [("1", 1, False), ("2", 2, False), ("2", 2, True), ("2", 1, False)]
-    text = "\n".join(bench._scaling_lines(r))
+    text = "\n".join(scaling.lines_of(r))
     assert "1.90x as fast" in text and "1.43x as long as without" in text and "1.25x as long as 1 thread" in text
     assert max(map(len, text.splitlines())) <= 80
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -80,12 +80,11 @@ def test_each_case_stands_beside_the_right_one(monkeypatch):
     assert "1.43 times as long as without" in line and "1.25 times as long as one thread" in line
 
 
-def test_more_threads_than_cores_are_refused(monkeypatch, capsys):
+def test_more_threads_than_cores_are_refused(monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "16")
     monkeypatch.setattr(scaling, "allowed_cpus", lambda: [0, 1])
     with pytest.raises(UserError, match="BARELLM_THREADS is 16"):
         scaling.measure(config(), rounds=1, report=lambda line: None)
-    assert main.main(["bench", "scaling"]) == 2 and "gives each a core" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor")

@@ -65,7 +65,6 @@ def test_a_plan_needs_no_gpu_and_is_the_session_s(gpu, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["bench", "scaling", "shakespeare-char", "--device", "cuda"], ["bench scaling", "expected cpu"]),
     (["bench", "step", "shakespeare-char", "--device", "cudda"], ["unknown device 'cudda'", "cuda"]),
     (["inspect", "cast", "--device", "cuda", "--isa", "avx2"], ["--isa is not for --device cuda"]),
     (["inspect", "cast", "--device", "cuda", "--stage", "asm"], ["--stage asm is not for cuda", "sass"]),

@@ -1,12 +1,19 @@
-"""The step on one thread, two, four ... and all; with contention for one of the cores; and with two threads on one core."""
+"""The step on one thread, two, four ... and all; with contention for one of the cores; and with two threads on one core.
 
+python -m benchmarks.scaling gpt2-124m --batch 4 --seq 64 --rounds 7 --out benchmarks/results/scaling-gpt2-124m-4x64-bf16.json
+"""
+
+import argparse
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from barellm.assembly.build import build_programs
+from barellm import models
+from barellm.assembly.build import build_programs, resolved
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.errors import UserError
@@ -38,10 +45,10 @@ def setups(threads: int) -> list[Setup]:
 def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
     """Measure all setups in turns, and keep every sample."""
     if not hasattr(os, "sched_setaffinity"):
-        raise UserError("bench scaling needs a system on which processes can be bound to processors")
+        raise UserError("thread scaling needs a system on which processes can be bound to processors")
     threads, cpus = thread_count(), allowed_cpus()
     if threads > len(cpus):
-        raise UserError(f"BARELLM_THREADS is {threads}, expected at most {len(cpus)}: bench scaling gives each a core")
+        raise UserError(f"BARELLM_THREADS is {threads}, expected at most {len(cpus)}: thread scaling gives each a core")
     chosen = setups(threads)
     variants = [
         ours(
@@ -85,3 +92,38 @@ def compared(setup: Setup, variant: Variant, one: Variant, full: Variant, config
         "percent_of_bound": 100 * bound / seconds,
         "ceiling": ceiling.to_json(),
     }
+
+
+def lines_of(r: dict[str, Any]) -> list[str]:
+    """What a person reads of `measure`'s result."""
+    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}", f"{'ms':>43}"]
+    for case in r["cases"]:
+        if "rival_share" in case:
+            fair = f"{100 * case['rival_share']:.0f} % of a core, worth {case['slower_by_what_was_taken']:.2f}x"
+            words = f"{case['slower']:.2f}x as long as without;\n{'':<40}it took {fair}"
+        elif "slower_than_one_thread" in case:
+            words = f"{case['slower_than_one_thread']:.2f}x as long as 1 thread"
+        else:
+            words = f"{case['times_one_thread']:.2f}x as fast, {case['percent_of_bound']:.1f} % of roofline"
+        lines.append(f"  {case['name']:<33}{case['median_s'] * 1e3:>8.1f}  {words}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("preset")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--seq", type=int)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = resolved(models.preset(args.preset), "cpu")
+    given = {name: n for name, n in (("micro_batch_size", args.batch), ("seq", args.seq)) if n}
+    result = measure(replace(config, train=replace(config.train, **given)), rounds=args.rounds, report=print)
+    print("\n".join(lines_of(result)))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
