@@ -3,6 +3,7 @@ received gradients are added by a kernel."""
 
 import ctypes
 from collections.abc import Callable
+from functools import reduce
 from operator import add
 
 import numpy as np
@@ -23,10 +24,7 @@ def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     def vector(i, mask):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
         terms.insert(rank, own.load(i, mask))
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total
+        return reduce(add, terms)
 
     loops.elementwise_map(k, n, y, vector)
 
@@ -102,9 +100,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
         def body(i, mask, chain):
             terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
             terms.insert(rank, own.load(i, mask))
-            total = terms[0]
-            for term in terms[1:]:
-                total = total + term
+            total = reduce(add, terms)
             y.store(total, i, mask)
             sums[chain].value = k.fma(total, total, sums[chain].value)
 

@@ -26,17 +26,21 @@ def divisor(scale: np.ndarray, inv_targets: float | None) -> np.float32:
     return number if inv_targets is None else number * np.float32(inv_targets)
 
 
-class Quantise(Op):
+class PerTarget(Op):
+    """The part that ops of numbers or, `per_target`, of gradients share: to the latter inv_targets is given."""
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
+
+
+class Quantise(PerTarget):
     """y = x / scale in fp32, rounded to the nearest number of `dtype`, ties to even; what is beyond the largest becomes it. With
     `per_target` the scale is times inv_targets, so that it holds for any number of micro-batches in a step."""
 
     name = "quantise"
     rounded = ("x",)
     flops_per_element = (1, "x")
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
 
     def infer(self, x: Tensor, scale: Tensor) -> dict[str, Spec]:
         if scale.shape != (1,) or self.dtype not in LARGEST:

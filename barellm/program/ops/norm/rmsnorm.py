@@ -53,17 +53,16 @@ class RMSNormDx(Op):
 
 
 class RMSNormDweight(Op):
-    """dweight = sum over rows of dy * n, in a tree fixed by the row count."""
+    """dweight = sum over rows of dy * n, in a tree fixed by their number."""
 
     name = "rmsnorm_dweight"
     flops_per_element = (3, "x")
 
     def infer(self, dy: Tensor, x: Tensor, rstd: Tensor) -> dict[str, Spec]:
-        return {"dweight": (x.shape[-1:], "fp32")}
+        return {"dweight": ((x.size // rstd.size,), "fp32")}
 
     def reference(self, dy, x, rstd):
-        C = x.shape[-1]
-        return {"dweight": (dy * x * rstd[..., None]).reshape(-1, C).sum(0)}
+        return {"dweight": ((dy * x).reshape(rstd.size, -1) * rstd.reshape(-1, 1)).sum(0)}
 
 
 def heads_of(op: Op) -> Tensor:
@@ -111,17 +110,10 @@ class HeadRMSNormDx(RMSNormDx):
         return {"dx": found["dx"].reshape(x.shape)}
 
 
-class HeadRMSNormDweight(Op):
-    """dweight = sum over rows and heads of dy * n, in a tree fixed by their number."""
+class HeadRMSNormDweight(RMSNormDweight):
+    """`RMSNormDweight` over rows and heads."""
 
     name = "head_rmsnorm_dweight"
-    flops_per_element = (3, "x")
-
-    def infer(self, dy: Tensor, x: Tensor, rstd: Tensor) -> dict[str, Spec]:
-        return {"dweight": ((int(x.shape[-1]) // int(rstd.shape[-1]),), "fp32")}
-
-    def reference(self, dy, x, rstd):
-        return {"dweight": ((dy * x).reshape(*rstd.shape, -1) * rstd[..., None]).reshape(-1, x.shape[-1] // rstd.shape[-1]).sum(0)}
 
 
 class Calls(Graph):

@@ -104,12 +104,13 @@ class AdamW(Op):
         g, lr = grad * clip[1], lr * self.lr_scale
         m = self.beta1 * m + (1 - self.beta1) * g
         v = self.beta2 * v + (1 - self.beta2) * g * g
-        denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
-        param = param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
-        return {"param": self._rounded(param), **self._stored(m, v, step, seed)}
+        param = self._changed(param, m, v, lr, step)
+        return {"param": dtypes.round_to_bf16(param) if self.bf16 else param, **self._stored(m, v, step, seed)}
 
-    def _rounded(self, param: np.ndarray) -> np.ndarray:
-        return dtypes.round_to_bf16(param) if self.bf16 else param
+    def _changed(self, param: np.ndarray, m: np.ndarray, v: np.ndarray, lr: float, step: int) -> np.ndarray:
+        """The new weights by the new moments."""
+        denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
+        return param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
 
     def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
         """The new moments as their dtypes hold them."""
@@ -138,13 +139,7 @@ class CautiousAdam(AdamW):
     name = "cautious_adam"
     flops_per_element = (16, "param")
 
-    def reference(self, param, grad, m, v, clip, lr, step, seed=0):
-        if np.isnan(clip[1]):
-            return {"param": param, "m": m, "v": v}
-        g, lr = grad * clip[1], lr * self.lr_scale
-        m = self.beta1 * m + (1 - self.beta1) * g
-        v = self.beta2 * v + (1 - self.beta2) * g * g
+    def _changed(self, param: np.ndarray, m: np.ndarray, v: np.ndarray, lr: float, step: int) -> np.ndarray:
         rate = lr * np.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
         update = rate * m / (np.sqrt(v) + self.eps)
-        decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
-        return {"param": self._rounded(param - update - decay), **self._stored(m, v, step, seed)}
+        return param - update - np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)

@@ -7,14 +7,14 @@ largest exponent and how many micro-batches there were."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
-from barellm.program.ops.gemm.fp8 import Quantise, Quantised
+from barellm.program.ops.gemm.fp8 import PerTarget, Quantise, Quantised
 from barellm.program.ops.optim.exponent_stats import SUMS, ExponentStats
 
 ENTRIES = 16  # micro-batches that a history remembers
@@ -46,15 +46,11 @@ class DelayedScale(Op):
         return {"scale": np.reshape(top * np.float32(MARGIN / self.largest) if top > 0 else np.float32(self.first), 1)}
 
 
-class Remember(Op):
+class Remember(PerTarget):
     """history = [the largest |x|, what was in it but for the oldest]; of gradients (`per_target`) divided by inv_targets."""
 
     name = "remember"
     inplace: ClassVar[dict[str, str]] = {"history": "history"}
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
 
     def infer(self, history: Tensor, sums: Tensor) -> dict[str, Spec]:
         return {"history": (history.shape, history.dtype)}
@@ -69,17 +65,13 @@ def due(count: int) -> bool:
     return count == 0 or count % LAST == 0 or (FIRST <= count < LAST and not count & (count - 1))
 
 
-class FloatBias(Op):
+class FloatBias(PerTarget):
     """bias = [the largest exponent, count + 1]. In micro-batches that are `due` the exponent becomes that of the largest |x| plus
     ABOVE; with `deviations` that of the mean of |x| plus DEVIATIONS standard deviations of x. Of x only the count of elements is
     read."""
 
     name = "float_bias"
     inplace: ClassVar[dict[str, str]] = {"bias": "bias"}
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
 
     def infer(self, bias: Tensor, sums: Tensor, x: Tensor) -> dict[str, Spec]:
         if bias.shape != (2,):
@@ -102,7 +94,7 @@ class FloatBias(Op):
         return {"bias": np.array([exponent if top > 0 else bias[0], bias[1] + 1])}
 
 
-class RoundFloating(Op):
+class RoundFloating(PerTarget):
     """y = x (of gradients x / inv_targets) rounded to the nearest number of 1-4-3 bits whose largest exponent is bias[0], ties away
     from zero: 15 exponents of 8 numbers each, and below them, where `denormals` are wanted, 7 more, else zero. What is beyond the
     largest, 1.875 times 2^bias, becomes it."""
@@ -110,10 +102,6 @@ class RoundFloating(Op):
     name = "round_floating"
     rounded = ("x",)
     flops_per_element = (1, "x")
-
-    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
-        self.scalars = ("inv_targets",) if attrs["per_target"] else ()
 
     def infer(self, x: Tensor, bias: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, self.dtype)}
