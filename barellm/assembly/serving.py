@@ -2,6 +2,7 @@
 
     serve          one token of each of up to `slots` texts (at least QUANTIZED_ROWS)
     serve_prompt   up to `piece` tokens of the prompt of one text
+    serve_piece    the same without logits, for pieces before the last
     serve_echo     the same, with the logits of all of them as "every" (B, T, Vp) fp32
 
 Inputs: tokens and positions (B, T), slots (B,), i32. Output "logits" (B, 1, Vp) fp32: of the last position."""
@@ -21,17 +22,22 @@ QUANTIZED_ROWS = 5  # fewer rows are multiplied with quantized weights in an ord
 
 @mistakes_named
 def serving_programs(model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str) -> dict[str, Program]:
-    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes none from outside."""
+    """The four, over one store. UserError for a model that has no KV cache, or whose `decode` takes none from outside."""
     if models.whole(model) or "caches" not in inspect.signature(models.of(model).decode).parameters:
         lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
         raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")
     found, store = {}, Store()
     store.positions = positions
-    for name, batch, seq in (("serve", max(slots, QUANTIZED_ROWS), 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
+    prompts = [(f"serve_{what}", 1, piece) for what in ("prompt", "piece", "echo")]
+    for name, batch, seq in (("serve", max(slots, QUANTIZED_ROWS), 1), *prompts):
         p = found[name] = Program(store, compute=compute)
         rows = (Dim("batch", batch), Dim("seq", seq))
         places = {"positions": p.input("positions", rows), "slots": p.input("slots", rows[:1])}
-        p.output("logits", models.of(model).decode(p, model, p.input("tokens", rows), (slots, positions), **places))
+        logits = models.of(model).decode(p, model, p.input("tokens", rows), (slots, positions), **places)
+        if name == "serve_piece":
+            p.eliminate_dead()
+            continue
+        p.output("logits", logits)
         if name == "serve_echo":
             p.output("every", _every(p))
     return found

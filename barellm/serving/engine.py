@@ -2,7 +2,8 @@
 
 One thread owns the session. It feeds prompts, first come, first served, in pieces; after each piece all running texts take a step
 of one token together, each at its own position and in its own slot of the KV caches. Three things make a text independent of the
-load: prompts are cut at multiples of `piece`; a step is batch-invariant; and a token is drawn by seed and index."""
+load: prompts are cut at multiples of `piece`, which matters for quantized weights alone; a step is batch-invariant; and a token is
+drawn by seed and index."""
 
 from __future__ import annotations
 
@@ -114,11 +115,11 @@ class Engine:
     Close it: its thread keeps it."""
 
     def __init__(
-        self, model: Model, *, slots: int = 16, positions: int = 0, queue: int = 64, piece: int = 128, weights: str = ""
+        self, model: Model, *, slots: int = 16, positions: int = 0, queue: int = 64, piece: int = MOST_TOGETHER, weights: str = ""
     ) -> None:
         config = model.config.model
         self.positions = positions or min(config.max_seq, 4096)
-        limits = {"slots": (slots, MOST_TOGETHER), "positions": (self.positions, config.max_seq), "piece": (piece, 4096)}
+        limits = {"slots": (slots, MOST_TOGETHER), "positions": (self.positions, config.max_seq), "piece": (piece, MOST_TOGETHER)}
         for name, (found, most) in (limits | {"queue": (queue, 1 << 20)}).items():
             if not 1 <= found <= most:
                 raise UserError(f"{name} is {found}, expected a number from 1 to {most}")
@@ -137,7 +138,7 @@ class Engine:
             self._session = self._open.enter_context(model._session_of(programs, matrices))
         except TooLarge as error:
             raise UserError(f"{error}{cache_arithmetic(programs['serve'])}: choose fewer slots or positions") from None
-        self._slots = Slots(self._session, slots, self.piece)
+        self._slots = Slots(self._session, slots, self.piece if weights else 1)
         self._thread = threading.Thread(target=self._loop, name="barellm engine", daemon=True)
         self._thread.start()
 
@@ -233,10 +234,10 @@ class Engine:
         """Compute the next piece of a prompt, and behind the last draw the first token."""
         request, prompt, begin = ticket.request, ticket.request.prompt, ticket.fed
         ticket.fed = end = min(begin + self.piece, len(prompt))
-        program = "serve_echo" if request.echo else "serve_prompt"
+        program = "serve_echo" if request.echo else "serve_prompt" if end == len(prompt) else "serve_piece"
         logits = self._run(program, [prompt[begin:end]], [range(begin, end)], [ticket.slot])
         self._counts["prompt_tokens"] += end - begin
-        self._slots.held[ticket.slot] = prompt[: end - end % self.piece]
+        self._slots.held[ticket.slot] = [*prompt[: end - end % self._slots.grain]]
         if request.echo:
             rows = zip(prompt[begin + 1 : end + 1], self._session.read("every")[0], strict=False)
             ticket.scored += [self._token(request, token, row) for token, row in rows]
@@ -256,6 +257,8 @@ class Engine:
         logits = self._run("serve", last, positions, [text.slot for text in rows])
         self._counts["steps"] += 1
         for text, row in zip(texts, logits, strict=False):
+            if self._slots.grain == 1:
+                self._slots.held[text.slot].append(text.ids[-1])
             self._guarded([text], self._draw, text, row)
 
     def _run(self, program: str, tokens: Sequence[Sequence[int]], positions: Any, slots: Sequence[int]) -> np.ndarray:
@@ -263,7 +266,7 @@ class Engine:
         for name, ids in {"tokens": tokens, "positions": positions, "slots": slots}.items():
             self._session.write(name, np.array(ids, np.int32))
         self._session.run(program, batch=len(slots), seq=len(tokens[0]))
-        return self._session.read("logits")[:, 0]
+        return np.empty(0) if program == "serve_piece" else self._session.read("logits")[:, 0]
 
     def _draw(self, ticket: Ticket, logits: np.ndarray) -> None:
         request, allowed = ticket.request, logits[: self.vocabulary].astype(np.float32)

@@ -1,18 +1,19 @@
-"""Slots, the rows of the KV caches: which are free, and which beginnings of prompts they hold.
+"""Slots, the rows of the KV caches: which are free, and which ids they hold keys and values of.
 
-What prompts share is copied instead of computed, in whole pieces: they are cut at the same positions whatever the load, so the
-bits of a piece's keys and values are a function of the ids up to its end. Those of drawn tokens, made one by one, are not."""
+What a prompt shares with a text that a slot holds, drawn tokens included, is copied instead of computed: the bits of a token's keys
+and values are a function of the ids up to it, however they were fed (docs/generation.md). With quantized weights they depend on how
+the prompt was cut, so there whole pieces of prompts are shared alone."""
 
 from typing import Any
 
 
 class Slots:
-    """`count` slots of a session's caches, and pieces of `piece` tokens."""
+    """`count` slots of a session's caches; multiples of `grain` tokens are shared."""
 
-    def __init__(self, session: Any, count: int, piece: int) -> None:
-        self.piece = piece
+    def __init__(self, session: Any, count: int, grain: int) -> None:
+        self.grain = grain
         self.free = list(range(count))  # the least recently used first
-        self.held: list[tuple[int, ...]] = [()] * count  # the ids of each slot's whole pieces
+        self.held: list[list[int]] = [[] for _ in range(count)]  # the ids of what each may share
         caches = [t for t in session.tensors.values() if t.role == "cache" and t.name.endswith("_cache")]
         self.nbytes = sum(t.nbytes for t in caches)
         self.caches = [session.stored(t) for t in caches]  # (slots, positions, C) each, the memory itself
@@ -28,11 +29,10 @@ class Slots:
         for rows in self.caches if slot != donor else ():
             rows[slot, :count] = rows[donor, :count]
         self.free.remove(slot)
-        self.held[slot] = prompt[:count]
+        self.held[slot] = [*prompt[:count]]
         return slot, count
 
-    def _shared(self, held: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-        n, piece = 0, self.piece
-        while n + piece < len(prompt) and held[n : n + piece] == prompt[n : n + piece]:
-            n += piece
-        return n
+    def _shared(self, held: list[int], prompt: tuple[int, ...]) -> int:
+        pairs = zip(held, prompt[:-1], strict=False)
+        n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(prompt) - 1))
+        return n - n % self.grain

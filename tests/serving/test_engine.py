@@ -103,25 +103,29 @@ def test_logprobs_are_those_of_the_raw_logits():
         assert sorted((p for _, p in t.top), reverse=True) == [p for _, p in t.top] and len(t.top) == VOCAB
 
 
-def test_a_shared_beginning_is_copied_in_whole_pieces():
-    with closing(engine.Engine(model_of(LLAMA), slots=3, piece=8)) as server:
+@pytest.mark.parametrize("weights, common, prompt, answered", [("", 27, 23, 27), ("int8", 24, 16, 16)])
+def test_a_shared_beginning_is_copied(weights, common, prompt, answered):
+    """As far as it goes, drawn tokens included; with quantized weights in whole pieces of prompts. The last token of a prompt is
+    always computed, and the last that was drawn is not there yet."""
+    with closing(engine.Engine(model_of(LLAMA), slots=3, piece=8, weights=weights)) as server:
         first, server_of = request(30, 12, top_logprobs=2), server.stats
         alone(server, first)
         before = server_of()["prompt_tokens"]
         other = request((*first.prompt[:27], 1, 2), 9, top_logprobs=2)
         shared = answers(server, [other])[0]
-        assert server_of()["shared_tokens"] == 24 and server_of()["prompt_tokens"] == before + 5
+        assert server_of()["shared_tokens"] == common and server_of()["prompt_tokens"] == before + 29 - common
         assert shared == alone(server, other)
-        # The last token is always computed; drawn tokens and the prompt's incomplete piece are not there to be shared.
         whole = request(first.prompt[:24], 2)
         answers(server, [first])
         counts = server_of()["shared_tokens"]
         answers(server, [whole])
-        assert server_of()["shared_tokens"] == counts + 16
+        assert server_of()["shared_tokens"] == counts + prompt
         drawn = tuple(t.id for t in answers(server, [request(16, 12)])[0][:-1] if isinstance(t, engine.Token))
         counts = server_of()["shared_tokens"]
-        answers(server, [request((*request(16).prompt, *drawn, 1), 1)])
-        assert server_of()["shared_tokens"] == counts + 16
+        going_on = request((*request(16).prompt, *drawn, 1), 1)
+        found = answers(server, [going_on])[0]
+        assert server_of()["shared_tokens"] == counts + answered
+        assert found == alone(server, going_on)
 
 
 def test_a_long_prompt_lets_the_others_go_on():
