@@ -1,5 +1,7 @@
 """Files that appear whole or not at all. Calls that change the disk go through `system`: tests fail each."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl
@@ -115,6 +117,12 @@ class NewFile:
             system.close(self._fd)
             self._fd = -1
 
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.abandon()
+
 
 def sync(fd: int) -> None:
     """Until it is on the disk: macOS's fsync may leave it in the drive's own cache."""
@@ -131,12 +139,9 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 def write_file(path: Path, data: bytes) -> dict[str, Any]:
-    file = NewFile(path)
-    try:
+    with NewFile(path) as file:
         file.write(data)
         return file.close()
-    finally:
-        file.abandon()
 
 
 def sync_folder(path: Path) -> None:
@@ -182,13 +187,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
     """A file of `size` bytes to write, which becomes `target` at the end, on disk and whole."""
-    with new_path(target) as temporary:
-        file = NewFile(temporary, size=size)
-        try:
-            yield file
-            file.close()
-        finally:
-            file.abandon()
+    with new_path(target) as temporary, NewFile(temporary, size=size) as file:
+        yield file
+        file.close()
 
 
 @contextlib.contextmanager

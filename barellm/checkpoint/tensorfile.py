@@ -79,8 +79,7 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
     """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest. `framework` is what the
     file says of its origin."""
     header, data = header_of(tensors, framework)
-    file = NewFile(path, size=len(header) + data)
-    try:
+    with NewFile(path, size=len(header) + data) as file:
         file.write(header)
         for name, t in tensors.items():
             dtype = numpy_dtype(CODES[t.dtype])
@@ -88,8 +87,6 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
                 piece = np.ascontiguousarray(session.read_rows(name, lo, hi), dtype=dtype)
                 file.write(piece.reshape(-1).view(np.uint8))
         return file.close()
-    finally:
-        file.abandon()
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -42,37 +42,31 @@ const char *barellm_error(void) { return message; }
 
 /* --- opening --- */
 
-static int has_instructions(void) {
-    if (!*instructions) return 1;
+/* Whether the processor lacks what the code needs. */
+static int lacks_instructions(void) {
+    if (!*instructions) return 0;
 #ifdef __aarch64__
-    if (getauxval(AT_HWCAP2) & HWCAP2_BF16) return 1; /* nothing else is asked for on aarch64 */
-    fail("this program was built for a processor with %s, which this one lacks: build it again", instructions);
-    return 0;
+    if (getauxval(AT_HWCAP2) & HWCAP2_BF16) return 0; /* nothing else is asked for on aarch64 */
+    return fail("this program was built for a processor with %s, which this one lacks: build it again", instructions);
 #else
     FILE *file = fopen("/proc/cpuinfo", "r");
     char line[8192], wanted[256], *rest = wanted, *name;
     int found = 0;
     while (file && !found && fgets(line, sizeof line, file)) found = !strncmp(line, "flags", 5);
     if (file) fclose(file);
-    if (!found) return 1; /* nobody says */
+    if (!found) return 0; /* nobody says */
     line[strcspn(line, "\n")] = ' ';
     snprintf(wanted, sizeof wanted, "%s", instructions);
     while ((name = strtok_r(rest, " ", &rest))) {
         char word[64];
         snprintf(word, sizeof word, " %s ", name);
-        if (!strstr(line, word)) {
-            fail("this program was built for a processor with %s, which this one lacks: build it again here", name);
-            return 0;
-        }
+        if (!strstr(line, word)) return fail("this program was built for a processor with %s, which this one lacks: build it again here", name);
     }
 #ifdef __x86_64__
     /* Tile registers are given to a process that asks for them (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
-    if (strstr(instructions, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18)) {
-        fail("Linux does not let this process use AMX tiles");
-        return 0;
-    }
+    if (strstr(instructions, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18)) return fail("Linux does not let this process use AMX tiles");
 #endif
-    return 1;
+    return 0;
 #endif
 }
 
@@ -173,7 +167,7 @@ barellm *barellm_open(int threads) {
         fail("threads is %d, this program was built for 1 to %lld", threads, (long long)most_threads);
         return NULL;
     }
-    if (!has_instructions()) return NULL;
+    if (lacks_instructions()) return NULL;
     struct barellm *s = calloc(1, sizeof *s);
     if (!s) {
         fail("no memory for a session");

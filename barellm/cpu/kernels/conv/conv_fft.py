@@ -251,7 +251,7 @@ def fft_algorithm(R: int, S: int) -> TileAlgorithm:
     return TileAlgorithm(
         F + 1 - max(R, S), F, 3 * F * half(F), fft_filters, fft_input, fft_gemm, fft_wgrad_output, {"F": F, "R": R, "S": S},
         {"F": F, "filters": False}, {"F": F, "filters": True}, run=RUN, rows=rows, epilogue=rows + F, most_bytes=M_BYTES,
-        group_bytes=0,
+        group_bytes=0, wgrad_kc=0,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class TileAlgorithm:
     epilogue: int
     most_bytes: int
     group_bytes: int
+    wgrad_kc: int  # blocks of tiles of a K block of wgrad, which are the order of summation; 0: as many as V_BYTES hold
 
 
 @dataclass(frozen=True)
@@ -290,17 +291,17 @@ def append_tiled(
 
 
 def append_tiled_wgrad(
-    c: Lowering, how: TileAlgorithm, most: int | None, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str,
+    c: Lowering, how: TileAlgorithm, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str,
     dims: tuple[str, ...], count: int,
 ) -> None:  # fmt: skip
-    """Append the calls of a filter gradient: for each K block of `most` blocks of tiles (None: as V_BYTES hold) both input
-    transforms and the GEMMs, then the output transform. `geometry`: of the direct forward convolution."""
+    """Append the calls of a filter gradient: for each K block of tiles both input transforms and the GEMMs, then the output
+    transform. `geometry`: of the direct forward convolution."""
     rows, columns = int(dy.shape[1]) // groups, geometry.channels
     of_x, of_dy = geometry.tiled(how.m, how.n), pixelwise(geometry.output_size, rows).tiled(how.m, how.m)
     outputs, tile_n = of_x.output_size, gemm_tile(c.isa).nr(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
     plane_bytes = 4 * groups * how.positions * tile_n  # of a block of tiles and a channel
-    limit = max(1, min(blocks, most or V_BYTES // (plane_bytes * max(rows, columns))))
+    limit = max(1, min(blocks, how.wgrad_kc or V_BYTES // (plane_bytes * max(rows, columns))))
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
     made, transforms = {}, []
     for name, t, own, seen in (("dy", dy, how.of_dy, of_dy), ("x", x, how.of_x, of_x)):

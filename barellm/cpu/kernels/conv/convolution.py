@@ -10,10 +10,10 @@ from barellm.cpu.kernels.conv.conv_algorithm import Bf16MicroKernel
 from barellm.cpu.kernels.conv.conv_fft import fft_algorithm, fft_is_faster
 from barellm.cpu.kernels.conv.conv_filter_packing import FilterPacking, pack_filters
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
-from barellm.cpu.kernels.conv.conv_tiled import append_tiled, append_tiled_wgrad, gemm_tile
+from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, append_tiled, append_tiled_wgrad, gemm_tile
 from barellm.cpu.kernels.conv.conv_wgrad import append_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.conv.winograd import WGRAD_KC, winograd
+from barellm.cpu.kernels.conv.winograd import winograd
 from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
@@ -32,34 +32,30 @@ def geometry_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> ConvGeo
     return ConvGeometry((int(H), int(W)), int(C) // op.groups, outputs, op.stride, rows, columns, op.reflect)
 
 
-def winograd_tile(
-    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int,
+def select_tiled(
+    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int, groups: int,
     bf16: Bf16MicroKernel | None,
-) -> int:  # fmt: skip
-    """The m of Winograd's m x m tiles for a pass of a convolution, 0 for the direct algorithm. With "auto" the cost model selects
-    it; `bf16`: the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
-    is_supported = len(geometry.row_offsets) == len(geometry.column_offsets) == 3 and is_plain(geometry, target)
-    if not is_supported or algorithm in ("direct", "fft"):
-        return 0
-    if algorithm != "auto":
-        return int(algorithm[-1])
-    if bf16 and isa.tiles:
-        return 0
-    costs = conv_algorithm.BF16_COSTS if bf16 else conv_algorithm.FP32_COSTS
-    return conv_algorithm.select_winograd_tile(
-        costs[which], geometry.channels, rows, images, geometry.output_size, gemm_tile(isa).nr(isa)
-    )
+) -> TileAlgorithm | None:  # fmt: skip
+    """The algorithm over tiles for a pass of a convolution, None for the direct one. With "auto" the cost models select it; `bf16`:
+    the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
+    size, plain, auto = (len(geometry.row_offsets), len(geometry.column_offsets)), is_plain(geometry, target), algorithm == "auto"
+    result = "filters" if which == "dw" else "images"
+    if algorithm == "fft" or (auto and not bf16 and plain and fft_is_faster(isa, result, geometry, rows, images, groups)):
+        return fft_algorithm(*size)
+    if algorithm == "direct" or size != (3, 3) or not plain or (auto and bf16 and isa.tiles):
+        return None
+    m = 0 if auto else int(algorithm[-1])
+    if auto:
+        costs = (conv_algorithm.BF16_COSTS if bf16 else conv_algorithm.FP32_COSTS)[which]
+        tile_n = gemm_tile(isa).nr(isa)
+        m = conv_algorithm.select_winograd_tile(costs, geometry.channels, rows, images, geometry.output_size, tile_n)
+    return winograd(m) if m else None
 
 
 def is_plain(geometry: ConvGeometry, target: OutputMap) -> bool:
     """Whether stride and dilation are 1 and all outputs are computed: what the algorithms over tiles support."""
     undilated = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (geometry.row_offsets, geometry.column_offsets))
     return geometry.stride == (1, 1) and target == OutputMap(geometry.output_size) and undilated
-
-
-def select_fft(isa: ISA, result: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int, groups: int) -> bool:
-    """Whether "auto" takes FFT convolution."""
-    return is_plain(geometry, target) and fft_is_faster(isa, result, geometry, rows, images, groups)
 
 
 def append_conv(
@@ -74,16 +70,11 @@ def append_conv(
         append_depthwise(c, out, a(), x, rows=rows, **sizes)
         return
     bf16 = conv_algorithm.select_fprop_bf16(c.isa, x.dtype, geometry, rows) if is_direct else None
-    images, which = int(x.shape[0]), "dx" if transposed else "forward"
-    tiled: dict[str, Any] = {
-        "out": out, "w": w, "x": x, "groups": groups, "rows": rows, "transposed": transposed, "geometry": geometry, "mode": mode,
-        **images_of(x),
-    }  # fmt: skip
-    use_fft = algorithm == "auto" and bf16 is None and select_fft(c.isa, "images", geometry, target, rows, images, groups)
-    if algorithm == "fft" or use_fft:
-        append_tiled(c, fft_algorithm(len(geometry.row_offsets), len(geometry.column_offsets)), **tiled)
-    elif m := winograd_tile(c.isa, which, algorithm, geometry, target, rows, images, bf16):
-        append_tiled(c, winograd(m), **tiled)
+    which = "dx" if transposed else "forward"
+    if how := select_tiled(c.isa, which, algorithm, geometry, target, rows, int(x.shape[0]), groups, bf16):
+        append_tiled(
+            c, how, out=out, w=w, x=x, groups=groups, rows=rows, transposed=transposed, geometry=geometry, mode=mode, **images_of(x)
+        )  # fmt: skip
     elif bf16:
         append_bf16(c, bf16, out, w, x, rows=rows, taps=taps, transposed=transposed, **sizes)
     else:
@@ -240,12 +231,8 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     is_direct = op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct")
     bf16 = conv_algorithm.select_wgrad_bf16(c.isa, op.x.dtype, geometry, rows) if is_direct else None
     target, N = OutputMap(geometry.output_size), int(op.x.shape[0])
-    use_fft = op.algorithm == "auto" and bf16 is None and select_fft(c.isa, "filters", geometry, target, rows, N, op.groups)
-    if op.algorithm == "fft" or use_fft:
-        append_tiled_wgrad(c, fft_algorithm(*op.size), None, **operands, **images)
-        return
-    if m := winograd_tile(c.isa, "dw", op.algorithm, geometry, target, rows, N, bf16):
-        append_tiled_wgrad(c, winograd(m), WGRAD_KC, **operands, **images)
+    if how := select_tiled(c.isa, "dw", op.algorithm, geometry, target, rows, N, op.groups, bf16):
+        append_tiled_wgrad(c, how, **operands, **images)
         return
     if bf16:
         blocking = conv_wgrad_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, rows, N, op.groups, c.threads)

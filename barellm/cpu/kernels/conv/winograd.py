@@ -140,4 +140,5 @@ def winograd(m: int) -> TileAlgorithm:
     return TileAlgorithm(
         m, m + 2, (m + 2) ** 2, winograd_filters, winograd_input, winograd_gemm, winograd_wgrad_output, {"m": m}, matrix, of_dy,
         run=RUN, rows=0, epilogue=16, most_bytes=M_BYTES, group_bytes=GROUP_BYTES,
+        wgrad_kc=WGRAD_KC,
     )  # fmt: skip
