@@ -142,6 +142,19 @@ def test_two_models_and_a_key(folder):
         assert [model["id"] for model in one.ask("/v1/models", headers=named).json()["data"]] == ["tiny", "other"]
         for name in ("tiny", "other"):
             assert one.ask("/v1/chat/completions", {**HI, "model": name}, headers=named).json()["model"] == name
+        for wait in (30, 0.5):  # a client that goes away leaves its slot, long before its text is done; streamed or not
+            body = {**LONG, "model": "other", "stream": wait == 30}
+            with (
+                contextlib.suppress(httpx.ReadTimeout),
+                httpx.stream("POST", f"{one.url}/v1/chat/completions", json=body, headers=named, timeout=wait) as answer,
+            ):
+                lines = answer.iter_lines()  # without a name it would end the answer
+                while '"content":"' not in (line := next(lines)) or '"role"' in line:
+                    pass
+                assert one.ask("/health").json()["running"] == 1
+            began = time.monotonic()
+            while one.ask("/health").json()["running"]:
+                assert time.monotonic() - began < 1.0
         assert "a-key-of-some-length" not in one.text
 
 

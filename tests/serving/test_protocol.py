@@ -194,6 +194,7 @@ def test_no_two_mistakes_make_a_request(tiny):
             chat(tiny, **{a: x, b: y})
 
 
+@pytest.mark.extended
 def test_what_would_take_long_before_it_is_refused_is_refused_at_once(tiny):
     many = [{"type": "text", "text": "<|im_end|>"}] * 100_000
     for fields in (
