@@ -17,10 +17,10 @@ from barellm.config import Config
 from barellm.cpu import isa, threads
 from barellm.errors import UserError, nearest
 from barellm.models import gpt2, training_schedule
-from barellm.tools.bench.description import description, machine, ours
-from barellm.tools.bench.interleaved import Variant, interleave
+from barellm.tools.bench.description import description, machine
 from barellm.tools.plan.devices import device_bytes
 from barellm.tools.profile.step import one_micro_batch
+from benchmarks.interleaved import Variant, interleave, ours
 
 FOLDER = Path(__file__).parent
 __all__ = ["description", "machine", "ours"]  # for those who ask here

@@ -21,7 +21,7 @@ from barellm.assembly.build import resolved
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus
 from barellm.distributed.launch import mpiexec
-from barellm.tools.bench.interleaved import Variant, interleave
+from benchmarks.interleaved import Variant, interleave
 
 ROOT = Path(__file__).parents[1]
 OURS, RANKS = "one process", "ranks"

@@ -20,8 +20,8 @@ from typing import Any
 
 from barellm.checkpoint.checkpoint import read_json
 from barellm.config import Config, overrides
-from barellm.tools.bench.interleaved import Variant, interleave
 from benchmarks import baselines
+from benchmarks.interleaved import Variant, interleave
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, IMG = ROOT / "benchmarks" / "results", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "img"

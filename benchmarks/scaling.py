@@ -17,9 +17,9 @@ from barellm.assembly.build import build_programs, resolved
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.errors import UserError
-from barellm.tools.bench.description import CHECKOUT, description, ours
-from barellm.tools.bench.interleaved import Variant, interleave
+from barellm.tools.bench.description import CHECKOUT, description
 from barellm.tools.plan.roofline import measured_ceiling, step_bound
+from benchmarks.interleaved import Variant, interleave, ours
 
 
 @dataclass(frozen=True)

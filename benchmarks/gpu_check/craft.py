@@ -125,7 +125,7 @@ def long_rows(scale: Scale) -> list[Case]:
     found = []
     for backward, columns in ((False, 1 << 15), (True, 1 << 14)):
         count, C = (3, 200) if scale.small else ((1 << 27) // columns, columns)
-        for name in ("softmax", "layernorm", "rmsnorm"):
+        for name in ("layernorm", "rmsnorm"):
             baseline = {"op": "rows", "dtype": "fp32", "name": name, "count": count, "columns": C, "backward": backward}
             make = partial(row_program, name, count, C, backward)
             what = f"{name}{' backward' if backward else ''}, {count} rows of {C}"
@@ -142,20 +142,13 @@ def row_program(name: str, count: int, C: int, backward: bool) -> Program:
     def given(what: str, *shape: int) -> Tensor:
         return p.store.get(what, (*rows, *shape), "fp32", "state")
 
-    if name == "softmax":
-        kind: Any = ops.Softmax
-        operands: dict[str, Any] = {"x": given("x", C)}
-        attrs: dict[str, Any] = {"scale": 1.0, "dtype": "fp32"}
-        if backward:
-            kind, operands = ops.SoftmaxDx, {"dy": given("dy", C), "y": given("y", C)}
-    else:
-        weight = p.parameter("weight", (C,))
-        kind, operands = (ops.LayerNorm if name == "layernorm" else ops.RMSNorm), {"x": given("x", C), "weight": weight}
-        attrs = {"eps": 1e-5, "dtype": "fp32"}
-        if backward:
-            kind, attrs = (ops.LayerNormDx if name == "layernorm" else ops.RMSNormDx), {}
-            operands |= {"dy": given("dy", C), "rstd": given("rstd")}
-            operands |= {"mean": given("mean")} if name == "layernorm" else {}
+    weight = p.parameter("weight", (C,))
+    kind: Any = ops.LayerNorm if name == "layernorm" else ops.RMSNorm
+    operands, attrs = {"x": given("x", C), "weight": weight}, {"eps": 1e-5, "dtype": "fp32"}
+    if backward:
+        kind, attrs = (ops.LayerNormDx if name == "layernorm" else ops.RMSNormDx), {}
+        operands |= {"dy": given("dy", C), "rstd": given("rstd")}
+        operands |= {"mean": given("mean")} if name == "layernorm" else {}
     op = p.apply(kind, **operands, **attrs)
     p.output("result", next(iter(op.outputs.values())))
     return p

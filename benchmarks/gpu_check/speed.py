@@ -23,11 +23,11 @@ from barellm.cuda.tuner.candidates import problems_of
 from barellm.cuda.tuning import AttentionProblem, GemmProblem, Problem
 from barellm.errors import UserError
 from barellm.runtime.tuner.problem import Candidate
-from barellm.tools.bench import attentions, gemms, interleaved
+from barellm.tools.bench import attentions, gemms
 from barellm.tools.plan.devices import device_bytes
 from barellm.tools.profile import profile
 from barellm.tools.profile import step as one_step
-from benchmarks import baselines
+from benchmarks import baselines, interleaved
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import model

@@ -72,7 +72,7 @@ STAGES = (
     Stage("ops", "craft", "blocks", 50, "products with block-sparse weights beside dense ones of cuBLAS"),
     Stage("ops", "craft", "block_sparse_attention", 90, "block-sparse attention beside dense attention and flex_attention"),
     Stage("ops", "craft", "few", 50, "skinny GEMMs with weights of 16, 8 and 4 bits: bytes a second"),
-    Stage("ops", "craft", "rows", 50, "softmax, LayerNorm, RMSNorm of rows of 32,768 numbers"),
+    Stage("ops", "craft", "rows", 50, "LayerNorm, RMSNorm of rows of 32,768 numbers"),
     Stage("ops", "craft", "bits", 40, "random bits by Threefry, taus88, LFSR113: bytes a second"),
     Stage("ops", "counters", "counters", 80, "Nsight Compute's counters of each kernel of a step"),
 )

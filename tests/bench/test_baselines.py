@@ -21,9 +21,9 @@ from barellm.errors import UserError
 from barellm.models import preset, training_schedule
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
-from barellm.tools.bench import description, interleaved
-from barellm.tools.bench.interleaved import Variant
-from benchmarks import baselines
+from barellm.tools.bench import description
+from benchmarks import baselines, interleaved
+from benchmarks.interleaved import Variant
 from tests.profiling.conftest import made_up
 
 FAKE = """
@@ -191,12 +191,11 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
         ("--baselines all --interleave 0", "--interleave is 0"),
         ("ops --baselines llmc=/x", "is no file"),
         (f"ops --baselines llmc={sys.executable}", "PyTorch's ops only"),
-        ("scaling --baselines torch", "--baselines is for step, ops, gemm and attention"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
-    kind = [] if words.startswith("ops") or words.startswith("scaling") else ["step"]
+    kind = [] if words.startswith("ops") else ["step"]
     first, *rest = [*kind, *words.split()]
     assert main.main(["bench", first, "shakespeare-char", *rest]) == 2
     captured = capsys.readouterr()
@@ -258,10 +257,10 @@ def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_p
     "words, message",
     [
         ("step --baselines torch --out a.json", "leave out --out"),
-        ("step", "--publish is for step --baselines, attention --baselines and scaling"),
-        ("attention", "--publish is for step --baselines, attention --baselines and scaling"),
-        ("gemm", "--publish is for step --baselines, attention --baselines and scaling"),
-        ("scaling --model.layers 3", "this one is not shakespeare-char's"),
+        ("step", "--publish is for step --baselines and attention --baselines"),
+        ("attention", "--publish is for step --baselines and attention --baselines"),
+        ("gemm", "--publish is for step --baselines and attention --baselines"),
+        ("step --baselines torch --model.layers 3", "this one is not shakespeare-char's"),
     ],
 )
 def test_what_has_no_place_among_the_results_is_refused_before_it_is_measured(words, message, refused):
@@ -271,7 +270,9 @@ def test_what_has_no_place_among_the_results_is_refused_before_it_is_measured(wo
 
 def test_publishing_needs_a_checkout(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(description, "CHECKOUT", tmp_path)
-    assert "--publish needs a checkout of the project" in refused("bench", "scaling", "shakespeare-char", "--publish")
+    assert "--publish needs a checkout of the project" in refused(
+        "bench", "step", "shakespeare-char", "--baselines", "torch", "--publish"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -286,7 +286,6 @@ def test_times_as_fast_as_the_peer_are_told_by_role():
 @pytest.mark.parametrize("words, message", [
     ("gemm --baselines cublaslt", "--device cuda"),
     ("gemm --baselines llmc=x", "bench gemm knows PyTorch's ops only: --baselines torch"),
-    ("scaling --baselines torch", "--baselines is for step, ops, gemm and attention"),
 ])  # fmt: skip
 def test_peers_that_a_measurement_does_not_know_are_refused(words, message, refused, monkeypatch, tmp_path):
     (tmp_path / "x").touch(mode=0o755)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from barellm.errors import UserError
-from barellm.tools.bench import interleaved
-from barellm.tools.bench.interleaved import Variant, interleave
+from benchmarks import interleaved
+from benchmarks.interleaved import Variant, interleave
 
 pytestmark = pytest.mark.alone
 
@@ -146,7 +146,7 @@ def test_a_program_that_is_not_there(fake):
 # A run of its own, which is ended from outside while both of its children are stopped; each has a child of its own.
 RUN = """
 import signal, sys, time
-from barellm.tools.bench import interleaved
+from benchmarks import interleaved
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a script's background or nohup leaves ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder = sys.argv[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.tools.bench import interleaved
-from barellm.tools.bench.interleaved import Variant
+from benchmarks import interleaved
+from benchmarks.interleaved import Variant
 
 pytestmark = pytest.mark.alone
 

@@ -11,9 +11,8 @@ from barellm.assembly.build import resolved
 from barellm.config.overrides import changed
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.tools.bench import interleaved
-from barellm.tools.bench.interleaved import Variant
-from benchmarks import scaling
+from benchmarks import interleaved, scaling
+from benchmarks.interleaved import Variant
 from tests.profiling.conftest import made_up
 
 pytestmark = pytest.mark.alone

@@ -37,7 +37,7 @@ from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
 from barellm.program import block_layouts, layouts
 from barellm.program.builder import Program, Store
-from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx
+from barellm.program.ops import LayerNormDx, RMSNormDx
 from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
@@ -234,17 +234,16 @@ def block_product_specs(compute: str) -> dict[Specialisation, str]:
 
 
 def row_specs(C: int, compute: str, *, backward: bool) -> dict[Specialisation, str]:
-    """Softmax and norms of one tensor: forward, with the choice of the largest elements, or backward."""
+    """Norms of one tensor, forward or backward."""
     p = Program(Store(), compute=compute)
     rows = (Dim("batch", 4096),)
     x, dy, rstd = p.input("x", (*rows, C), compute), p.input("dy", (*rows, C), compute), p.input("rstd", rows, "fp32")
     weight = p.parameter("weight", (C,))
     if backward:
-        p.apply(SoftmaxDx, dy=dy, y=x, scale=1.0, dtype=compute)
         p.apply(LayerNormDx, dy=dy, x=x, weight=weight, mean=rstd, rstd=rstd)
         p.apply(RMSNormDx, dy=dy, x=x, weight=weight, rstd=rstd)
     else:
-        p.softmax(x), p.layernorm(x, weight, weight), p.rmsnorm(x, weight)
+        p.layernorm(x, weight, weight), p.rmsnorm(x, weight)
     return lower_and_plan({"p": p}, Target(90)).specs
 
 

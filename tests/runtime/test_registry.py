@@ -99,7 +99,7 @@ OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 IMAGES = tuple(f"conv2d{part}" for part in ("", "_dx", "_dw"))
 IMAGES += ("mean_pixels", "mean_pixels_backward", *(f"group_norm{part}" for part in ("", "_dx", "_dparams")))
-ALONE = ("pack_signs", "unpack_signs", "straight_through", "binary_matmul", "top_k", "top_k_dx")
+ALONE = ("pack_signs", "unpack_signs", "straight_through", "binary_matmul", "top_k", "top_k_dx", "softmax", "softmax_dx")
 SCALES = "scales and what they are made of are fp32 in every program"
 TOGETHER = (
     "sum_over_ranks",

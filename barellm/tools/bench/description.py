@@ -1,4 +1,4 @@
-"""What every measurement of a step says of itself, the command that runs ours, and the way to the baselines."""
+"""What every measurement of a step says of itself, and the way to the baselines."""
 
 import contextlib
 import os
@@ -9,12 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from barellm import models
-from barellm.config import Config, overrides
+from barellm.config import Config
 from barellm.cpu import threads
 from barellm.errors import UserError
 from barellm.runtime.backend import backend
-from barellm.tools.bench.interleaved import Variant
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -28,16 +26,6 @@ def in_checkout(name: str, option: str = "--baselines") -> Any:
     if str(CHECKOUT) not in sys.path:
         sys.path.append(str(CHECKOUT))
     return import_module(f"benchmarks.{name}")
-
-
-def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: Any) -> Variant:
-    """`config`'s step in a process of its own. `more`: further fields of the Variant."""
-    usual = overrides.flat(models.preset(config.preset))
-    changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
-    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
-    command += [f"--{key}={value}" for key, value in changes.items()]
-    command += [f"--model={file}" for file in models.ADDED.values()]
-    return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
 
 
 def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
