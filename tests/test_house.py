@@ -28,7 +28,7 @@ MAY = {
     "cuda": STEP,
     "kernels": STEP | {"cpu"},  # arrays of NumPy lie in the processor's memory
     "assembly": STEP | {"models", "optim"},
-    "generation": STEP | {"models", "kernels", "data"},
+    "generation": STEP | {"models", "data"},
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", OVERRIDES, "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},

@@ -263,7 +263,7 @@ def _caches(config: Config, how: Mapping[str, Any]) -> str:
 
 def cache_arithmetic(p: Program) -> str:
     """How large a program's KV caches are, where it has any."""
-    caches = p.store.of_role("cache")
+    caches = [t for t in p.store.of_role("cache") if t.name.endswith("_cache")]  # the threads' scratch is one too
     if not caches or len(caches[0].shape) != 3:
         return ""
     rows, positions, _ = caches[0].shape

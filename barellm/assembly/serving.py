@@ -1,6 +1,6 @@
 """The programs of continuous batching: texts at positions of their own, each in a slot, a row of the KV caches.
 
-    serve          one token of each of up to `slots` texts
+    serve          one token of each of up to `slots` texts (at least QUANTIZED_ROWS)
     serve_prompt   up to `piece` tokens of the prompt of one text
     serve_echo     the same, with the logits of all of them as "every" (B, T, Vp) fp32
 
@@ -12,27 +12,26 @@ from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
-from barellm.program import dtypes, ops
+from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim, Slots, Tensor
+from barellm.program.tensor import Dim, Tensor
+
+QUANTIZED_ROWS = 5  # fewer rows are multiplied with quantized weights in an order of additions that depends on their number
 
 
 @mistakes_named
-def serving_programs(
-    model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str | dtypes.Precision
-) -> dict[str, Program]:
-    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes no slots."""
-    if models.whole(model) or "slots" not in inspect.signature(models.of(model).decode).parameters:
-        lacks = "KV cache" if models.whole(model) else "parameter slots in its decode"
+def serving_programs(model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str) -> dict[str, Program]:
+    """The three, over one store. UserError for a model that has no KV cache, or whose `decode` takes none from outside."""
+    if models.whole(model) or "caches" not in inspect.signature(models.of(model).decode).parameters:
+        lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
         raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")
     found, store = {}, Store()
     store.positions = positions
-    for name, batch, seq in (("serve", slots, 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
+    for name, batch, seq in (("serve", max(slots, QUANTIZED_ROWS), 1), ("serve_prompt", 1, piece), ("serve_echo", 1, piece)):
         p = found[name] = Program(store, compute=compute)
         rows = (Dim("batch", batch), Dim("seq", seq))
-        tokens, at = p.input("tokens", rows), p.input("positions", rows)
-        places = Slots(at, p.input("slots", rows[:1]), (slots, positions))
-        p.output("logits", models.of(model).decode(p, model, tokens, places))
+        places = {"positions": p.input("positions", rows), "slots": p.input("slots", rows[:1])}
+        p.output("logits", models.of(model).decode(p, model, p.input("tokens", rows), (slots, positions), **places))
         if name == "serve_echo":
             p.output("every", _every(p))
     return found
@@ -40,8 +39,8 @@ def serving_programs(
 
 def _every(p: Program) -> Tensor:
     """The logits (B, T, Vp) of all positions, made as those of the last."""
-    last = next(op for op in p.ops if isinstance(op, ops.LastRow))
-    x = last.x
-    for op in p.ops[p.ops.index(last) + 1 :]:
+    at = next(i for i, op in enumerate(p.ops) if isinstance(op, ops.LastRow))
+    x = p.ops[at].x
+    for op in p.ops[at + 1 :]:
         x = p.apply(type(op), **(op.inputs | {"x": x}), **op.attrs).y
     return x

@@ -26,7 +26,7 @@ def parameters(model: ModelConfig) -> dict[str, Tensor]:
     """The parameters of a model by name, fp32."""
     store = Store()
     models.of(model).declare(Program(store), model)
-    return store.tensors
+    return {t.name: t for t in store.of_role("parameter")}  # and no constants, which a model may declare too
 
 
 class RowsOfArray(Protocol):

@@ -7,8 +7,9 @@
 
 and where it has them
 
-    decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position. Without it
-                           text is drawn by `forward`, of all that the model sees, for each token again: slow, and right
+    decode(p, cfg, tokens, caches=, **places)  the same with KV caches -> fp32 logits (B, 1, Vp) of the last position; the last two
+                           are for continuous batching (`assembly/serving.py`). Without decode text is drawn by `forward`, of all
+                           that the model sees, for each token again: slow, and right
     HIDDEN                 its hidden matrices, which `optim.name muon` updates by Muon, in the words of `optim.rules.Rule`; "h.*"
                            unless it says: matrices of blocks whose names begin so
     training_schedule(config)   the steps of a run that has stages, and what programs read in each (`models/training_schedule.py`)

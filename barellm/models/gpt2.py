@@ -19,7 +19,7 @@ from barellm.models.hf_mapping import HuggingFace
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.tensor import Documents, Slots, Tensor
+    from barellm.program.tensor import Documents, Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
     DeclareMlp = Callable[[str, int], tuple[Affine, Affine]]
@@ -126,16 +126,15 @@ def forward(
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def decode(p: Program, cfg: Config, tokens_BT: Tensor, slots: Slots | None = None) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or where `slots` says, and the
-    caches hold those before."""
-    w, places = declare(p, cfg), slots.operands if slots else {}
-    rows, length = slots.caches if slots else tokens_BT.shape
+def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] | None = None, **places: Any) -> Tensor:
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or in rows of `caches` (rows,
+    length) as `places` says (`assembly/serving.py`), and the caches hold those before."""
+    w = declare(p, cfg)
+    shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.d_model))
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
-        shape = (int(rows), int(length), cfg.d_model)
-        caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads, **places)
+        both = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
+        return p.attention_cached(*p.split(qkv_BT3C, 3), *both, heads=cfg.heads, **places)
 
     rest, at = (w, tokens_BT, attend, lambda x_BTC: x_BTC), places.get("positions")
     x_BTC = _unit_trunk(p, cfg, *rest, at) if cfg.unit_scaling else trunk(p, *rest, positions_BT=at)

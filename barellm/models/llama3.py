@@ -37,7 +37,9 @@ from barellm.models import families
 if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.ops.attention.rope import Scaling
-    from barellm.program.tensor import Documents, Slots, Tensor
+    from barellm.program.tensor import Documents, Tensor
+
+    Tables = tuple[Tensor, Tensor] | None  # of cosines and sines
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
 
@@ -253,16 +255,16 @@ def forward(
     return p.classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def decode(p: Program, cfg: Config, tokens_BT: Tensor, slots: Slots | None = None) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or where `slots` says. The caches
-    hold the positions before: the heads of keys, which are rotated, and of values, but not those of queries."""
-    w, places = declare(p, cfg), slots.operands if slots else {}
-    rows, length = slots.caches if slots else tokens_BT.shape
+def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] | None = None, **places: Any) -> Tensor:
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or in rows of `caches` (rows,
+    length) as `places` says (`assembly/serving.py`). The caches hold the positions before: the heads of keys, which are rotated,
+    and of values, but not those of queries."""
+    w = declare(p, cfg)
+    shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.kv_heads * cfg.head_size))
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape = (int(rows), int(length), cfg.kv_heads * cfg.head_size)
-        caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(q, k, v, *caches, **_scores(cfg, block), **places)
+        both = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
+        return p.attention_cached(q, k, v, *both, **_scores(cfg, block), **places)
 
     logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend, places.get("positions")), w.head)
     return p.softcap(logits, tanh_cap(cfg.logits_softcap)) if cfg.logits_softcap else logits
@@ -315,7 +317,7 @@ def _gain(p: Program, cfg: Config, weight: Tensor) -> Tensor:
     return p.unit_offset(weight) if cfg.norm_unit_offset else weight
 
 
-def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
+def _rope(p: Program, cfg: Config) -> list[Tables]:
     """The tables of each layer; None: its heads pass as they are."""
     of: dict[str, Any] = {"length": p.store.positions or cfg.max_seq, "head_size": cfg.head_size, "rotated": cfg.rotated}
     turning = local = p.rope_tables(theta=cfg.rope_theta, scaling=cfg.scaling, **of)
@@ -325,9 +327,7 @@ def _rope(p: Program, cfg: Config) -> list[tuple[Tensor, Tensor] | None]:
     return [None if i in without else local if cfg.window_of(i) else turning for i in range(cfg.layers)]
 
 
-def _qkv(
-    p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: tuple[Tensor, Tensor] | None, positions_BT: Tensor | None
-) -> Sequence[Tensor]:
+def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: Tables, positions_BT: Tensor | None) -> Sequence[Tensor]:
     heads = cfg.heads, cfg.kv_heads
 
     def turned(x_BTD: Tensor, count: int) -> Tensor:

@@ -139,21 +139,6 @@ class Span(Tensor):
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where texts stand that are generated side by side: `positions` (B, T) i32 of their tokens, and of each text, in `slots` (B,)
-    i32, its row of the KV caches, whose first two axes are `caches`: rows, and positions of each."""
-
-    positions: Tensor
-    slots: Tensor
-    caches: tuple[int, int]
-
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        """What attention over a cache takes."""
-        return {"positions": self.positions, "slots": self.slots}
-
-
-@dataclass(frozen=True)
 class Documents:
     """Documents packed in rows, of which each token sees its own alone: of each token (B, T) i32 its position in its document, and
     that of the document's first token in the row."""

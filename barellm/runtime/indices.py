@@ -13,8 +13,8 @@ def index_limits(programs: Iterable[Program]) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for op in (op for p in programs for op in p.ops):
         for operand, (least, most) in op.index_limits().items():
-            t = op.inputs[operand]
-            if t.role == "input":
+            t = op.inputs.get(operand)
+            if t is not None and t.role == "input":
                 low, high = found.get(t.name, (least, most))
                 found[t.name] = max(low, least), min(high, most)
     return found

@@ -1,35 +1,31 @@
 """Continuous batching: texts join and leave between two tokens, each with the bits that it has alone.
 
-One thread owns the session. It feeds a prompt in pieces, and after each piece all running texts take a step of one token together,
-each at its own position and in its own slot of the KV caches. Prompts wait in the order in which they came. Three things make a
-text independent of the load: a prompt is cut at multiples of `piece`, whatever else runs; a step's GEMMs and attention are
-batch-invariant for up to 64 rows (docs/generation.md); and a token is drawn by seed and index."""
+One thread owns the session. It feeds prompts, first come, first served, in pieces; after each piece all running texts take a step
+of one token together, each at its own position and in its own slot of the KV caches. Three things make a text independent of the
+load: prompts are cut at multiples of `piece`; a step is batch-invariant; and a token is drawn by seed and index."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from barellm.api import Model
-from barellm.assembly import quantized
+from barellm.assembly import quantized, serving
 from barellm.assembly.build import cache_arithmetic
-from barellm.assembly.serving import serving_programs
 from barellm.errors import UserError, shown
 from barellm.generation import samplers
 from barellm.generation.decode import MOST_TOGETHER, UNLIKELY
 from barellm.runtime.memory import TooLarge
 from barellm.serving.slots import Slots
 
-USUAL_POSITIONS = 4096
 CLOSED = "the server is closing"
 
 
@@ -57,9 +53,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt's tokens; the first has no logprob."""
-
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...]  # of the prompt; the first has no logprob
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,12 @@ class Ticket:
         which must not wait for the thread that cancels."""
         with self._telling:
             self.ended = True
-        self._engine._forget(self)
+        with self._engine._changed, contextlib.suppress(ValueError):
+            self._engine._waiting.remove(self)
+
+    @property
+    def feeding(self) -> bool:
+        return self.fed < len(self.request.prompt)
 
     def tell(self, event: Event) -> None:
         with self._telling:
@@ -118,7 +117,7 @@ class Engine:
         self, model: Model, *, slots: int = 16, positions: int = 0, queue: int = 64, piece: int = 128, weights: str = ""
     ) -> None:
         config = model.config.model
-        self.positions = positions or min(config.max_seq, USUAL_POSITIONS)
+        self.positions = positions or min(config.max_seq, 4096)
         limits = {"slots": (slots, MOST_TOGETHER), "positions": (self.positions, config.max_seq), "piece": (piece, 4096)}
         for name, (found, most) in (limits | {"queue": (queue, 1 << 20)}).items():
             if not 1 <= found <= most:
@@ -127,20 +126,17 @@ class Engine:
         self.vocabulary = min(config.vocab_size, model.tokenizer.vocab_size)
         self._unused = [i for i in model.tokenizer.unused if i < self.vocabulary]
         self._closing: float | None = None  # when it ends whatever runs
-        self._waiting: deque[Ticket] = deque()
-        self._feeding: Ticket | None = None
-        self._running: list[Ticket] = []
+        self._waiting, self._texts = deque[Ticket](), list[Ticket]()  # without and with a slot
         self._counts = dict.fromkeys(("prompt_tokens", "shared_tokens", "tokens", "steps", "failed"), 0)
-        self._changed = threading.Condition()
-        self._open = ExitStack()
-        sizes = {"slots": slots, "positions": self.positions, "piece": self.piece}
-        programs = serving_programs(config, compute=model.config.train.dtype, **sizes)
+        self._changed, self._open = threading.Condition(), contextlib.ExitStack()
+        self._least = serving.QUANTIZED_ROWS if weights else 1
+        sizes = {"slots": slots, "positions": self.positions, "piece": self.piece, "compute": model.config.train.dtype}
+        programs = serving.serving_programs(config, **sizes)
         matrices = quantized.quantize_programs(programs, weights) if weights else None
         try:
             self._session = self._open.enter_context(model._session_of(programs, matrices))
         except TooLarge as error:
-            caches = cache_arithmetic(programs["serve"])
-            raise UserError(f"{error}{caches}: choose fewer slots or positions, or a smaller model") from None
+            raise UserError(f"{error}{cache_arithmetic(programs['serve'])}: choose fewer slots or positions") from None
         self._slots = Slots(self._session, slots, self.piece)
         self._thread = threading.Thread(target=self._loop, name="barellm engine", daemon=True)
         self._thread.start()
@@ -162,109 +158,90 @@ class Engine:
         return ticket
 
     def _check(self, r: Request) -> None:
-        if not r.prompt:
-            raise UserError("the prompt has no tokens, expected at least one")
-        ids = [("prompt", self._rows, r.prompt), ("logit_bias", self.vocabulary, dict(r.sampling.logit_bias))]
-        for name, limit, token in ((name, limit, token) for name, limit, tokens in ids for token in tokens):
-            if not 0 <= token < limit:
-                raise UserError(f"{name} has the id {shown(token)}, expected ids from 0 to {limit - 1}")
-        if r.count < (least := 0 if r.echo else 1):
-            raise UserError(f"count is {r.count}, expected at least {least}")
-        if (r.top_logprobs is None and r.echo) or (r.top_logprobs or 0) < 0:
-            raise UserError(f"top_logprobs is {r.top_logprobs}, expected a number from 0 on{' with echo' if r.echo else ''}")
-        if (total := len(r.prompt) + r.count) > self.positions:
-            sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow"
-            raise UserError(f"{sizes} are {total}, expected at most {self.positions} positions")
+        ids, least, k = f"expected ids from 0 to {self._rows - 1}", 0 if r.echo else 1, r.top_logprobs
+        both = (r.prompt, dict(r.sampling.logit_bias))
+        bad, biases = ([i for i in one if not 0 <= i < self._rows][:3] for one in both)
+        sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow are {len(r.prompt) + r.count}"
+        for wrong, says in (
+            (not r.prompt, "the prompt has no tokens, expected at least one"),
+            (bad, f"the prompt has {shown(bad)}, {ids}"),
+            (biases, f"logit_bias has {shown(biases)}, {ids}"),
+            (r.count < least, f"count is {r.count}, expected at least {least}"),
+            (k is None and r.echo, "echo is for log-probabilities, expected top_logprobs with it"),
+            (k is not None and k < 0, f"top_logprobs is {k}, expected a number from 0 on"),
+            (len(r.prompt) + r.count > self.positions, f"{sizes}, expected at most {self.positions} positions"),
+        ):
+            if wrong:
+                raise UserError(says)
 
     def stats(self) -> dict[str, int]:
-        """Texts running and waiting, slots, positions, bytes of the KV caches, and since the beginning: tokens of prompts that
-        were computed and that were shared, tokens drawn, steps, texts that failed."""
+        """Texts that run and that wait, sizes, and counts since the beginning: tokens of prompts computed and shared, ..."""
         with self._changed:
-            texts = {"running": len(self._running) + (self._feeding is not None), "waiting": len(self._waiting)}
+            texts = {"running": len(self._texts), "waiting": len(self._waiting)}
             sizes = {"slots": self.slots, "positions": self.positions, "kv_bytes": self._slots.nbytes}
             return texts | sizes | self._counts
 
     def close(self, grace: float = 0.0) -> None:
         """Take no more texts, finish those that were taken for up to `grace` seconds, and tell the others that they failed."""
         with self._changed:
-            end = time.monotonic() + grace
-            self._closing = end if self._closing is None else min(end, self._closing)
+            self._closing = min(time.monotonic() + grace, self._closing or float("inf"))
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _forget(self, ticket: Ticket) -> None:
-        with self._changed:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
 
     # --- the engine's thread ---
 
     def _loop(self) -> None:
         try:
-            while self._busy():
-                self._leave()
-                self._admit()
-                if self._feeding is not None:
-                    self._guarded([self._feeding], partial(self._feed, self._feeding))
-                if texts := [text for text in self._running if not text.ended]:
-                    self._guarded(texts, partial(self._step, texts))
+            while self._take_turns():
+                for text in [text for text in self._texts if text.feeding]:
+                    self._guarded([text], self._feed, text)
+                if texts := [text for text in self._texts if not (text.feeding or text.ended)]:
+                    self._guarded(texts, self._step, texts)
         finally:
-            for ticket in [*self._running, *filter(None, [self._feeding]), *self._waiting]:
-                ticket.tell(Failed(CLOSED))
+            for text in [*self._texts, *self._waiting]:
+                text.tell(Failed(CLOSED))
             self._open.close()
 
-    def _busy(self) -> bool:
-        """Wait for something to do; False: it is to end."""
+    def _take_turns(self) -> bool:
+        """Free the slots of texts that have ended, and give one to the text that has waited longest. False: the engine ends."""
         with self._changed:
-            while not (texts := bool(self._waiting or self._running or self._feeding)) and self._closing is None:
+            self._slots.free += [text.slot for text in self._texts if text.ended]
+            self._texts = [text for text in self._texts if not text.ended]
+            while not (self._texts or self._waiting) and self._closing is None:
                 self._changed.wait()
-            return texts and (self._closing is None or time.monotonic() < self._closing)
+            feeding = any(text.feeding for text in self._texts)  # one prompt at a time
+            new = [] if feeding or not (self._waiting and self._slots.free) else [self._waiting.popleft()]
+            self._texts += new
+        for text in new:
+            text.slot, text.fed = self._slots.take(text.request.prompt, share=not text.request.echo)
+            self._counts["shared_tokens"] += text.fed
+        return bool(self._texts) and (self._closing is None or time.monotonic() < self._closing)
 
-    def _leave(self) -> None:
-        """Free the slots of texts that have ended."""
-        with self._changed:
-            feeding = [] if self._feeding is None else [self._feeding]
-            self._slots.free += [text.slot for text in (*self._running, *feeding) if text.ended]
-            self._running = [text for text in self._running if not text.ended]
-            self._feeding = next((text for text in feeding if not text.ended), None)
-
-    def _admit(self) -> None:
-        """Give the text that has waited longest a slot, if no prompt is being fed."""
-        with self._changed:
-            if self._feeding is None and self._waiting and self._slots.free:
-                ticket = self._feeding = self._waiting.popleft()
-                ticket.slot, ticket.fed = self._slots.take(ticket.request.prompt, share=not ticket.request.echo)
-                self._counts["shared_tokens"] += ticket.fed
-
-    def _guarded(self, texts: Sequence[Ticket], work: Callable[[], None]) -> None:
+    def _guarded(self, texts: Sequence[Ticket], work: Callable[..., None], *args: Any) -> None:
         """What goes wrong ends these texts, and nothing else."""
         try:
-            work()
+            work(*args)
         except Exception as error:
             self._counts["failed"] += len(texts)
             for ticket in texts:
-                ticket.tell(Failed(str(error) or type(error).__name__))
+                ticket.tell(Failed(str(error) if isinstance(error, UserError) else f"a step failed: {type(error).__name__}"))
             if not isinstance(error, UserError):
                 logging.getLogger(__name__).exception("a step failed")
 
     def _feed(self, ticket: Ticket) -> None:
         """Compute the next piece of a prompt, and behind the last draw the first token."""
-        request, begin = ticket.request, ticket.fed
-        prompt, end = request.prompt, min(begin + self.piece, len(request.prompt))
+        request, prompt, begin = ticket.request, ticket.request.prompt, ticket.fed
+        ticket.fed = end = min(begin + self.piece, len(prompt))
         program = "serve_echo" if request.echo else "serve_prompt"
         logits = self._run(program, [prompt[begin:end]], [range(begin, end)], [ticket.slot])
         self._counts["prompt_tokens"] += end - begin
-        ticket.fed = end
         self._slots.held[ticket.slot] = prompt[: end - end % self.piece]
         if request.echo:
-            every = self._session.read("every")[0]
-            ticket.scored += map(partial(self._token, request), prompt[begin + 1 : end + 1], every)
+            rows = zip(prompt[begin + 1 : end + 1], self._session.read("every")[0], strict=False)
+            ticket.scored += [self._token(request, token, row) for token, row in rows]
         if end < len(prompt):
             return
-        with self._changed:
-            self._feeding = None
-            self._running.append(ticket)
         if request.echo:
             ticket.tell(Prompt(tuple(ticket.scored)))
         if request.count:
@@ -273,16 +250,17 @@ class Engine:
             ticket.tell(Ended("length"))
 
     def _step(self, texts: Sequence[Ticket]) -> None:
-        """One token of each text."""
-        last, positions = [text.ids[-1:] for text in texts], [[len(text.ids) - 1] for text in texts]
-        logits = self._run("serve", last, positions, [text.slot for text in texts])
+        """One token of each text. A step of fewer rows than `_least` repeats the first, which writes the same again."""
+        rows = [*texts, *[texts[0]] * (self._least - len(texts))]
+        last, positions = [text.ids[-1:] for text in rows], [[len(text.ids) - 1] for text in rows]
+        logits = self._run("serve", last, positions, [text.slot for text in rows])
         self._counts["steps"] += 1
-        for text, row in zip(texts, logits, strict=True):
-            self._guarded([text], partial(self._draw, text, row))
+        for text, row in zip(texts, logits, strict=False):
+            self._guarded([text], self._draw, text, row)
 
-    def _run(self, program: str, tokens: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], slots: Any) -> np.ndarray:
+    def _run(self, program: str, tokens: Sequence[Sequence[int]], positions: Any, slots: Sequence[int]) -> np.ndarray:
         """The logits (B, Vp) of each text's last token."""
-        for name, ids in (("tokens", tokens), ("positions", positions), ("slots", slots)):
+        for name, ids in {"tokens": tokens, "positions": positions, "slots": slots}.items():
             self._session.write(name, np.array(ids, np.int32))
         self._session.run(program, batch=len(slots), seq=len(tokens[0]))
         return self._session.read("logits")[:, 0]
@@ -302,7 +280,7 @@ class Engine:
         if request.top_logprobs is None:
             return Token(token)
         scores = samplers.log_probabilities(logits[: self._rows])
-        shown = scores[: self.vocabulary].copy()
-        shown[self._unused] = -np.inf
-        top = samplers.most_likely(shown, request.top_logprobs)
+        drawable = scores[: self.vocabulary].copy()
+        drawable[self._unused] = -np.inf
+        top = samplers.most_likely(drawable, request.top_logprobs)
         return Token(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in top))

@@ -1,8 +1,7 @@
 """Slots, the rows of the KV caches: which are free, and which beginnings of prompts they hold.
 
-What a prompt shares with another is copied instead of computed, in whole pieces: prompts are cut at the same positions whatever
-the load, so keys and values of a piece are a function of the ids up to its end, bit for bit. Those of drawn tokens are made one
-at a time, in another order of additions, and are never shared."""
+What prompts share is copied instead of computed, in whole pieces: they are cut at the same positions whatever the load, so the
+bits of a piece's keys and values are a function of the ids up to its end. Those of drawn tokens, made one by one, are not."""
 
 from typing import Any
 
@@ -26,9 +25,8 @@ class Slots:
         slot = next((slot for slot in self.free if not self.held[slot]), self.free[0])
         if count and donor in self.free and len(self.held[donor]) == count:  # nothing else is lost
             slot = donor
-        elif slot != donor:
-            for rows in self.caches:
-                rows[slot, :count] = rows[donor, :count]
+        for rows in self.caches if slot != donor else ():
+            rows[slot, :count] = rows[donor, :count]
         self.free.remove(slot)
         self.held[slot] = prompt[:count]
         return slot, count

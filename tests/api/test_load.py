@@ -67,6 +67,7 @@ def test_logits_loss_and_what_decoding_draws_from_are_one_model(tmp_path, own_ca
 SMALL = {
     "llama-15m": llama3.Config(layers=1, heads=4, kv_heads=2, d_model=24, d_ff=40, vocab_size=61, max_seq=13),
     "sparse-char": sparse.Config(layers=1, heads=2, d_model=24, vocab_size=61, max_seq=16, block=16, layout="local:8"),
+    "shakespeare-unit": gpt2.Config(layers=1, heads=2, d_model=24, vocab_size=61, max_seq=16, unit_scaling=True, bias=False),
 }
 
 
@@ -80,6 +81,7 @@ def test_the_loss_is_that_of_the_logits_for_every_architecture(tmp_path, own_cac
     with barellm.load(tmp_path / "run", device="reference") as opened:
         tokens, targets = TOKENS[:1] % 61, np.minimum(TARGETS[:1], 60)
         assert opened.loss(tokens, targets) == pytest.approx(mean_nats(opened.logits(tokens), targets), rel=1e-5)
+        assert opened.logits(tokens).std() > 1e-3  # the gains of unit scaling are constants, which no file has
 
 
 def test_a_saved_model_has_the_same_bits_and_configuration(model, tmp_path, capsys):

@@ -6,13 +6,23 @@ import numpy as np
 import pytest
 
 from barellm.errors import UserError
-from barellm.generation.samplers import Sampling, draw, penalized, probabilities, sampling, uniform
+from barellm.generation.samplers import (
+    Sampling,
+    biased,
+    draw,
+    log_probabilities,
+    most_likely,
+    penalized,
+    probabilities,
+    sampling,
+    uniform,
+)
 
 LOGITS = np.log(np.array([0.4, 0.1, 0.25, 0.05, 0.2], np.float32))
 
 
 def test_an_unknown_option_is_one_line():
-    with pytest.raises(UserError, match=r"unknown option 'temprature' of sampling, expected one of min_p, .*temperature"):
+    with pytest.raises(UserError, match=r"unknown option 'temprature' of sampling, expected one of .*min_p, .*temperature"):
         sampling({}, temprature=0.5)
 
 
@@ -76,12 +86,52 @@ def test_min_p_keeps_what_is_likely_beside_the_most_likely(min_p, kept):
     assert np.flatnonzero(p).tolist() == kept and p.sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.97, "min_p": 0.01}, {"top_k": 700, "top_p": 0.9}, {"top_k": 9000}, {"top_p": 1e-9},
+])  # fmt: skip
+def test_cuts_of_a_large_vocabulary_are_those_of_a_sort_of_all(how, spread):
+    logits = (spread * np.random.default_rng(0).normal(size=9000)).astype(np.float32)
+    logits[:40] = logits[40:80]  # equal ones
+    how = Sampling(temperature=0.9, **how)
+    p = probabilities(logits, Sampling(temperature=0.9))
+    keep = np.argsort(-logits, kind="stable")[: how.top_k or 9000]
+    if how.top_p < 1:
+        keep = keep[: int((np.cumsum(p[keep]) < how.top_p * p[keep].sum()).sum()) + 1]
+    keep = keep[p[keep] >= how.min_p * p.max()]
+    found = probabilities(logits, how)
+    assert np.array_equal(np.flatnonzero(found), np.sort(keep))
+    np.testing.assert_allclose(found[keep], p[keep] / p[keep].sum(), rtol=1e-12)
+
+
 def test_a_penalty_makes_tokens_of_the_text_less_likely_once():
     logits = np.array([2.0, -1.0, 3.0, 0.5], np.float32)
     np.testing.assert_allclose(penalized(logits, [0, 1, 0], 2.0), [1.0, -2.0, 3.0, 0.5])
     assert penalized(logits, [0], 1.0) is logits and logits[0] == 2
     how = Sampling(temperature=0, repetition_penalty=2.0)
     assert [draw(logits, how, index=0, text=text) for text in ([], [2], [2, 0])] == [2, 0, 2]
+
+
+def test_penalties_of_drawn_tokens_and_biases_of_ids():
+    """mu[j] - c[j] frequency - (c[j] > 0) presence + bias[j], c the counts of drawn tokens; the prompt's do not count."""
+    logits = np.array([2.0, -1.0, 3.0, 0.5], np.float32)
+    how = Sampling(temperature=0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: 4.0, 2: -1, 99: 100.0})
+    np.testing.assert_array_equal(biased(logits, [0, 0, 1], how), [2 - 1.25, -1 - 0.75, 3 - 1, 0.5 + 4])
+    assert biased(logits, [0], Sampling()) is logits and logits[0] == 2
+    assert draw(logits, how, index=0, text=[3]) == 3
+    assert draw(logits, Sampling(temperature=0, presence_penalty=2.0), index=0, text=[2]) == 2  # of the prompt
+    assert draw(logits, Sampling(temperature=0, presence_penalty=2.0), index=1, text=[0, 2]) == 0
+    assert how == Sampling(
+        temperature=0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((2, -1.0), (3, 4.0), (99, 100.0))
+    )
+
+
+def test_log_probabilities_and_the_most_likely():
+    logits = np.array([1.0, 3.0, 2.0, 3.0, -1e30], np.float32)
+    found = log_probabilities(logits)
+    np.testing.assert_allclose(np.exp(found[:4]), probabilities(logits, Sampling(temperature=1.0))[:4])
+    assert found.dtype == np.float64 and np.isfinite(found).all()
+    assert [most_likely(found, k).tolist() for k in (0, 1, 2, 3, 9)] == [[], [1], [1, 3], [1, 3, 2], [1, 3, 2, 0, 4]]
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
@@ -124,6 +174,11 @@ def test_logits_that_are_not_finite_are_refused():
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"seed": -1}, "seed is -1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"presence_penalty": "much"}, "presence_penalty is 'much'"),
+        ({"logit_bias": {-3: 1.0}}, "logit_bias has the id -3"),
+        ({"logit_bias": {1: float("-inf")}}, r"logit_bias\[1\] is -inf"),
+        ({"logit_bias": {"a": 1.0}}, "an id of logit_bias is 'a'"),
     ],
 )
 def test_impossible_values_are_refused(wrong, found):

@@ -9,9 +9,8 @@ import numpy as np
 from barellm.program.dtypes import FORMATS
 from barellm.program.tensor import Dim, Span, Tensor, View, describe
 
-__all__ = [  # all that files of ops need
-    "Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "check_rows", "describe", "operand_bytes",
-]  # fmt: skip
+# All that files of ops need.
+__all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "check_rows", "describe", "operand_bytes"]
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
 

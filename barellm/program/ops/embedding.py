@@ -13,8 +13,8 @@ from barellm.program.ops.gemm.matmul import Matmul
 
 
 class Embedding(Op):
-    """y[b, t] = wte[tokens[b, t]] + wpe[positions[b, t]], or without positions wpe[pos + t]; `pos` is 0 in training. Without
-    wpe only the first. Ids are checked where they are written."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[positions[b, t]], or without positions wpe[pos + t]; `pos` is 0 in training. Without wpe
+    only the first. Ids are checked where they are written."""
 
     name = "embedding"
     optional = ("wpe", "positions")
@@ -34,14 +34,13 @@ class Embedding(Op):
         return {"y": ((*tokens.shape, wte.shape[1]), self.attrs.get("dtype", "fp32"))}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
-        tables = {"tokens": self.wte, "positions": self.wpe}
-        return {name: (0, int(t.shape[0]) - 1) for name, t in tables.items() if t is not None and name in self.inputs}
+        tables = {"tokens": self.wte} | ({} if self.wpe is None else {"positions": self.wpe})
+        return {name: (0, int(t.shape[0]) - 1) for name, t in tables.items()}
 
     def reference(self, tokens, wte, wpe=None, positions=None, pos=0):
         y = wte[tokens]
-        if wpe is None:
-            return {"y": y}
-        return {"y": y + (wpe[pos : pos + tokens.shape[1]] if positions is None else wpe[positions])}
+        at = slice(pos, pos + tokens.shape[1]) if positions is None else positions
+        return {"y": y if wpe is None else y + wpe[at]}
 
     def gradient(self, g, y):
         g.write(EmbeddingDwte, {"dweight": self.wte}, tokens=self.tokens, dy=y, rows=self.wte.shape[0])

@@ -263,24 +263,19 @@ def lower_attention(op: Op, c: Lowering) -> None:
 # --- decoding ---
 
 
-Places = tuple[Value, Any, Any, int]  # T, positions or the scalar pos, slots, positions of a cache
-
-
-def place_of(k: KernelBuilder, text: Value, places: Places) -> tuple[Value, Value]:
-    """A text's row of the caches, and the position of its first new token: such that its new rows end within the cache, whatever
-    `positions` holds."""
-    T, positions, slots, length = places
-    first = k.min(positions.get(text * T), k.int(length) - T) if isinstance(positions, Pointer) else positions
+def place_of(k: KernelBuilder, text: Value, T: Value, pos: Any, slots: Any, length: int) -> tuple[Value, Value]:
+    """A text's row of the caches, and the position of its first new token, by `pos`, the positions or the scalar: such that its new
+    rows end within the cache, whatever the positions are."""
+    first = k.min(pos.get(text * T), k.int(length) - T) if isinstance(pos, Pointer) else pos
     return (text if slots is None else slots.get(text)), first
 
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
     """Rows [pos, pos + T) of each text in the caches (rows, length, C) = keys and values (batch, T, C), whose rows have
     `strides`."""
-    T = micro.runtime_size(k, seq)
-    places = T, k.scalar("pos") if positions is None else positions, slots, length
+    T, given = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
-        owner, pos = place_of(k, token // T, places)
+        owner, pos = place_of(k, token // T, T, given, slots, length)
         row = (owner * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
             source, whole = new.at(token * stride), C - C % k.lanes
@@ -298,14 +293,13 @@ def attention_cached(
     the new keys already. `stride`: of q's rows; positions (B, T) and slots (B,) i32, or none. One query (decoding) has a code of
     its own, which of a window reads its keys alone."""
     g = micro.Geometry.of(k.isa, q.dtype, D)
-    C, T = kv_heads * D, micro.runtime_size(k, seq)
-    places = T, k.scalar("pos") if positions is None else positions, slots, length
+    C, T, given = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
-        owner, pos = place_of(k, sequence, places)
+        owner, pos = place_of(k, sequence, T, given, slots, length)
         cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):

@@ -1,5 +1,4 @@
-"""Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32;
-positions (batch, seq) i32 or none."""
+"""Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32."""
 
 from typing import Any
 

@@ -12,19 +12,18 @@ PREFETCH_ROWS = 4  # of the token table, into L2
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]]. Weights are read in any storage format (`_lo`: their
-    low plane)."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]]. Weights of any storage format (`_lo`: low planes)."""
     seq, pos = k.scalar("seq"), None if wpe is None or positions is not None else k.scalar("pos")
     token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
     nontemporal = loops.exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
-        at = at if positions is None else positions.get(row) * C
+        at = positions.get(row) * C if positions is not None else at
 
         def vector(c, mask, src=src, at=at):
             token = token_rows.load(src + c, mask)
-            return token if at is None else token + position_rows.load(at + c, mask)
+            return token if wpe is None else token + position_rows.load(at + c, mask)
 
         following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
@@ -35,9 +34,8 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, 
 
 @lowering("embedding", also={"tokens": "i32", "positions": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Op, c: Lowering) -> None:
-    operands = {"y": op.y, "tokens": op.tokens, **storage.weight_operands("wte", op.wte)}
+    operands = {"y": op.y, "tokens": op.tokens, "positions": op.positions, **storage.weight_operands("wte", op.wte)}
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else storage.weight_operands("wpe", op.wpe)
-    operands["positions"] = None if op.wpe is None else op.positions
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 

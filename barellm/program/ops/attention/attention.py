@@ -283,16 +283,13 @@ class AttentionCached(Scored):
     inplace: ClassVar[dict[str, str]] = {"k_cache": "k_cache", "v_cache": "v_cache"}
     product = True
 
-    def infer(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> dict[str, Spec]:  # fmt: skip
+    def infer(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **places: Tensor) -> dict[str, Spec]:
         self.check(q, k, v)
-        check_rows("attention_cached", positions, q)
-        B, T, _ = q.shape
+        check_rows("attention_cached", places.get("positions"), q)
+        (B, T, _), slots = q.shape, places.get("slots")
         if slots is not None and (slots.shape != (B,) or slots.dtype != "i32"):
             raise ValueError(f"attention_cached expects slots (B,) i32: {describe(q=q, slots=slots)}")
-        fits = int(k_cache.shape[0]) >= int(B) and int(k_cache.shape[1]) >= int(T) and k_cache.shape[2] == k.shape[2]
+        fits = k_cache.shape[0] >= (B if slots is None else 1) and k_cache.shape[1] >= T and k_cache.shape[2] == k.shape[2]
         if not fits or k_cache.shape != v_cache.shape or not k.dtype == k_cache.dtype == v_cache.dtype:
             found = describe(k=k, k_cache=k_cache, v_cache=v_cache)
             raise ValueError(f"attention_cached expects k (B, T, C) and caches (B, maxT, C): {found}")
@@ -300,8 +297,7 @@ class AttentionCached(Scored):
         return {"out": (q.shape, q.dtype), "k_cache": cache, "v_cache": cache}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
-        sizes = zip(("slots", "positions"), self.k_cache.shape[:2], strict=True)
-        return {name: (0, int(n) - 1) for name, n in sizes if name in self.inputs}
+        return {"slots": (0, int(self.k_cache.shape[0]) - 1), "positions": (0, int(self.k_cache.shape[1]) - 1)}
 
     def reference(self, q, k, v, k_cache, v_cache, positions=None, slots=None, pos=0):
         B, T, _ = q.shape
@@ -310,8 +306,7 @@ class AttentionCached(Scored):
             at = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
             row = b if slots is None else int(slots[b])
             k_cache[row, at : at + T], v_cache[row, at : at + T] = k[b], v[b]
-            seen = (split_heads(x[[row], : at + T], self.kv_heads) for x in (k_cache, v_cache))
-            keys, values = (shared(x, self.heads) for x in seen)
+            keys, values = (shared(split_heads(x[[row], : at + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
             before = self.keys_before(at + T)
             first = 0 if before is None else at + np.arange(T)[:, None] - before
             s = scores(split_heads(q[[b]], self.heads), keys, at, scale=self.scale, softcap=self.softcap, first=first)
@@ -365,13 +360,12 @@ class Calls(Graph):
 
     def attention_cached(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, heads: int, kv_heads: int = 0,
-        sliding_window: int = 0, scale: float | None = None, softcap: float = 0.0, positions: Tensor | None = None,
-        slots: Tensor | None = None,
+        sliding_window: int = 0, scale: float | None = None, softcap: float = 0.0, **places: Any,
     ) -> Tensor:  # fmt: skip
         """Decoding: q, k, v of positions pos .. pos + T, caches (B, maxT, kv_heads * D) -> (B, T, heads * D). `sliding_window`,
         `scale` and `softcap` as in `attention`. `positions` (B, T) and `slots` (B,), i32: where each text begins, and its row of
         the caches, if texts differ in it."""
-        caches = {"k_cache": k_cache, "v_cache": v_cache, "positions": positions, "slots": slots}
+        caches = {"k_cache": k_cache, "v_cache": v_cache, **places}
         attrs = {"heads": heads, "kv_heads": kv_heads or heads}
         attrs |= {"sliding_window": sliding_window, "scale": scale, "softcap": softcap}
         return self.apply(AttentionCached, into=None, q=q, k=k, v=v, **caches, **attrs).out

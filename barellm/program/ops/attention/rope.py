@@ -1,5 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) in Llama's half-split layout. Shapes: x, y (B, T, W); cos, sin (maxT, D / 2) fp32;
-positions (B, T) i32 or none.
+"""Rotary position embedding (Su et al. 2021) in Llama's half-split layout. Shapes: x, y (B, T, W); cos, sin (maxT, D / 2) fp32.
 
 Head h owns columns h*D .. (h+1)*D. Its columns i and i + D/2 are a plane that turns by position * theta^(-2i/D). Only the first
 `heads` heads turn; columns behind them pass through, so that one pass over packed q | k | v turns q and k."""
@@ -79,10 +78,9 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None,
 
 
 class Rope(Op):
-    """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t,
-    or where they are given positions[b, t].
+    """y[.., i] = x[.., i] cos - x[.., i + D/2] sin;  y[.., i + D/2] = x[.., i + D/2] cos + x[.., i] sin, at position pos + t.
 
-    With `inverse` it turns back, which is its own gradient: sin changes its sign."""
+    With `inverse` it turns back, which is its own gradient: sin changes its sign. With `positions` (B, T) i32 at these."""
 
     name = "rope"
     optional = ("positions",)
@@ -100,7 +98,7 @@ class Rope(Op):
         return {"y": (x.shape, x.dtype)}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
-        return {} if self.positions is None else {"positions": (0, int(self.cos.shape[0]) - 1)}
+        return {"positions": (0, int(self.cos.shape[0]) - 1)}
 
     def reference(self, x, cos, sin, positions=None, pos=0):
         B, T, _ = x.shape
@@ -113,8 +111,7 @@ class Rope(Op):
         return {"y": np.concatenate([turned, x[..., self.heads * D :]], -1)}
 
     def gradient(self, g, y):
-        how = {"positions": self.positions, "heads": self.heads, "inverse": not self.inverse}
-        g.write(Rope, {"y": self.x}, x=y, cos=self.cos, sin=self.sin, **how)
+        g.write(Rope, {"y": self.x}, **self.inputs | {"x": y}, heads=self.heads, inverse=not self.inverse)
 
     def flops(self) -> int:
         return 3 * self.heads * 2 * int(self.cos.shape[1]) * (self.x.size // int(self.x.shape[2]))
