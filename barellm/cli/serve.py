@@ -35,8 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", type=int, default=64, metavar="N", help="texts that may wait; more get 429 (default: 64)")
     options.add_context(parser)
     parser.add_argument("--runs", default="runs", metavar="DIR", help="runs whose curves the page shows (default: runs)")
-    options.add_device(parser, "auto, cpu, cuda or reference", "auto")
+    options.add_device(parser, "cpu or reference; GPUs do not serve yet")
     options.add_dtype(parser)
+    options.add_weights(parser)
     for name, metavar, said in (
         ("--allow-origin", "URL", "a page's origin that may ask, as https://chat.example.org (CORS); may be given several times"),
         ("--allow-host", "NAME", "a name by which a proxy calls the server; may be given several times"),
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"loading {', '.join(models)}", flush=True)
         server.serve(
             models, at, grace=args.grace, seconds=args.timeout, ready=lambda state: _banner(at, state, bool(key)),
-            engine={"slots": args.slots, "positions": args.context, "queue": args.queue},
+            engine={"slots": args.slots, "positions": args.context, "queue": args.queue, "weights": args.weights or ""},
             key=key, hosts=hosts, origins=args.allow_origin, routes=live.routes(Path(args.runs)),
         )  # fmt: skip
     return 0

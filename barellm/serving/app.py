@@ -219,6 +219,7 @@ class Reply:
         try:
             async for chunk in self.answer.chunks(self._parts()):
                 await _event(send, f"data: {json.dumps(chunk, separators=(',', ':'))}")
+                await asyncio.sleep(0)  # many may be there at once: others have their turn, and a lost connection is noticed
         except Exception as error:
             last = json.dumps(_refusal(error).body)
         await _event(send, f"data: {last}", more=False)

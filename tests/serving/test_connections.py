@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,23 @@ def test_a_client_that_never_reads_is_dropped(tiny, monkeypatch):
             one.sendall(request(json.dumps({**BODY, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()))
             wait(lambda: tiny.engine.cancelled, 15)
             wait(lambda: not OPEN[-1].server_state.connections)  # it is not kept until somebody reads
+    finally:
+        tiny.engine.positions = 128
+
+
+def test_a_stream_to_a_client_that_reset_its_connection_prints_nothing(tiny, caplog):
+    tiny.engine.positions = 1 << 21
+    tiny.engine.script = lambda request: tokens([65] * 3000, request)
+    try:
+        with serving(State(models={"tiny": tiny})) as port:
+            for _ in range(5):
+                tiny.engine.requests.clear()
+                one = connected(port, request(json.dumps({**BODY, "stream": True}).encode()))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it closes by a reset
+                wait(lambda: tiny.engine.requests)
+                one.close()
+                wait(lambda: not OPEN[-1].server_state.connections)
+        assert [record.getMessage() for record in caplog.records] == []
     finally:
         tiny.engine.positions = 128
 
