@@ -32,21 +32,17 @@ class AdamW:
     whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
-        """An op for each parameter (`Optimizer.update`)."""
-        for param in params:
-            self._update(p, param, clip)
-
-    def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
-        """Append the op of one parameter, with its moments as state "NAME.m" and "NAME.v"."""
+        """An op for each parameter (`Optimizer.update`), with its moments as state "NAME.m" and "NAME.v"."""
         dtype_m, dtype_v = MOMENTS[self.moments]
-        # Each parameter's random bits are a stream of their own.
-        stream = STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
-        p.apply(
-            ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip,
-            m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
-            v=p.state(f"{param.base.name}.v", param.shape, dtype_v), beta1=self.beta1, beta2=self.beta2, eps=self.eps,
-            weight_decay=self.weight_decay, stream=stream, bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
-        )  # fmt: skip
+        for param in params:
+            # Each parameter's random bits are a stream of their own.
+            stream = STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
+            p.apply(
+                ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip,
+                m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
+                v=p.state(f"{param.base.name}.v", param.shape, dtype_v), beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+                weight_decay=self.weight_decay, stream=stream, bf16=param.base.bf16 or None, lr_scale=self.lr_scale,
+            )  # fmt: skip
 
 
 def adamw_rules(config: OptimConfig) -> list[Rule]:

@@ -217,5 +217,5 @@ def test_a_file_of_other_codes_is_refused(few):
     """Bytes of 8-bit codes in the place of two codes in a byte."""
     names = tensorfile.mapped(few / STEP / checkpoint.WEIGHTS)
     schemes = {name.removesuffix(".codes"): scheme("int8") for name in names if name.endswith(".codes")}
-    with pytest.raises(UserError, match=r"codes is int8 \(24, 4\), expected int8 \(24, 8\)"):
+    with pytest.raises(UserError, match=r"codes is I8 \(24, 4\), expected I8 \(24, 8\)"):
         quantized.load(few / STEP, SimpleNamespace(), parameters(found(str(few), device="reference").config.model), schemes)  # pyright: ignore

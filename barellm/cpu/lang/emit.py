@@ -227,6 +227,10 @@ class Builder:
         type_ = f"<{len(order)} x {element(a.type)}>"
         return self.op(type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>")
 
+    def interleave(self, a: Value, b: Value) -> Value:
+        """a0 b0 a1 b1 ..."""
+        return self.shuffle(a, b, [i for j in range(width(a.type)) for i in (j, width(a.type) + j)])
+
     def concat(self, parts: list[Value]) -> Value:
         """Vectors joined; the number of parts is a power of two."""
         while len(parts) > 1:

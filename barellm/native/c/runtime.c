@@ -159,27 +159,10 @@ static int map(struct barellm *s) {
     return 0;
 }
 
-barellm *barellm_open(int threads) {
-    int cpus[1024], count = processors(cpus, 1024);
-    *message = 0; /* of an earlier failure */
-    if (threads == 0) threads = count < 1 ? 1 : count > most_threads ? most_threads : count;
-    if (threads < 1 || threads > most_threads) {
-        fail("threads is %d, this program was built for 1 to %lld", threads, (long long)most_threads);
-        return NULL;
-    }
-    if (lacks_instructions()) return NULL;
-    struct barellm *s = calloc(1, sizeof *s);
-    if (!s) {
-        fail("no memory for a session");
-        return NULL;
-    }
+static int prepare(struct barellm *s, int threads) {
     s->threads = threads;
     s->thread = calloc(threads, sizeof *s->thread);
-    if (!s->thread || posix_memalign((void **)&s->shared, 64, SHARED_NBYTES + threads * RT_NBYTES) || map(s) || link_tables(s)) {
-        if (!*message) fail("no memory for a session");
-        barellm_close(s);
-        return NULL;
-    }
+    if (!s->thread || posix_memalign((void **)&s->shared, 64, SHARED_NBYTES + threads * RT_NBYTES) || map(s) || link_tables(s)) return -1;
     memset(s->shared, 0, SHARED_NBYTES + threads * RT_NBYTES);
     for (int i = 0; i < threads; i++) {
         char *block = s->shared + SHARED_NBYTES + i * RT_NBYTES;
@@ -193,11 +176,23 @@ barellm *barellm_open(int threads) {
         s->thread[i] = (struct thread){.session = s, .block = block};
     }
     s->total = run.steps;
-    if (start_threads(s)) {
-        barellm_close(s);
+    return start_threads(s);
+}
+
+barellm *barellm_open(int threads) {
+    int cpus[1024], count = processors(cpus, 1024);
+    *message = 0; /* of an earlier failure */
+    if (threads == 0) threads = count < 1 ? 1 : count > most_threads ? most_threads : count;
+    if (threads < 1 || threads > most_threads) {
+        fail("threads is %d, this program was built for 1 to %lld", threads, (long long)most_threads);
         return NULL;
     }
-    return s;
+    if (lacks_instructions()) return NULL;
+    struct barellm *s = calloc(1, sizeof *s);
+    if (s && !prepare(s, threads)) return s;
+    if (!*message) fail("no memory for a session");
+    barellm_close(s);
+    return NULL;
 }
 
 void barellm_close(barellm *s) {

@@ -189,7 +189,7 @@ def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Po
         even, odd = rows.at(t * g.row_units).as_dtype("bf16"), rows.at((t + 1) * g.row_units).as_dtype("bf16")
         target = dst.at((t >> 1) * g.padded_D)
         for c in range(0, g.padded_D, g.lanes):
-            target.store_raw(k.bitcast(interleave(k, even.load_raw(c), odd.load_raw(c)), k.vec), c)
+            target.store_raw(k.bitcast(k.interleave(even.load_raw(c), odd.load_raw(c)), k.vec), c)
     return dst
 
 
@@ -202,15 +202,10 @@ def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: P
         source = rows.at(t * g.row_units).as_dtype("bf16").at(c)
         target = dst.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
         tokens = [source.load_raw(i * g.padded_D) for i in range(amx.TILE_K)]
-        square = [k.bitcast(interleave(k, *pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
+        square = [k.bitcast(k.interleave(*pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
         for i, column in enumerate(transpose(k, square)):
             target.store_raw(column, i * amx.SIDE)
     return dst
-
-
-def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
-    """a0 b0 a1 b1 ..."""
-    return k.shuffle(a, b, [i for j in range(k.lanes) for i in (j, k.lanes + j)])
 
 
 def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -> None:
@@ -395,7 +390,7 @@ def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) ->
     """Round two rows of fp32 lanes to VNNI pairs; with g.pair 1 the one row as it is."""
     if odd is None:
         return even
-    return k.bitcast(interleave(k, k.round_bf16(even), k.round_bf16(odd)), k.vec)
+    return k.bitcast(k.interleave(k.round_bf16(even), k.round_bf16(odd)), k.vec)
 
 
 def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -> None:

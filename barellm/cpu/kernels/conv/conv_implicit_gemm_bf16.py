@@ -204,7 +204,6 @@ class ImplicitGemm:
         k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout
         self.input.seek(self.image + n, self.group, chunk * (2 * pairs), self.line)
         panel = self.panel.as_dtype("i32").bytes((n * self.blocking.chunks + c) * self.scratch.chunk)
-        interleave = [x for i in range(lanes) for x in (i, lanes + i)]
         height = pack_height(layout)
         for plane, (row_phase, column_phase) in enumerate(layout.phases()):
             with k.loop(0, layout.height, height) as u:
@@ -216,7 +215,7 @@ class ImplicitGemm:
                 dst = panel.at((u * layout.pitch + plane * layout.size) * lanes)
                 with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
                     rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
-                    vectors = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+                    vectors = [k.bitcast(k.interleave(a, b), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
                     vectors += vectors[:1] * (lanes - pairs)  # unused lanes
                     for i, v in enumerate(transpose(k, vectors)):
                         dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
@@ -285,9 +284,8 @@ class ImplicitGemm:
         """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
         half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
-        interleave = [x for i in range(lanes) for x in (i, lanes + i)]
         rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
-        pairs = [k.bitcast(k.shuffle(a, b, interleave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        pairs = [k.bitcast(k.interleave(a, b), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         for c, value in enumerate(transpose(k, pairs)):
             k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 

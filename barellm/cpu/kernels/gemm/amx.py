@@ -270,7 +270,6 @@ def pack_a(
     tiles whose rows are b's columns: [width / 16][steps][16][16] pairs of tokens, in bf16. `cols` as for packing.py's pack_b; what
     exceeds it, and tokens beyond `depth`, are zero-padded."""
     steps = k.ceil_div(depth, TILE_K)
-    interleave = [x for i in range(SIDE) for x in (i, SIDE + i)]
 
     def pack_step(s: Value, *, tail: bool) -> None:
         """The tiles of TILE_K tokens; `tail`: some of them lie beyond `depth`."""
@@ -283,7 +282,7 @@ def pack_a(
                     lanes = k.select(token < depth, lanes, 0)
                 mask = None if cols is None and not tail else k.mask_first(lanes)
                 rows.append(b.at(token * stride + col + c).load_raw(0, mask))
-            pairs = [k.bitcast(k.shuffle(x, y, interleave), k.ivec) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+            pairs = [k.bitcast(k.interleave(x, y), k.ivec) for x, y in zip(rows[::2], rows[1::2], strict=True)]
             target = block.as_dtype("i32").bytes(((c // SIDE) * steps + s) * TILE_BYTES)
             for i, row in enumerate(transpose(k, pairs)):
                 target.store_raw(row, i * SIDE)

@@ -175,7 +175,6 @@ def pack_b(
     lanes = k.lanes
     depth = k.int(depth)
     vectors = range(0, width, lanes)
-    interleave = [x for i in range(lanes) for x in (i, lanes + i)]
 
     def load(row: Any, v: int) -> Value:
         mask = None if cols is None else k.mask_first(cols - (col + v))
@@ -191,8 +190,7 @@ def pack_b(
 
     def store_pair(d: Value, v: int, even: Value, odd: Value) -> None:
         """Vector v of the interleaved rows d and d + 1."""
-        vnni = k.bitcast(k.shuffle(even, odd, interleave), k.ivec)
-        block.as_dtype("i32").store_raw(vnni, (d >> 1) * width + v)
+        block.as_dtype("i32").store_raw(k.bitcast(k.interleave(even, odd), k.ivec), (d >> 1) * width + v)
 
     def chunk(i: Value) -> None:
         if not pair:
