@@ -27,7 +27,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.cli.ranks import dispatched
+    from barellm.distributed.dispatch import dispatched
 
     return dispatched("profile", args, _profile)
 

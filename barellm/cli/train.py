@@ -37,7 +37,7 @@ def configure(parser: options.Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.cli.ranks import dispatched
+    from barellm.distributed.dispatch import dispatched
 
     return dispatched("train", args, _train)
 

@@ -13,6 +13,7 @@ from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import machine
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool, thread_count
+from barellm.cpu.threads import cores as cores  # for processes that share the machine
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime import rates

@@ -136,7 +136,7 @@ def test_torchruns_first_process_starts_all_and_the_others_none(tmp_path):
 def test_one_rank_speaks_of_ctrl_c_before_mpi_has_started(rank, said):
     script = """
 import barellm.distributed.mpi as mpi
-from barellm.cli.ranks import run_as_rank
+from barellm.distributed.dispatch import run_as_rank
 def interrupted():
     raise KeyboardInterrupt
 mpi.MpiRanks = interrupted

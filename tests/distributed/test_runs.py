@@ -318,7 +318,7 @@ def test_a_rank_that_is_stopped_before_mpi_has_started_ends_the_run_under_mpirun
 
 APART = """
 import argparse, sys
-from barellm.cli.ranks import run_as_rank
+from barellm.distributed.dispatch import run_as_rank
 
 def together(ranks):
     ranks.gather(None)
@@ -387,7 +387,7 @@ def test_ranks_do_not_outlive_their_launcher(place):
 
 SETTLED = """
 import argparse, os
-from barellm.cli.ranks import run_as_rank
+from barellm.distributed.dispatch import run_as_rank
 run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: print(sorted(os.sched_getaffinity(0)), flush=True) or 0)
 """
 

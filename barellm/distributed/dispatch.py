@@ -39,8 +39,8 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
 def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
     """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
     and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
-    from barellm.cpu.threads import cores
     from barellm.distributed.mpi import MpiRanks
+    from barellm.runtime.backend import backend
 
     rank, ranks = world.rank_from_environment(), None
     launcher_protocol.announce_rank(rank)
@@ -54,7 +54,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
                 f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
                 f"mpi4py uses, or srun --mpi=pmi2 (Open MPI: pmix)"
             )
-        ranks.settle(cores())  # also where BARELLM_THREADS is less: that is how many each rank has
+        ranks.settle(backend("cpu").cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)
         ranks.gather(None, no_timeout=True)
         if rank == 0:
