@@ -15,6 +15,7 @@ from barellm.program import dtypes, exponent_stats, ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, Documents, Tensor
 
+SHORT = 64  # positions: no backend feeds a prompt in smaller pieces
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
 
 
@@ -94,7 +95,7 @@ def build(
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
         p.output("logits", _decode(p, model, tokens))
-        if optimizer is None and not models.whole(model):
+        if optimizer is None and not models.whole(model) and tokens.shape[1] > SHORT:
             p = programs["prefill"] = Program(store, compute=compute)
             _decode(p, model, p.input("tokens", tokens.shape))
             p.eliminate_dead()

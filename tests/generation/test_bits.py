@@ -65,6 +65,7 @@ def opened(model, dtype):
 def test_a_text_has_the_same_bits_however_it_is_fed(name, dtype):
     """One by one, whole, in pieces of many lengths, behind a prefix that another text has computed, and beside 63 others."""
     with opened(MODELS[name], dtype) as fed:
+        assert fed.decoder.prefills and fed.decoder.piece == ROWS
         one = fed.by_cuts(list(range(1, LENGTH + 1)))
         assert len({x.tobytes() for x in one.values()}) == LENGTH
         random = np.cumsum(np.random.default_rng(2).integers(1, 60, 6)).tolist()[:-1]

@@ -407,7 +407,7 @@ def accumulate_one_query(
             else:
                 p, rows = k.splat(s["p_units"].as_dtype("i32").get(j >> 1)), (values[j], values[k.min(j + 1, end - 1)])
                 for a, (c, mask) in zip(acc, part, strict=True):
-                    pair = micro.interleave(k, *(row.load_raw(c, mask) for row in rows))
+                    pair = k.interleave(*(row.load_raw(c, mask) for row in rows))
                     a.value = k.dot(a.value, p, k.bitcast(pair, k.ivec))
         for a, (c, _) in zip(acc, part, strict=True):
             s["acc"].store(a.value, c)
