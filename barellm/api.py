@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 def load(
     path: str | Path, *, device: str = "auto", dtype: str | None = None, tokenizer: str | Path | None = None,
-    adapters: Mapping[str, str | Path] | None = None,
+    adapters: Mapping[str, str | Path] | None = None, exact: bool = False,
 ) -> Model:  # fmt: skip
     """Open a trained model.
 
@@ -50,7 +50,7 @@ def load(
     "auto" (a GPU that has passed its self-check, else the CPU), "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or "auto",
     and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
     A run that trained an adapter is its base with that. `adapters` names others of this model, runs or folders of PEFT's, between
-    which `Model.use` changes.
+    which `Model.use` changes. With `exact`, on a CPU, a token has the same bits in a prompt and as it is generated.
 
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """
@@ -67,7 +67,10 @@ def load(
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
     device = chosen_device(device, config)
+    if exact and device != "cpu":
+        raise UserError(f"exact is for the CPU, and the device is {device}")
     model = Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
+    model._exact = exact
     model._variants |= {name: with_adapter(weights, path_of(f"adapters[{name!r}]", one)) for name, one in (adapters or {}).items()}
     return model
 
@@ -107,7 +110,7 @@ class Model:
         self._variants: dict[str | None, Weights] = {None: weights}
         self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
         self._lock = threading.RLock()  # who holds it may use the session
-        self._computing = self._interrupted = False
+        self._computing = self._interrupted = self._exact = False
         self._cached: weakref.ref[_Place] | None = None  # of the text whose keys and values the session has
         _models.add(self)
 
@@ -382,10 +385,11 @@ class Model:
             compute=compute,
             decode_batch=1 if decoded else 0,
             decode_seq=wanted.positions if decoded else 0,
+            exact=self._exact,
         )
         if "logits" in wanted.programs:
             programs["logits"] = logits_program(store, model, batch=wanted.batch, seq=wanted.seq, compute=compute)
-        pieces = ["prefill"] if decoded and "prefill" in programs and self._device == "cpu" else []
+        pieces = ["prefill"] if decoded and "prefill" in programs else []
         return {name: programs[name] for name in (*sorted(wanted.programs), *pieces)}
 
 

@@ -140,12 +140,13 @@ def proven_options(config: Config, device: str, *, training: bool = True) -> dic
 
 def build_programs(
     config: Config, *, training: bool = True, positions: int | None = None, rows: int = 1, scoring: tuple[int, int] | None = None,
-    ranks: Ranks = ALONE, documents: bool = False,
+    ranks: Ranks = ALONE, documents: bool = False, exact: bool = False,
 ) -> dict[str, Program]:  # fmt: skip
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has
     so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
     0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
-    takes the place of "eval". Of several `ranks`, each takes its share of a batch. `documents`: as in `assembly.programs.build`."""
+    takes the place of "eval". Of several `ranks`, each takes its share of a batch. `documents` and `exact` are as in
+    `assembly.programs.build`."""
     from barellm.assembly.programs import build
     from barellm.optim.recipes import start_reduce_scatter, updates
 
@@ -160,7 +161,7 @@ def build_programs(
         start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks), recompute=train.recompute,
         ranges=train.exponent_stats > 0, eval_batch=eval_batch, eval_seq=eval_seq, decode_batch=0 if positions == 0 else rows,
         decode_seq=positions or 0, score_batch=scoring[0] if scoring else 0, score_seq=scoring[1] if scoring else 0,
-        adapter=config.adapter if training else None, documents=documents,
+        adapter=config.adapter if training else None, documents=documents, exact=exact,
     )  # fmt: skip
     if training and config.adapter.codes:
         quantized.quantize_frozen(programs, config.adapter.codes)
@@ -191,19 +192,21 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 def open_model(
     config: Config, *, device: str, training: bool = True, positions: int | None = None, rows: int = 1,
     scoring: tuple[int, int] | None = None, weights: str = "", only: tuple[str, ...] = (), ranks: Ranks = ALONE,
-    documents: bool = False,
+    documents: bool = False, exact: bool = False,
 ) -> Iterator[CompiledModel]:  # fmt: skip
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
-    `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring`, `ranks` and `documents` are as in
+    `only` names those of the others that are wanted, if not all. What is not named here is as in
     `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if matmuls shall read codes; nothing can be
     trained or initialised then, only loaded."""
     device = chosen_device(device, config, ranks=ranks.count)
     config = resolved(config, device)
+    if exact and device != "cpu":
+        raise UserError(f"exact is for the CPU, and the device is {device}")
     train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
     how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks, "documents": documents}
+    how["exact"] = exact
     programs = build_programs(config, training=training, **how)
-    wanted = {*programs} if not only else {*only, "prefill"} if "decode" in only else {*only}
-    programs = {name: p for name, p in programs.items() if name in wanted and (name != "prefill" or device == "cpu")}
+    programs = {name: p for name, p in programs.items() if not only or name in only or (name == "prefill" and "decode" in only)}
     matrices: dict[str, quantized.Matrix] = {}
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode", "prefill") if name in programs}

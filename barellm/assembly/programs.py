@@ -25,7 +25,7 @@ def build(
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
     start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
     decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0, adapter: AdapterConfig | None = None,
-    documents: bool = False,
+    documents: bool = False, exact: bool = False,
 ) -> tuple[Store, dict[str, Program]]:  # fmt: skip
     """A store and its programs by name. What is 0 or None is left out. With `documents` the inputs "positions" and "starts" say
     what each token of training and evaluation sees (`program.tensor.Documents`).
@@ -43,7 +43,8 @@ def build(
                             each target
     decode                  one token of up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq);
                             output "logits"
-    prefill                 without `optimizer`: the same up to the last layer's keys and values, for the first pieces of a prompt
+    prefill                 with `exact`, by which a token has the same bits in a prompt and alone: up to the last layer's keys and
+                            values, for pieces of a prompt before the last
     """
     eval_batch, eval_seq = eval_batch or batch, eval_seq or seq
     if (longest := max(seq, eval_seq, decode_seq, score_seq)) > model.max_seq:
@@ -55,6 +56,7 @@ def build(
             f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
         )
     architecture, store, frozen = models.of(model), Store(), adapter is not None and adapter.active
+    store.one_arithmetic = exact
     store.positions = max(longest, (decode_seq or model.max_seq) if decode_batch else 0)
     programs = {"init": Program(store, compute=compute)}
     if adapter is not None and frozen:
@@ -95,7 +97,7 @@ def build(
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
         p.output("logits", _decode(p, model, tokens))
-        if optimizer is None and not models.whole(model) and tokens.shape[1] > SHORT:
+        if exact and not models.whole(model) and tokens.shape[1] > SHORT:
             p = programs["prefill"] = Program(store, compute=compute)
             _decode(p, model, p.input("tokens", tokens.shape))
             p.eliminate_dead()

@@ -27,7 +27,7 @@ def serving_programs(model: ModelConfig, *, slots: int, positions: int, piece: i
         lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
         raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")
     found, store = {}, Store()
-    store.positions = positions
+    store.positions, store.one_arithmetic = positions, True
     prompts = [(f"serve_{what}", 1, piece) for what in ("prompt", "piece", "echo")]
     for name, batch, seq in (("serve", max(slots, QUANTIZED_ROWS), 1), *prompts):
         p = found[name] = Program(store, compute=compute)

@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="most tokens of an answer, half the context at most (default: 512)",
     )  # fmt: skip
     options.add_context(parser)
+    options.add_exact(parser)
     options.add_sampling(parser)
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
     parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     how, most = options.sampling_of(args, checkpoint.tokenizer), options.context_of(args.context, checkpoint.config.model.max_seq)
     talk = Talk(checkpoint.tokenizer, most, min(args.max_new_tokens, most // 2), args)
     talk.ids()  # a template that fails, fails now
-    with checkpoint.opened(positions=most) as compiled:
+    with checkpoint.opened(positions=most, exact=args.exact) as compiled:
         decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=most)
         _say(_banner(checkpoint))
         while (line := _line()) is not None:

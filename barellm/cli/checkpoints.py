@@ -31,14 +31,14 @@ class Found:
 
     @contextmanager
     def opened(
-        self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None, documents: bool = False
+        self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None, documents: bool = False, exact: bool = False
     ) -> Iterator[CompiledModel]:
         """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
-        is written with, or evaluated; `scoring` and `documents` are as in `assembly.build.build_programs`."""
+        is written with, or evaluated; `scoring`, `documents` and `exact` are as in `assembly.build.build_programs`."""
         run = "decode" if positions else "score" if scoring else "eval"
         only = (run,) if self.path else (run, "init")
         how = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
-        how |= {"weights": self.weights, "only": only, "documents": documents}
+        how |= {"weights": self.weights, "only": only, "documents": documents, "exact": exact}
         with open_model(self.config, training=False, **how) as compiled:
             if self.path is None:
                 compiled.initialize(self.config.train.seed)

@@ -216,6 +216,12 @@ def add_context(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=0, metavar="N", help=said)
 
 
+def add_exact(parser: argparse.ArgumentParser) -> None:
+    """--exact of commands that write text."""
+    said = "a token has the same bits in a prompt and as it is generated (on a CPU; slower: docs/generation.md)"
+    help.Rare(parser).add_argument("--exact", action="store_true", help=said)
+
+
 def context_of(wanted: int, most: int) -> int:
     """The context length of a model that has `most` positions. UserError for more than it has."""
     if not 0 <= wanted <= most:

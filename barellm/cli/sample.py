@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with: 1,29,3")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, one after another")
     options.add_context(parser)
+    options.add_exact(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
     parser.add_argument(
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     most = checkpoint.config.model.max_seq
     context = options.context_of(args.context, most)
     if args.interactive:
-        with checkpoint.opened(positions=context) as compiled:
+        with checkpoint.opened(positions=context, exact=args.exact) as compiled:
             model, tokenizer = compiled.config.model, checkpoint.tokenizer
             _talk(args, checkpoint, decode.open_decoder(compiled.session, model, tokenizer, positions=context), first)
         return 0
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     works = [Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)]
     positions = decode.cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
     rows = min(args.batch, len(works))
-    with checkpoint.opened(positions=positions, rows=rows) as compiled:
+    with checkpoint.opened(positions=positions, rows=rows, exact=args.exact) as compiled:
         decoder = decode.open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
         for begin in range(0, len(works), rows):
             _group(args, checkpoint, compiled, decoder, works, range(begin, min(begin + rows, len(works))))

@@ -39,17 +39,16 @@ class Row:
 
 
 class Decoder:
-    """Feeds a prompt in pieces, then each drawn token; of several texts all at the same position in one run. When all `max_seq`
-    positions of the cache are used, the newer half of each text is fed again from position 0: positions are absolute, so a cache
-    cannot be moved. A `whole` model has no cache: for each token it is fed all that it sees. Ids from `vocab_size` on are
-    padding."""
+    """Feeds a prompt at once, or in pieces where there is a program for them, then each drawn token; of several texts all at the
+    same position in one run. When all `max_seq` positions of the cache are used, the newer half of each text is fed again from
+    position 0: positions are absolute, so a cache cannot be moved. A `whole` model has no cache: for each token it is fed all
+    that it sees. Ids from `vocab_size` on are padding."""
 
     def __init__(self, session: Session, *, max_seq: int, vocab_size: int, whole: bool = False) -> None:
         self.session, self.max_seq, self.vocab_size, self.whole = session, max_seq, vocab_size, whole
         tensors = getattr(session, "tensors", {})
         self.unused: list[int] = []  # ids below vocab_size that are never drawn
-        self.piece = 0 if whole else getattr(session, "piece", 0)
-        self.prefills = "prefill" in getattr(session, "programs", {})
+        self.piece = session.piece if "prefill" in getattr(session, "programs", {}) else 0
         self.caches = [name for name, t in tensors.items() if t.role == "cache" and name.endswith("_cache")]
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
@@ -131,7 +130,7 @@ class Decoder:
         """(texts, vocab_size) after texts of one length at positions pos .. pos + length."""
         tokens, first = np.array(texts, np.int32), 0
         while 0 < self.piece < tokens.shape[1] - first:
-            self._run("prefill" if self.prefills else "decode", tokens[:, first : first + self.piece], pos + first)
+            self._run("prefill", tokens[:, first : first + self.piece], pos + first)
             first += self.piece
         self._run("decode", tokens[:, first:], pos + first)
         logits = self.session.read("logits").reshape(len(texts), -1)[:, : self.vocab_size]

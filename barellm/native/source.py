@@ -94,7 +94,7 @@ class Image:
     def layout(self) -> str:
         """What compiled kernels know of the blocks of memory that they are given."""
         rows = [(f"SCALAR_{s.name.upper()}", s.index) for s in scalars.SCALARS.values()]
-        rows += [("SCALARS", scalars.MOST), ("PROGRAMS", len(PROGRAMS)), ("PROMPT_PIECE", step.CpuSession.piece)]
+        rows += [("SCALARS", scalars.MOST), ("PROGRAMS", len(PROGRAMS))]
         rows += [(f"PROGRAM_{name.upper()}", i) for i, name in enumerate(PROGRAMS)]
         rows += [(name, getattr(sync, name)) for name in ("SHARED_NBYTES", "TABLE", "RECORD_NBYTES", "BARRIER", "GROUPS")]
         rows += [(name, value) for name, value in vars(specialisation).items() if name.startswith("RT_")]

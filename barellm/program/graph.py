@@ -21,6 +21,7 @@ class Store:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.positions = 0  # of the longest sequence of its programs; 0: as many as the model has
+        self.one_arithmetic = False  # a token has the same bits in a prompt and alone
         self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
         self.trains: Callable[[str], bool] = lambda name: True  # whether the parameter of a name is trained; the others are frozen
         self.frozen_dtype: str | None = None  # of frozen matrices; None: as the program's precision says

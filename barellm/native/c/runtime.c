@@ -351,12 +351,9 @@ int barellm_logits(barellm *s, const int32_t *tokens, int64_t count, int64_t pos
     begin(s);
     if (position < 0 || position + count > programs[PROGRAM_DECODE].seq)
         return fail("positions %lld to %lld, the model has %lld", (long long)position, (long long)(position + count), (long long)programs[PROGRAM_DECODE].seq);
-    for (int64_t done = 0, some; done < count; done += some) { /* in pieces: so many tokens have the bits that each has alone */
-        some = run.whole || count - done < PROMPT_PIECE ? count - done : PROMPT_PIECE;
-        if (put(s, PROGRAM_DECODE, tokens + done, NULL, 1, some)) return -1;
-        set(s, SCALAR_POS, position + done);
-        walk(s, PROGRAM_DECODE);
-    }
+    if (put(s, PROGRAM_DECODE, tokens, NULL, 1, count)) return -1;
+    set(s, SCALAR_POS, position);
+    walk(s, PROGRAM_DECODE);
     memcpy(logits, s->arena + programs[PROGRAM_DECODE].output, run.vocabulary * sizeof *logits);
     return 0;
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import e, log2
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
@@ -19,7 +20,7 @@ from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_ke
 from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang.vector import ln, transpose
+from barellm.cpu.lang.vector import ln, tanh, transpose
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
@@ -288,26 +289,47 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions
 
 
 def attention_cached(
-    k: KernelBuilder, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec
+    k: KernelBuilder,
+    out,
+    q,
+    k_cache,
+    v_cache,
+    positions,
+    slots,
+    *,
+    batch,
+    seq,
+    heads,
+    kv_heads,
+    D,
+    stride,
+    length,
+    mask_spec,
+    exact,
 ) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold
     the new keys already. `stride`: of q's rows; positions (B, T) and slots (B,) i32, or none. One query (decoding) has a code of
-    its own, with the same bits; for its sake there are no AMX tiles, which add in an order of their own."""
-    g = micro.Geometry.of(k.isa, q.dtype, D, tiles=False)
+    its own, `exact` with the bits that several have, without AMX tiles, which add in an order of their own."""
+    g = micro.Geometry.of(k.isa, q.dtype, D, tiles=not exact)
     C, T, given = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
-    with k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         owner, pos = place_of(k, sequence, T, given, slots, length)
         cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
-        alone = g.pair == 1 or D % 2 == 0  # of an odd D the last pair of a key would be half another's
+        begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
+        alone = not exact or g.pair == 1 or D % 2 == 0  # of an odd D the last pair of a key would be half another's
         if alone:
             with k.when(one):
-                begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
-                attend_one_query(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+                if exact:
+                    attend_one_query_exactly(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+                else:
+                    seen = cached if begin is None else [rows.start(begin) for rows in cached]
+                    count = pos + 1 if begin is None else pos + 1 - begin
+                    attend_one_query(k, D, queries.pointer, *seen, dst.pointer, count, mask_spec)
         with k.otherwise(one) if alone else nullcontext():
             last = k.min(first + block, T)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
@@ -316,19 +338,68 @@ def attention_cached(
             )
 
 
+def attend_one_query(
+    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value, mask_spec: MaskSpec
+) -> None:
+    """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
+    lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
+    scratch = k.thread_scratch("fp32")
+    columns = k.columns(D)
+    cap = mask_spec.softcap
+    factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
+    query = [q.load(c, mask) * factor for c, mask in columns]
+    g = micro.Geometry.of(k.isa, "fp32", D)
+    top = k.var_vec(float("-inf"))
+    with k.loop(0, count, k.lanes) as j:
+        partial = []
+        for i in range(k.lanes):
+            row = keys[k.min(j + i, count - 1)]
+            sum_ = query[0] * row.load(*columns[0])
+            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
+                sum_ = k.fma(x, row.load(c, mask), sum_)
+            partial.append(sum_)
+        exists, sums = k.mask_first(count - j), lane_sums(k, partial)
+        s = k.select(exists, tanh(k, sums) * (cap * log2(e)) if cap else sums, float("-inf"))
+        top.value = k.max(s, top.value)
+        scratch.store(s, j)
+    highest = k.splat(k.maximum(top.value))
+    total = k.var_vec(0.0)
+    with k.loop(0, count, k.lanes) as j:
+        p = micro.exp2_nonpositive(k, g, scratch.load(j) - highest)
+        total.value = total.value + p
+        scratch.store(p, j)
+    acc = [k.var_vec(0.0) for _ in columns]
+    with k.loop(0, count) as j:
+        p, row = k.splat(scratch.get(j)), values[j]
+        for a, (c, mask) in zip(acc, columns, strict=True):
+            a.value = k.fma(p, row.load(c, mask), a.value)
+    scale = k.splat(k.float(1.0) / k.sum(total.value))
+    for a, (c, mask) in zip(acc, columns, strict=True):
+        out.store(a.value * scale, c, mask)
+
+
+def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
+    """Of `lanes` vectors: lane i is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
+    n = k.lanes
+    even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
+    while len(vectors) > 1:
+        vectors = [k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
 def one_query_geometry(g: micro.Geometry) -> micro.Geometry:
     """The geometry of a block of keys as lanes: chains enough to hide the latency of the multiply-adds."""
     return replace(g, vectors=min(8, 64 // g.lanes))
 
 
 def one_query_units(g: micro.Geometry) -> dict[str, int]:
-    """Sizes in units of the blocks of scratch of `attend_one_query`; of `p_units`, p as units along the keys."""
+    """Sizes in units of the blocks of scratch of `attend_one_query_exactly`; of `p_units`, p as units along the keys."""
     wide = one_query_geometry(g)
     sizes = {"q": g.rows_units(1), "transposed": wide.transposed_units, "acc": g.padded_D, "p": micro.KEY_BLOCK}
     return {**sizes, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
 
 
-def attend_one_query(
+def attend_one_query_exactly(
     k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: Pointer, first: Value | None,
     count: Value, mask_spec: MaskSpec,
 ) -> None:  # fmt: skip
@@ -419,12 +490,14 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
     shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
-    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"], tiles=False)
+    exact = op.attrs.get("exact", False)
+    g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"], tiles=not exact)
     mask_spec = MaskSpec.of(op, length)
     units = scratch_units(g, bounded=mask_spec.window is not None)
-    c.thread_scratch(max(micro.offsets(units)[1], 4 * (length + c.isa.lanes)))
+    one = micro.offsets(one_query_units(g))[1] if exact else 4 * (length + c.isa.lanes)
+    c.thread_scratch(max(micro.offsets(units)[1], one))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "positions": op.positions, "slots": op.slots}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache")
-    constants = {**shape, "stride": q_stride, "length": length, "mask_spec": mask_spec}
+    constants = {**shape, "stride": q_stride, "length": length, "mask_spec": mask_spec, "exact": exact}
     c.call(attention_cached, {"out": op.out, "q": op.q, **caches}, constants, writes="out")

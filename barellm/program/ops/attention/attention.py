@@ -275,7 +275,8 @@ class AttentionBackward(Dense):
 class AttentionCached(Scored):
     """Decoding: k and v of positions pos .. pos + T go into caches (B, maxT, G*D); query t attends to 0 .. pos + t, or to the last
     `sliding_window` of these. With `positions` (B, T) i32, which are consecutive, text b begins at positions[b, 0], at maxT - T at
-    most; with `slots` (B,) i32 it has row slots[b] of the caches, which no other has (continuous batching)."""
+    most; with `slots` (B,) i32 it has row slots[b] of the caches, which no other has (continuous batching).
+    `exact`: one query has the bits that it has among several, where a backend can."""
 
     name = "attention_cached"
     optional = ("positions", "slots")
@@ -367,5 +368,5 @@ class Calls(Graph):
         the caches, if texts differ in it."""
         caches = {"k_cache": k_cache, "v_cache": v_cache, **places}
         attrs = {"heads": heads, "kv_heads": kv_heads or heads}
-        attrs |= {"sliding_window": sliding_window, "scale": scale, "softcap": softcap}
+        attrs |= {"sliding_window": sliding_window, "scale": scale, "softcap": softcap, "exact": self.store.one_arithmetic}
         return self.apply(AttentionCached, into=None, q=q, k=k, v=v, **caches, **attrs).out
