@@ -137,7 +137,6 @@ def test_commands(words, says, on_a_mac):
 
 @pytest.mark.parametrize("words, says", [
     (["bench", "step", *SMALL, "--peers=torch"], "needs Linux"),
-    (["bench", "scaling", *SMALL], "bound to processors"),
 ])  # fmt: skip
 @pytest.mark.extended
 def test_what_needs_linux_says_so(words, says, on_a_mac):
