@@ -1,10 +1,10 @@
 """Tokens/s of decoding with weights of few bits, beside 16- and 32-bit weights and beside llama.cpp, in turns.
 
-    python -m benchmarks.few_bits gpt2-774m --peer-python /path/to/python --out benchmarks/results/few-bits-gpt2-774m.json
+    python -m benchmarks.few_bits smollm2-135m --llama-cpp DIR --out benchmarks/results/decode-smollm2-135m.json
 
-Weights are random: no time depends on their values. `--peer-python` is an interpreter that has llama-cpp-python and gguf;
-without it only our own formats are measured. Each round decodes the same positions with every variant once; the bandwidth of
-reading is measured in the same rounds.
+Weights are random: no time depends on their values. `--llama-cpp` is a folder with llama.cpp's programs (cmake builds them from the
+sources in its Python package); without it only our own formats are measured. Each round decodes the same positions with every
+variant once; the bandwidth of reading is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from barellm import models
 from barellm.assembly.build import CompiledModel, open_model
 from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
+from barellm.interop import gguf
 from barellm.tools.bench.decoding import weight_bytes
+from benchmarks.random_weights import random_weights
 
 POSITIONS, FIRST = 256, 32
-PEER = Path(__file__).parent / "peers" / "llamacpp_decode.py"
 
 
 class Ours:
@@ -59,51 +60,44 @@ class Ours:
         return time.perf_counter() - start
 
 
-class Peer:
-    """llama.cpp in another process."""
+class LlamaCpp:
+    """llama.cpp's own llama-bench, a process for each measurement. `file` is a GGUF file of a model of the same sizes."""
 
-    def __init__(self, python: str, kind: str, model: Any, threads: int, folder: str) -> None:
-        sizes = {"layers": model.layers, "heads": model.heads, "d_model": model.d_model, "threads": threads}
-        options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-        command = [python, str(PEER), kind, *options, "--folder", folder]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        line = self._line()
-        self.facts = json.loads(line.removeprefix("ready "))
-        path = Path(folder) / f"gpt2-{model.layers}-{model.d_model}-{kind}.gguf"
-        self.nbytes = path.stat().st_size - 4 * 1024 * model.d_model  # without the positions, which no token reads as a whole
+    def __init__(self, binary: Path, file: Path, threads: int) -> None:
+        self.command = [str(binary), "-m", str(file), "-t", str(threads), "-o", "json", "-r", "1"]
+        self.nbytes = file.stat().st_size
+        self.build = self._measured("-p", "0", "-n", "1")["build_commit"]
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the peer ended with {self.process.wait()}")
-        return line
-
-    def _ask(self, *words: object) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return float(self._line())
+    def _measured(self, *words: str) -> dict[str, Any]:
+        done = subprocess.run([*self.command, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        return json.loads(done.stdout)[0]
 
     def prompt(self, count: int) -> float:
-        return self._ask("prompt", count)
+        return 1e-9 * self._measured("-p", str(count), "-n", "0", "-ub", str(count))["avg_ns"]
 
     def decode(self, first: int, count: int) -> float:
-        return self._ask(first, count)
+        """Behind `first` tokens, as ours."""
+        return 1e-9 * self._measured("-p", "0", "-n", str(count), "-d", str(first))["avg_ns"]
 
-    def close(self) -> None:
-        self.process.terminate()
+
+def gguf_file(binaries: Path, preset: str, kind: str, folder: Path) -> Path:
+    """The preset with random weights in `kind` ("bf16", "q4_0", ...), made in `folder` where it is not there."""
+    source, out = folder / f"{preset}-bf16.gguf", folder / f"{preset}-{kind}.gguf"
+    if not source.exists():
+        gguf.write(random_weights(models.preset(preset).model), source, dtype="bf16", name=preset, licence=None)
+    if not out.exists():  # --pure: every matrix in this kind, as ours
+        command = [str(binaries / "llama-quantize"), "--pure", str(source), str(out), kind.upper()]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("preset")
     parser.add_argument("--variants", nargs="+", default=["int4", "int4/64", "nf4", "int8", "bf16", "fp32"])
-    parser.add_argument("--peer-python")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="its llama-bench and llama-quantize")
     parser.add_argument("--peers", nargs="*", default=["q4_0", "q8_0"])
-    parser.add_argument("--folder", default="/tmp")
+    parser.add_argument("--folder", type=Path, default="/tmp", metavar="DIR", help="where its files are made")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -121,10 +115,10 @@ def main() -> None:
             variants[name] = Ours(
                 stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
             )
-        for kind in args.peers if args.peer_python else []:
-            peer = variants[f"llama.cpp {kind}"] = Peer(args.peer_python, kind, config.model, threads, args.folder)
-            stack.callback(peer.close)
-            facts |= peer.facts
+        for kind in args.peers if args.llama_cpp else []:
+            file = gguf_file(args.llama_cpp, args.preset, kind, args.folder)
+            peer = variants[f"llama.cpp {kind}"] = LlamaCpp(args.llama_cpp / "llama-bench", file, threads)
+            facts["llama.cpp"] = peer.build
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         prompts: dict[str, list[float]] = {name: [] for name in variants}
         bandwidth: list[float] = []

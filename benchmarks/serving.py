@@ -4,7 +4,9 @@ python -m benchmarks.serving --processor NAME --out benchmarks/results/serving.j
 python -m benchmarks.serving --url http://127.0.0.1:8000 --model NAME --processor NAME --out FILE     # any server of the protocol
 python -m benchmarks.serving --resident 2000 --processor NAME --out FILE     # memory over requests of a tiny model
 
-A client asks again as soon as it has its answer. Prompts have random ids, with a beginning that all share where --shared says so.
+Servers are `barellm serve models/smollm2-135m/hf --slots 16 --context 256`, and `llama-server -m models/smollm2-135m/bf16.gguf
+-np 16 -c 4096` with files that benchmarks/random_weights.py makes. A client asks again as soon as it has its answer. Prompts have
+random ids, with a beginning that all share where --shared says so.
 """
 
 from __future__ import annotations
@@ -25,12 +27,11 @@ import numpy as np
 
 from barellm import models
 from barellm.api import Model
-from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import Config
 from barellm.cpu.threads import thread_count
-from barellm.data.tokenizers import Ids
 from barellm.generation.samplers import Sampling
 from barellm.serving import engine
+from benchmarks.random_weights import random_weights
 
 CLIENTS = (1, 4, 16)
 TINY = {"layers": 2, "heads": 4, "kv_heads": 2, "d_model": 64, "d_ff": 128, "vocab_size": 512, "max_seq": 256}
@@ -38,12 +39,7 @@ Ask = Callable[[list[int], int, int], Iterator[object]]  # prompt, count, seed -
 
 
 def random_model(config: Config) -> Model:
-    """Weights as training begins with, and a tokenizer of bare ids."""
-    arrays, r = {}, np.random.default_rng(0)
-    for name, t in parameters(config.model).items():
-        shape = (t.valid_rows, *(int(n) for n in t.shape[1:]))
-        arrays[name] = np.ones(shape, np.float32) if len(shape) == 1 else 0.02 * r.standard_normal(shape, np.float32)
-    return Model(Weights(Path("random"), config.model, arrays, Ids(config.model.vocab_size)), config, "cpu", 0, None)
+    return Model(random_weights(config.model), config, "cpu", 0, None)
 
 
 def of_engine(server: engine.Engine) -> Ask:
@@ -65,20 +61,25 @@ def of_url(url: str, model: str, key: str) -> Ask:
 
     def ask(prompt: list[int], count: int, seed: int) -> Iterator[object]:
         body = {"model": model, "prompt": prompt, "max_tokens": count, "seed": seed, "temperature": 0.8, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, "logit_bias": {"0": -100}}  # 0: random_weights.py's end of a text
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         with closing(http.client.HTTPConnection(parts.hostname or "", parts.port)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             for line in answer:
-                if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
-                    yield line
+                chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                if chunk.get("choices") and chunk["choices"][0]["text"]:
+                    yield chunk
+                elif usage := chunk.get("usage"):
+                    assert usage["completion_tokens"] == count, usage
 
     return ask
 
 
 def load(ask: Ask, clients: int, args: argparse.Namespace, vocab: int) -> dict[str, object]:
-    """`clients` ask `args.requests` times each. Times in milliseconds."""
+    """`clients` ask `args.requests` times each. Times in milliseconds, of a server's between chunks of text: a token
+    that is a part of a character comes with the next one."""
     first: list[float] = []
     between: list[float] = []
     shared = np.random.default_rng(7).integers(0, vocab, args.shared).tolist()
@@ -101,7 +102,7 @@ def load(ask: Ask, clients: int, args: argparse.Namespace, vocab: int) -> dict[s
     for thread in threads:
         thread.join()
     seconds = perf_counter() - begin
-    found: dict[str, object] = {"clients": clients, "tokens_per_s": (len(first) + len(between)) / seconds}
+    found: dict[str, object] = {"clients": clients, "tokens_per_s": clients * args.requests * args.count / seconds}
     for name, times in (("first_token_ms", first), ("between_tokens_ms", between)):
         found[name] = {f"p{p}": float(np.percentile(times, p)) for p in (50, 99)}
     return found
