@@ -28,7 +28,11 @@ def configure(parser: options.Parser) -> None:
         action="store_true",
         help="show the roofline of a step; an estimate by the rates of this machine, which are measured once",
     )
-    parser.add_argument("--card", metavar="NAME", help="show the roofline of a step by the published rates of a card: h100, h200")
+    parser.add_argument(
+        "--card", metavar="NAME",
+        help="plan for a GPU that need not be here, with the roofline of a step by its data sheet: a100, h100, h200, rtx3060, rtx3090, "
+        "rtx4090 or rtx5090",
+    )  # fmt: skip
     rare.add_argument(
         "--gemm", type=int, nargs=3, metavar=("M", "N", "K"),
         help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
@@ -63,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from barellm.tools.plan import devices, plan
 
     devices.check(args.device)
+    if args.card and not args.interconnect:
+        args.device = "cuda"
     for name in ("gemm", "compile"):
         if getattr(args, name) and args.device != "cuda":
             raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gemm:
         return _one_gemm(args, config.train.dtype)
     ranks = _ranks(args, config)
-    numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks)
+    numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks, card=args.card or "")
     if 1 < ranks.count <= MOST_SHOWN:
         numbers["of_each_rank"] = plan.of_each_rank(config, ranks.count)
     tilings, lines = _gemms(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
@@ -135,7 +141,7 @@ def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
     M, N, K = args.gemm
     if min(M, N, K) < 1:
         raise UserError(f"--gemm is {M} {N} {K}, expected sizes of at least 1")
-    built = devices.lower({"gemm": waves.one_gemm(M, N, K, dtype)}, "cuda")
+    built = devices.lower({"gemm": waves.one_gemm(M, N, K, dtype)}, devices.target_of(args.card) if args.card else "cuda")
     tilings, lines = _tilings(args, built, ["gemm"], Sizes(batch=M))
     print(json.dumps({"dtype": dtype, **built.machine, "gemms": tilings})) if args.json else show("\n".join(lines))
     return 0

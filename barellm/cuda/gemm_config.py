@@ -1,7 +1,7 @@
 """GEMM configurations: tiles, warps and pipeline stages, and the number of split-K slices of weight gradients.
 
 A tile changes speed and no bit of the result: each element is one chain of additions over K. Split-K does change bits, so it is a
-function of the shape alone. Both count tiles against WAVE, the multiprocessors of an H100, whatever card is there."""
+function of the shape alone: it counts tiles against WAVE, the multiprocessors of an H100, whatever card is there."""
 
 from dataclasses import dataclass, replace
 
@@ -33,11 +33,15 @@ class GemmConfig:
 
 # Largest first. Shared memory: num_stages * (tile_m + tile_n) * tile_k * itemsize bytes; accumulators: tile_m * tile_n / (32 *
 # num_warps) registers of each thread.
+# Steps of 64 halve the barriers per K, those of 32 leave room for two programs on a multiprocessor: no card below sm_90 has judged
+# them yet, so the tuner has both, and the default is the first of its size.
 _BF16 = {
-    80: ((128, 256, 32, 8, 3), (128, 128, 32, 4, 4), (128, 64, 32, 4, 4), (64, 64, 32, 4, 4)),
-    89: ((128, 128, 32, 8, 4), (128, 64, 32, 4, 4), (64, 64, 32, 4, 4)),
+    80: ((128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
+         (128, 256, 32, 8, 3), (128, 128, 32, 4, 4), (128, 64, 32, 4, 4), (64, 64, 32, 4, 4)),
+    89: ((128, 128, 64, 8, 3), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
+         (128, 128, 32, 8, 4), (128, 64, 32, 4, 4), (64, 64, 32, 4, 4)),
     90: ((128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4)),
-}
+}  # fmt: skip
 # Other cards use the configurations of one of these: 8.7 has the shared memory of 8.0; those with tcgen05 that of 9.0; and the
 # tiles of sm_89, whose 99 KiB and mma are what 8.6 and 12.0 have, run everywhere.
 _TUNED_AS = {87: 80, 100: 90, 101: 90, 103: 90, 110: 90}
@@ -58,9 +62,9 @@ def gemm_configs(dtype: str, arch: int) -> tuple[GemmConfig, ...]:
     return tuple(GemmConfig(*fields) for fields in found)
 
 
-def select_config(gemm_kind: str, M: int, N: int, K: int, dtype: str, arch: int) -> GemmConfig:
-    """The configuration with the least estimated time for (M, N) = (M, K) (K, N): waves times the tile's area, so the least wave
-    and tile quantization. A smaller tile loads more for each multiplication, which counts as a tenth of its time for each step down
+def select_config(gemm_kind: str, M: int, N: int, K: int, dtype: str, arch: int, sms: int = WAVE) -> GemmConfig:
+    """The configuration with the least estimated time for (M, N) = (M, K) (K, N): waves of `sms` tiles, a multiprocessor each, times
+    the tile's area, so the least wave and tile quantization. A smaller tile loads more for each multiplication, which counts as a tenth of its time for each step down
     the list. Weight gradients ("tn") use split-K until they fill the card: then a tile is only a part of the work."""
     best, least = None, 0.0
     for step, t in enumerate(gemm_configs(dtype, arch)):
@@ -70,7 +74,7 @@ def select_config(gemm_kind: str, M: int, N: int, K: int, dtype: str, arch: int)
             work = ceil_div(M, t.tile_m) * ceil_div(N, t.tile_n) / count
         else:
             work = 1.0
-        time = ceil_div(count, WAVE) * work * t.tile_m * t.tile_n * (1 + 0.1 * step)
+        time = ceil_div(count, sms) * work * t.tile_m * t.tile_n * (1 + 0.1 * step)
         if best is None or time < least:
             best, least = t, time
     assert best is not None

@@ -58,11 +58,11 @@ class GemmProblem(Gemm):
     def tokens(self) -> int:
         return self.depth if self.operation == "tn" else self.rows
 
-    def default(self, arch: int) -> Config:
+    def default(self, arch: int, sms: int = gemm_config.WAVE) -> Config:
         if self.kernel == "hopper":
             cols = gemm_config.select_tile_n(self.operation, self.rows, self.cols, self.depth)
             return gemm_config.hopper_config(cols, loads_c=self.epilogue in LOADS_C)
-        return gemm_config.select_config(self.operation, self.rows, self.cols, self.depth, self.dtype, arch)
+        return gemm_config.select_config(self.operation, self.rows, self.cols, self.depth, self.dtype, arch, sms)
 
     def configs(self, arch: int) -> tuple[Config, ...]:
         """Every configuration, with the default rasterization."""
@@ -114,8 +114,8 @@ class AttentionProblem:
         """Whether it needs every register: random bits of dropout, or columns that no vector divides."""
         return self.dropout or self.head % 8 > 0
 
-    def default(self, arch: int) -> AttentionConfig:
-        """Warp-specialized where there is such a kernel for these heads, else Triton's."""
+    def default(self, arch: int, sms: int = 0) -> AttentionConfig:
+        """Warp-specialized where there is such a kernel for these heads, else Triton's. It does not depend on `sms`."""
         return self.warp_specialized(arch) or self.configs_in_triton(arch)[0]
 
     def warp_specialized(self, arch: int) -> AttentionConfig | None:
@@ -217,7 +217,7 @@ def select_config(target: Target, problem: Problem) -> Any:
         at, found = key(target, problem), database()
         entry = found.entries.get(at) or shipped().get(at)
         config = found.decoded(at, entry, lambda entry: from_entry(entry, problem, target.arch))
-    return config or problem.default(target.arch)
+    return config or problem.default(target.arch, target.sms)
 
 
 def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:

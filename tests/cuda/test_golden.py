@@ -312,6 +312,12 @@ def test_kernels_are_the_golden_ones(name):
     check_golden(name, rows(TABLES[name](), 90))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 120])
+def test_kernels_of_other_cards_are_the_golden_ones(arch):
+    check_golden(f"gpt2-124m bf16 sm_{arch}", rows(one_of_each(specs(GPT2, 64, "bf16", arch)), arch))
+
+
 FAMILIES = ("columns", "dropout", "elementwise", "embedding", "init", "layernorm", "layernorm_backward", "optimizer")
 DROPPED = replace(SMALL, dropout=0.1)
 LONG = replace(ODD, heads=330, d_model=33000)  # rows that registers do not hold

@@ -157,6 +157,19 @@ def test_a_card_that_is_not_here_is_counted_by_its_data_sheet(capsys, refused):
     assert "unknown card 'h10', did you mean 'h100'?" in refused(*argv, "--card", "h10")
 
 
+@pytest.mark.parametrize("card, isa, sms, fits", [("rtx3060", "sm_86", 28, False), ("rtx5090", "sm_120", 170, True)])
+def test_a_card_decides_what_fits_and_which_tiles_there_are(card, isa, sms, fits, capsys):
+    argv = ["plan", "gpt2-124m", "--batch", "32", "--seq", "1024", "--card", card, "--json"]
+    assert main.main(argv) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["device"], numbers["isa"], numbers["multiprocessors"]) == ("cuda", isa, sms)
+    assert (
+        numbers["limit_source"] == f"{card}'s memory"
+        and numbers["fits"] is (numbers["arena_bytes"] <= numbers["limit_bytes"]) is fits
+    )
+    assert all(gemm["sms"] == sms and gemm["card"] == card for gemm in numbers["gemms"])
+
+
 def test_the_map_covers_every_tensor_once_and_lists_lifetimes():
     numbers, built = plan.report(small("bf16", False))
     rows = plan.memory_map(built)

@@ -42,7 +42,7 @@ def problems_of(programs: dict[str, Program], target: Target) -> list[Problem]:
 
 def candidates(problem: Problem, target: Target) -> list[Candidate]:
     """The default first. All have its bits."""
-    default = problem.default(target.arch)
+    default = problem.default(target.arch, target.sms)
     return [Candidate(config) for config in dict.fromkeys((default, *problem.configs(target.arch)))]
 
 

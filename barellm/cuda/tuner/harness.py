@@ -34,7 +34,7 @@ class Harness(harness.Harness):
         self.sessions: list[CudaSession] = []
         self.graphs: dict[CudaSession, driver.Graph] = {}
         self.same = MemoryComparison(self.device)
-        self.open(config or problem.default(self.target.arch))
+        self.open(config or problem.default(self.target.arch, self.target.sms))
 
     def load(self, candidate: Candidate) -> CudaSession:
         p, made = lowered(self.problem, self.case, candidate, self.target)

@@ -29,10 +29,14 @@ REACHED = 0.9  # of the published bandwidth: what the best streaming kernels rea
 
 @dataclass(frozen=True)
 class Published:
-    """A card by its data sheet, in place of a measurement: FLOP/s by the dtype of a matmul's operands, bytes/s of its memory."""
+    """A card by its data sheet, in place of a measurement: dense FLOP/s by the dtype of a matmul's operands, with sums in fp32;
+    bytes/s and bytes of its memory; compute capability and multiprocessors."""
 
     flops: Mapping[str, float]
     memory: float
+    nbytes: int
+    arch: int = 90
+    sms: int = 132
 
     def peak(self, dtype: str) -> float:
         return self.flops[dtype]
@@ -44,8 +48,22 @@ class Published:
         return
 
 
-HOPPER = {"fp8": 1978.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12}  # dense; fp32 outside the tensor cores
-CARDS = {"h100": Published(HOPPER, 3.35e12), "h200": Published(HOPPER, 4.8e12)}
+def _flops(fp32: float, bf16: float, fp8: float) -> dict[str, float]:
+    """In TFLOP/s, fp32 outside the tensor cores. Before compute capability 8.9 tensor cores multiply fp8 as fp16."""
+    return {"fp8": fp8 * 1e12, "bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "fp32": fp32 * 1e12}
+
+
+# NVIDIA's data sheets and architecture white papers, of the boards with SXM. GeForce tensor cores add in fp32 at half their rate.
+HOPPER = _flops(66.9, 989.4, 1978.9)
+CARDS = {
+    "a100": Published(_flops(19.5, 312, 312), 2.039e12, 80 << 30, 80, 108),
+    "h100": Published(HOPPER, 3.35e12, 80 << 30),
+    "h200": Published(HOPPER, 4.8e12, 141 * 10**9),
+    "rtx3060": Published(_flops(12.7, 25.5, 25.5), 0.36e12, 12 << 30, 86, 28),
+    "rtx3090": Published(_flops(35.6, 71, 71), 0.936e12, 24 << 30, 86, 82),
+    "rtx4090": Published(_flops(82.6, 165.2, 330.3), 1.008e12, 24 << 30, 89, 128),
+    "rtx5090": Published(_flops(104.8, 209.5, 419), 1.792e12, 32 << 30, 120, 170),
+}
 
 
 def sheet(card: str) -> Published:
@@ -99,6 +117,14 @@ def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list
         session.pool.run(table.ctypes.data, len(table))
         found.append(time.perf_counter() - start)
     return found
+
+
+def target_of(card: str) -> Target:
+    """The card as a target of the compiler. UserError for one that is not known."""
+    from barellm.cuda.kernel import Target
+
+    found = sheet(card)
+    return Target(found.arch, found.sms)
 
 
 def target_here() -> Target:

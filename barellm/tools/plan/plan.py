@@ -37,16 +37,17 @@ def memory(built: Built) -> dict[str, int]:
 
 
 def report(
-    config: Config, *, ceiling: roofline.Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE
+    config: Config, *, ceiling: roofline.Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE, card: str = ""
 ) -> tuple[dict[str, Any], Built]:
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
-    op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one."""
+    op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one. With device "cuda"
+    `card` names a GPU by its data sheet, in place of the one that is here."""
     programs = build_programs(config, ranks=ranks)
-    built = devices.lower(programs, device, **gemm_options(config.train, device))
+    built = devices.lower(programs, devices.target_of(card) if card else device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     step = runs_per_step(config)
-    limit, limit_source = device_memory(device)
+    limit, limit_source = (devices.sheet(card).nbytes, f"{card}'s memory") if card else device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset, **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
         "batch": train.micro_batch_size // ranks.count, "seq": train.seq, "accumulate": train.gradient_accumulation_steps,
