@@ -115,7 +115,7 @@ def main() -> None:
             variants[name] = Ours(
                 stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
             )
-        for kind in args.peers if args.llama_cpp else []:
+        for kind in args.peers if args.llama_cpp and not gguf.refused(config.model) else []:
             file = gguf_file(args.llama_cpp, args.preset, kind, args.folder)
             peer = variants[f"llama.cpp {kind}"] = LlamaCpp(args.llama_cpp / "llama-bench", file, threads)
             facts["llama.cpp"] = peer.build

@@ -9,6 +9,7 @@ same for llama.cpp, where `barellm export` has that architecture.
 from __future__ import annotations
 
 import argparse
+import json
 import sysconfig
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def trained_tokenizer(ids: int) -> tokenizers.Tokenizer:
         vocab_size=ids, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     pairs.train([str(path) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))], trainer)
-    pairs.add_tokens([f"unused{i}" for i in range(ids - pairs.get_vocab_size())])
-    return vocabulary.of_one_file(Path("tokenizer.json"), pairs.to_str().encode(), {})
+    content = json.loads(pairs.to_str())
+    vocab = content["model"]["vocab"]
+    vocab |= {f"unused{i}": i for i in range(len(vocab), ids)}
+    return vocabulary.of_one_file(Path("tokenizer.json"), json.dumps(content).encode(), {})
 
 
 def main() -> None:
